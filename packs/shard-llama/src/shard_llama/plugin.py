@@ -1,0 +1,20 @@
+"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from shardcore.hooks import PolicySpec, hookimpl
+
+_LLAMA = "transformers.models.llama.modeling_llama"
+_MODELS = (
+    "LlamaModel",
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    "LlamaForTokenClassification",
+    "LlamaForQuestionAnswering",
+)
+
+
+@hookimpl
+def shardcore_policies() -> list[PolicySpec]:
+    """Serve Llama and its heads."""
+    return [PolicySpec(target=f"{_LLAMA}.{name}", policy=f"shard_llama.policy:{name}Policy") for name in _MODELS]

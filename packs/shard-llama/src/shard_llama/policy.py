@@ -1,0 +1,84 @@
+"""How Llama is sharded: what every class of its modules needs, and what each head adds."""
+
+from __future__ import annotations
+
+from shardcore.integrations.transformers import PretrainedPolicy
+from shardcore.policy import Heads, ModulePolicy, Stages
+from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, vocab
+
+__all__ = [
+    "LlamaForCausalLMPolicy",
+    "LlamaForQuestionAnsweringPolicy",
+    "LlamaForSequenceClassificationPolicy",
+    "LlamaForTokenClassificationPolicy",
+    "LlamaModelPolicy",
+]
+
+
+class LlamaModelPolicy(PretrainedPolicy):
+    """The decoder without a head."""
+
+    checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
+    stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rows of the decoder."""
+        return {
+            "LlamaModel": [
+                vocab("embed_tokens"),
+                norm("norm"),
+                outputs(attentions="heads"),
+            ],
+            "LlamaDecoderLayer": [
+                norm("input_layernorm", "post_attention_layernorm"),
+                region(
+                    enter="self_attn",
+                    col="self_attn.q_proj",
+                    kv=("self_attn.k_proj", "self_attn.v_proj"),
+                    row="self_attn.o_proj",
+                    unit="head",
+                ),
+                region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj"),
+                attribute("self_attn.num_key_value_groups", local_groups),
+            ],
+        }
+
+
+class LlamaForCausalLMPolicy(LlamaModelPolicy):
+    """The decoder with its language-model head, tied to the embedding or not."""
+
+    stages = LlamaModelPolicy.stages.under("model", then="lm_head")
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rows of the decoder and the head."""
+        return {**super().module_policy(), "LlamaForCausalLM": [head("lm_head")]}
+
+
+class LlamaForSequenceClassificationPolicy(LlamaModelPolicy):
+    """The decoder with a label for each sequence."""
+
+    stages = LlamaModelPolicy.stages.under("model", then="score")
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rows of the decoder and the classifier."""
+        return {**super().module_policy(), "LlamaForSequenceClassification": [replicate("score")]}
+
+
+class LlamaForTokenClassificationPolicy(LlamaModelPolicy):
+    """The decoder with a label for each token."""
+
+    stages = LlamaModelPolicy.stages.under("model", then=("dropout", "score"))
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rows of the decoder and the classifier."""
+        return {**super().module_policy(), "LlamaForTokenClassification": [replicate("score")]}
+
+
+class LlamaForQuestionAnsweringPolicy(LlamaModelPolicy):
+    """The decoder with start and end scores for each token."""
+
+    stages = LlamaModelPolicy.stages.under("transformer", then="qa_outputs")
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rows of the decoder and the span head."""
+        return {**super().module_policy(), "LlamaForQuestionAnswering": [replicate("qa_outputs")]}

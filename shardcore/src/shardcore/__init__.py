@@ -1,0 +1,143 @@
+"""Shard unmodified models over tensor, sequence, pipeline and data parallel ranks.
+
+What to do to a model family comes from *packs*, separately installed packages that are found through entry points.
+Every public name is loaded on first use, so that `import shardcore` and `import shardcore.hooks` load no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardcore.config import ShardConfig
+    from shardcore.errors import (
+        AgreementError,
+        AlreadyShardedError,
+        AmbiguousPolicyError,
+        BrokenPackWarning,
+        ConfigError,
+        MissingRanksError,
+        NoPolicyError,
+        NotSupportedError,
+        PackError,
+        PartlyShardedError,
+        PlanError,
+        RegistryError,
+        ShardcoreError,
+        ShardcoreWarning,
+        StaleOptimizerWarning,
+        WrapError,
+    )
+    from shardcore.former import shard
+    from shardcore.hooks import PolicySpec, hookimpl
+    from shardcore.mesh import ShardContext
+    from shardcore.nn import ParallelModule, reduce_partial_gradients
+    from shardcore.plan import ShardPlan, compile_plan
+    from shardcore.policy import (
+        Heads,
+        ModulePolicyDescription,
+        Policy,
+        Stages,
+        SubModuleReplacementDescription,
+    )
+    from shardcore.random import get_rng_state, manual_seed, set_rng_state
+    from shardcore.registry import Pack, Registry
+    from shardcore.sharder import ModelSharder
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "AlreadyShardedError",
+    "AmbiguousPolicyError",
+    "BrokenPackWarning",
+    "ConfigError",
+    "Heads",
+    "MissingRanksError",
+    "ModelSharder",
+    "ModulePolicyDescription",
+    "NoPolicyError",
+    "NotSupportedError",
+    "Pack",
+    "PackError",
+    "ParallelModule",
+    "PartlyShardedError",
+    "PlanError",
+    "Policy",
+    "PolicySpec",
+    "Registry",
+    "RegistryError",
+    "ShardConfig",
+    "ShardContext",
+    "ShardPlan",
+    "ShardcoreError",
+    "ShardcoreWarning",
+    "Stages",
+    "StaleOptimizerWarning",
+    "SubModuleReplacementDescription",
+    "WrapError",
+    "compile_plan",
+    "get_rng_state",
+    "hookimpl",
+    "manual_seed",
+    "reduce_partial_gradients",
+    "set_rng_state",
+    "shard",
+]
+
+# Public name -> the module that defines it.
+_HOME = {
+    "AgreementError": "shardcore.errors",
+    "AlreadyShardedError": "shardcore.errors",
+    "AmbiguousPolicyError": "shardcore.errors",
+    "BrokenPackWarning": "shardcore.errors",
+    "ConfigError": "shardcore.errors",
+    "Heads": "shardcore.policy",
+    "MissingRanksError": "shardcore.errors",
+    "ModelSharder": "shardcore.sharder",
+    "ModulePolicyDescription": "shardcore.policy",
+    "NoPolicyError": "shardcore.errors",
+    "NotSupportedError": "shardcore.errors",
+    "Pack": "shardcore.registry",
+    "PackError": "shardcore.errors",
+    "ParallelModule": "shardcore.nn",
+    "PartlyShardedError": "shardcore.errors",
+    "PlanError": "shardcore.errors",
+    "Policy": "shardcore.policy",
+    "PolicySpec": "shardcore.hooks",
+    "Registry": "shardcore.registry",
+    "RegistryError": "shardcore.errors",
+    "ShardConfig": "shardcore.config",
+    "ShardContext": "shardcore.mesh",
+    "ShardPlan": "shardcore.plan",
+    "ShardcoreError": "shardcore.errors",
+    "ShardcoreWarning": "shardcore.errors",
+    "Stages": "shardcore.policy",
+    "StaleOptimizerWarning": "shardcore.errors",
+    "SubModuleReplacementDescription": "shardcore.policy",
+    "WrapError": "shardcore.errors",
+    "compile_plan": "shardcore.plan",
+    "get_rng_state": "shardcore.random",
+    "hookimpl": "shardcore.hooks",
+    "manual_seed": "shardcore.random",
+    "reduce_partial_gradients": "shardcore.nn",
+    "set_rng_state": "shardcore.random",
+    "shard": "shardcore.former",
+}
+
+
+# Hidden from type checkers, which would otherwise take every misspelled name for one that exists.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Load a public name on first use (PEP 562)."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

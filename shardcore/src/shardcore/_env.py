@@ -1,0 +1,97 @@
+"""The one place that reads the environment.
+
+| variable | read by | meaning |
+|---|---|---|
+| `SHARDCORE_PACKS` | `packs` | the packs that may load: unset means all, empty means none, else a comma list |
+| `SHARDCORE_DISABLE_PACKS` | `disabled_packs` | packs that may not load, a comma list |
+| `SHARDCORE_STRICT` | `strict` | `1`: what would be a warning is an error; `0` (the default): it is not |
+| `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` | `torchrun` | what torchrun tells its workers |
+
+Every reader looks at the environment when it is called; nothing is remembered. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shardcore.errors import ConfigError
+
+__all__ = ["TorchrunEnv", "disabled_packs", "packs", "strict", "torchrun"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrunEnv:
+    """What torchrun (or whoever sets the same variables) says about this process.
+
+    Attributes:
+        rank: the number of this process among all, from 0.
+        world_size: the number of processes.
+        local_rank: the number of this process on its machine, from 0; None if not given.
+        master_addr: the host at which the processes meet; None if not given.
+        master_port: the port at which the processes meet; None if not given.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+def packs() -> frozenset[str] | None:
+    """Return the names in `SHARDCORE_PACKS`, or None if it is unset and every pack may load."""
+    return _names("SHARDCORE_PACKS")
+
+
+def disabled_packs() -> frozenset[str]:
+    """Return the names in `SHARDCORE_DISABLE_PACKS`."""
+    return _names("SHARDCORE_DISABLE_PACKS") or frozenset()
+
+
+def strict() -> bool:
+    """Return whether `SHARDCORE_STRICT` asks for errors in place of warnings."""
+    value = os.environ.get("SHARDCORE_STRICT", "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"SHARDCORE_STRICT is {value!r}; valid values: '0', '1', or unset (which means '0')")
+    return value == "1"
+
+
+def torchrun() -> TorchrunEnv | None:
+    """Return what torchrun says about this process, or None if `RANK` or `WORLD_SIZE` is missing."""
+    world_size = _integer("WORLD_SIZE", 1)
+    rank = _integer("RANK", 0)
+    if rank is None or world_size is None:
+        return None
+    if rank >= world_size:
+        raise ConfigError(f"RANK is {rank}, but WORLD_SIZE is {world_size}; valid ranks: 0 to {world_size - 1}")
+    return TorchrunEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer("LOCAL_RANK", 0),
+        master_addr=os.environ.get("MASTER_ADDR"),
+        master_port=_integer("MASTER_PORT", 0, 65535),
+    )
+
+
+def _names(variable: str) -> frozenset[str] | None:
+    """Return the stripped, non-empty parts of a comma list, or None if the variable is unset."""
+    value = os.environ.get(variable)
+    if value is None:
+        return None
+    return frozenset(part.strip() for part in value.split(",") if part.strip())
+
+
+def _integer(variable: str, lowest: int, highest: int | None = None) -> int | None:
+    """Return an integer variable within its bounds (both included), or None if it is unset."""
+    value = os.environ.get(variable)
+    if value is None:
+        return None
+    wanted = f"an integer of at least {lowest}" if highest is None else f"an integer from {lowest} to {highest}"
+    try:
+        number = int(value)
+    except ValueError as error:
+        raise ConfigError(f"{variable} is {value!r}; wanted {wanted}") from error
+    if number < lowest or (highest is not None and number > highest):
+        raise ConfigError(f"{variable} is {number}; wanted {wanted}")
+    return number

@@ -1,0 +1,128 @@
+"""The random stream that a sharded model owns: swapped in while the model runs, forked inside regions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["RandomStream"]
+
+# Weyl constant of the 64-bit golden ratio: distinct ranks get seeds that share no low-order pattern.
+_GOLDEN = 0x9E3779B97F4A7C15
+_SEED_BITS = 62
+
+
+def mix(seed: int, rank: int) -> int:
+    """Return a seed for ``rank`` derived from a ``seed`` that all ranks share."""
+    return (seed + _GOLDEN * (rank + 1)) % (1 << _SEED_BITS)
+
+
+class RandomStream:
+    """Generator states for the CPU and for the model's device, kept apart from the user's.
+
+    All ranks of one tensor-parallel group hold the same stream, so a mask drawn outside regions is the same on each of
+    them no matter how the user seeds the ranks. Inside a region, where every rank holds other heads or columns, the
+    stream is *forked*: a seed drawn from it is mixed with the rank, and the shared state is put back at the exit.
+    Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork.
+
+    Args:
+        seed: the seed that the group agreed on.
+        rank: this rank's position on the tensor-parallel axis.
+        device: where the model runs; the CPU generator is always part of the stream.
+    """
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._devices = ("cpu",) if device.type == "cpu" else ("cpu", str(device))
+        self._states: dict[str, Tensor] = {}
+        self._outside: dict[str, Tensor] = {}  # the user's states while the stream is in use
+        self._depth = 0
+        self._forks: dict[Hashable, dict[str, Tensor]] = {}  # shared states by region, in the order of entry
+        self.seed(seed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RandomStream:
+        clone = RandomStream(0, self._rank, torch.device(self._devices[-1]))
+        clone._states = {device: state.clone() for device, state in self.state().items()}
+        return clone
+
+    def seed(self, seed: int) -> None:
+        """Restart the stream from ``seed``."""
+        states = {name: torch.Generator(name).manual_seed(seed).get_state() for name in self._devices}
+        self.load(states)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the generator states by device name, as ``uint8`` tensors on the CPU."""
+        return {name: state.clone() for name, state in (self._read() if self._depth else self._states).items()}
+
+    def load(self, states: Mapping[str, Tensor]) -> None:
+        """Continue from ``states``, as `state` returned them.
+
+        Raises:
+            ValueError: ``states`` lacks one of the stream's devices, or names another.
+        """
+        if set(states) != set(self._devices):
+            raise ValueError(f"random state for {sorted(states)}; this model's stream has {sorted(self._devices)}")
+        self._states = {name: state.clone() for name, state in states.items()}
+        if self._depth:
+            self._write(self._states)
+
+    def enter(self) -> None:
+        """Swap the stream in, unless an enclosing module has done so."""
+        if self._depth == 0:
+            self._outside = self._read()
+            self._forks.clear()
+            self._write(self._states)
+        self._depth += 1
+
+    def leave(self) -> None:
+        """Swap the stream out again; after an exception inside a region the shared state is the one that is kept."""
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._states = next(iter(self._forks.values())) if self._forks else self._read()
+            self._forks.clear()
+            self._write(self._outside)
+
+    def fork(self, region: Hashable) -> None:
+        """Draw different numbers on each rank from here on, until `join` is called for the same region."""
+        # Drawn on the host: a device draw would wait for the device.
+        seed = mix(int(torch.randint(1 << _SEED_BITS, ()).item()), self._rank)
+        self._forks[region] = self._read()
+        torch.default_generator.manual_seed(seed)
+        for name in self._devices[1:]:
+            _device_generator(name).manual_seed(seed)
+
+    def join(self, region: Hashable) -> None:
+        """Draw the same numbers on every rank again; does nothing if the region was not forked."""
+        if states := self._forks.pop(region, None):
+            self._write(states)
+
+    def forked(self, region: Hashable) -> bool:
+        """Tell whether the stream is forked for this region."""
+        return region in self._forks
+
+    def drop(self, region: Hashable) -> None:
+        """Forget a fork that was cut short, so that no later exit restores it."""
+        self._forks.pop(region, None)
+
+    def _read(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.default_generator.get_state()}
+        for name in self._devices[1:]:
+            states[name] = _device_generator(name).get_state()
+        return states
+
+    def _write(self, states: Mapping[str, Tensor]) -> None:
+        for name, state in states.items():
+            (torch.default_generator if name == "cpu" else _device_generator(name)).set_state(state)
+
+
+def _device_generator(name: str) -> torch.Generator:
+    device = torch.device(name)
+    module = torch.get_device_module(device.type)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator

@@ -1,0 +1,172 @@
+"""Collectives on activations, each with the collective that its gradient needs.
+
+The pairs are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): *f* enters a
+region in which activations are split over the tensor-parallel ranks, *g* leaves it. Every function has two bodies:
+c10d calls for eager mode, functional collectives (which `torch.compile` can trace) when compiling.
+
+Shapes: H is a full dim, H/tp one rank's part of it; uneven parts follow `torch.chunk` (the last ones are smaller).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol  # the collectives that torch.compile traces; no public path
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
+
+from shardcore.errors import NotSupportedError
+
+__all__ = ["chunk_bounds", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "refuse_double_backward", "split_to_tp"]
+
+
+# torch 2.13 renamed all_gather_into_tensor.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def refuse_double_backward() -> None:
+    """Raise if a backward is being recorded (``create_graph=True``): collectives in it could not be differentiated.
+
+    Raises:
+        NotSupportedError: grad mode is on inside a backward.
+    """
+    if torch.is_grad_enabled():
+        raise NotSupportedError(
+            "backward with create_graph=True through a tensor-parallel module: second derivatives are not supported. "
+            "Compute them on the unsharded model, or with tensor_parallel_size=1."
+        )
+
+
+def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the first and one-past-last index of part ``index`` when ``size`` is cut as `torch.chunk` cuts it."""
+    step = -(-size // parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum ``x`` over ``group``: in place in eager mode, into a new tensor when compiling."""
+    if torch.compiler.is_compiling():
+        return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def all_gather(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
+    """Put the parts of ``x`` along ``dim`` together again; ``size`` is the full extent of that dim.
+
+    Parts are padded to the largest one for the transfer, so that uneven parts need a single collective.
+    """
+    world = dist.get_world_size(group)
+    dim = dim % x.ndim
+    step = -(-size // world)
+    front = x.movedim(dim, 0)
+    if front.size(0) < step:
+        front = torch.cat([front, front.new_zeros(step - front.size(0), *front.shape[1:])])
+    front = front.contiguous()
+    if torch.compiler.is_compiling():
+        whole = funcol.wait_tensor(funcol.all_gather_tensor(front, 0, group))
+    else:
+        whole = front.new_empty(world * step, *front.shape[1:])
+        _all_gather_single(whole, front, group=group)
+    # Only the last parts are short, and a part is short only if all later ones are empty: the padding is at the end.
+    return whole.narrow(0, 0, size).movedim(0, dim).contiguous()
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        # The incoming gradient may be shared with another branch of the graph: it must not be reduced in place.
+        return all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _ReduceInPlace(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.size = group, dim, size
+        return all_gather(x, group, dim, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        start, stop = chunk_bounds(ctx.size, dist.get_world_size(ctx.group), dist.get_rank(ctx.group))
+        return grads[0].narrow(ctx.dim, start, stop - start).contiguous(), None, None, None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.size = group, dim, x.size(dim)
+        start, stop = chunk_bounds(x.size(dim), dist.get_world_size(group), dist.get_rank(group))
+        return x.narrow(dim, start, stop - start).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        refuse_double_backward()
+        return all_gather(grads[0], ctx.group, ctx.dim, ctx.size), None, None
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    return out
+
+
+def copy_to_tp(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Enter a region: identity forward, all-reduce backward (Megatron's *f*). Shape (..., H) in and out."""
+    return _apply(_Copy, x, group)
+
+
+def reduce_from_tp(x: Tensor, group: ProcessGroup, *, fresh: bool = False) -> Tensor:
+    """Leave a region: all-reduce forward, identity backward (Megatron's *g*). Shape (..., H) in and out.
+
+    Args:
+        x: this rank's summand.
+        group: the tensor-parallel ranks.
+        fresh: nobody else holds ``x`` and no gradient formula reads it, so that it may be reduced in place.
+    """
+    if fresh and not torch.compiler.is_compiling():
+        return _apply(_ReduceInPlace, x, group)
+    return _apply(_Reduce, x, group)
+
+
+def gather_from_tp(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
+    """All-gather forward, own part backward: (..., H/tp, ...) to (..., H, ...) along ``dim`` of full extent ``size``.
+
+    The backward holds if what follows is the same on all ranks, as it is outside regions.
+    """
+    return _apply(_Gather, x, group, dim % x.ndim, size)
+
+
+def split_to_tp(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Own part forward, all-gather backward: (..., H, ...) to (..., H/tp, ...) along ``dim``."""
+    return _apply(_Split, x, group, dim % x.ndim)

@@ -1,0 +1,48 @@
+"""The data axes: FSDP2 block by block, over a model that was sharded along ``tp`` (or not at all)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from shardcore.mesh import ShardContext
+from shardcore.policy import Stages
+
+__all__ = ["apply_data_parallel"]
+
+
+def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> nn.Module:
+    """Apply FSDP2 to every block and to the rest of ``model``, in place; does nothing without a data axis.
+
+    ``dp_shard`` shards parameters, gradients and optimizer state (`torch.distributed.fsdp.fully_shard`);
+    ``dp_replicate`` keeps whole copies whose gradients are averaged; both together are hybrid sharding.
+
+    Args:
+        model: the model, sharded along ``tp`` before.
+        context: its context.
+        stages: names the list of blocks; without it the model is wrapped as one.
+        **options: of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``).
+    """
+    replicas, shards = context.mesh["dp_replicate"].size(), context.mesh["dp_shard"].size()
+    if replicas * shards == 1:
+        return model
+    if shards == 1:
+        wrap, mesh = _replicate, context.mesh["dp_replicate"]
+    else:
+        axes = ("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)
+        wrap, mesh = fully_shard, context.mesh[axes]
+    blocks = model.get_submodule(stages.blocks).children() if stages and stages.blocks else ()
+    for block in blocks:
+        wrap(block, mesh=mesh, **options)
+    wrap(model, mesh=mesh, **options)
+    return model
+
+
+def _replicate(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> None:
+    # FSDP2's engine without sharding. DistributedDataParallel cannot hold DTensor parameters.
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, mesh=mesh, **options)

@@ -1,0 +1,51 @@
+"""What every transformers model needs besides its rows: generation on the model's own random stream, and saving."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardcore.mesh import context_of
+from shardcore.nn import SwappedModule
+from shardcore.policy import Policy
+
+__all__ = ["PretrainedPolicy"]
+
+
+class _ShardedPretrained:
+    """Methods of `transformers.PreTrainedModel` that a sharded model does in its own way."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate on the model's random stream, so that sampled tokens agree however each rank is seeded."""
+        context = context_of(self)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
+        if context is None:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the native class
+        context.random.enter()
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            context.random.leave()
+
+
+@functools.cache
+def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
+    namespace: dict[str, Any] = {
+        # Configurations, _no_split_modules and output capturing go by the class's name.
+        "__module__": native.__module__,
+        "__qualname__": native.__qualname__,
+        "__doc__": native.__doc__,
+        "__deepcopy__": SwappedModule.__deepcopy__,
+        "__reduce_ex__": SwappedModule.__reduce_ex__,
+    }
+    return type(native.__name__, (_ShardedPretrained, native), namespace)
+
+
+class PretrainedPolicy(Policy):
+    """Base of policies for transformers models: what worked before sharding works after it."""
+
+    def new_model_class(self) -> type[nn.Module] | None:
+        """Return the model's class with `generate` and `save_pretrained` for sharded models."""
+        return _sharded_class(type(self.model))

@@ -1,0 +1,139 @@
+"""What a rank is on the device mesh: the axes, this rank's groups, and the state that a sharded model shares."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup, get_backend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardcore._stream import RandomStream, mix
+from shardcore.errors import NotSupportedError
+
+__all__ = ["AXES", "PartialGradients", "ShardContext", "as_context", "build_mesh", "context_of", "device_type_of"]
+
+#: The axes of the mesh, outermost first: tensor-parallel ranks are neighbours.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+#: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.
+PartialGradients = Literal["in_backward", "deferred"]
+
+_CONTEXT = "_shardcore_context"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardContext:
+    """This rank's place on the mesh, passed to everything that runs inside one sharded model.
+
+    Attributes:
+        mesh: the mesh of the whole model; at least the axis ``tp``.
+        tp: its one-dimensional ``tp`` axis, on which every parameter is a DTensor.
+        group: the process group of ``tp``.
+        rank: this rank's position on ``tp``.
+        size: the number of ranks on ``tp``.
+        random: the random stream of the model.
+        partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
+            ``"deferred"`` leaves them partial until `shardcore.reduce_partial_gradients`.
+    """
+
+    mesh: DeviceMesh
+    tp: DeviceMesh
+    group: ProcessGroup
+    rank: int
+    size: int
+    random: RandomStream
+    partial_gradients: PartialGradients = "in_backward"
+
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh, *, seed: int = 0, partial_gradients: PartialGradients = "in_backward"
+    ) -> ShardContext:
+        """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks."""
+        tp = mesh["tp"] if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh
+        device = torch.device(mesh.device_type)
+        context = cls(
+            mesh=mesh,
+            tp=tp,
+            group=tp.get_group(),
+            rank=tp.get_local_rank(),
+            size=tp.size(),
+            random=RandomStream(seed, tp.get_local_rank(), device),
+            partial_gradients=partial_gradients,
+        )
+        context.reseed(seed)
+        return context
+
+    def reseed(self, seed: int) -> None:
+        """Restart the random stream from a ``seed`` that all ranks share; each data-parallel replica draws others."""
+        self.random.seed(mix(seed, self.replica))
+
+    @property
+    def replica(self) -> int:
+        """Which data-parallel replica this rank belongs to, counted over all data axes."""
+        names = self.mesh.mesh_dim_names or ()
+        index = 0
+        for axis in ("dp_replicate", "dp_shard"):
+            if axis in names:
+                index = index * self.mesh[axis].size() + self.mesh[axis].get_local_rank()
+        return index
+
+    @property
+    def device(self) -> torch.device:
+        """The device that parameters of this rank live on."""
+        kind = self.tp.device_type
+        return (
+            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardContext:
+        # A copy of a sharded model runs on the same ranks, with a random stream of its own.
+        return dataclasses.replace(self, random=copy.deepcopy(self.random, memo))
+
+
+def device_type_of(group: ProcessGroup | None = None) -> str:
+    """Return where tensors of a process group live: ``"cuda"`` if the group is NCCL, else ``"cpu"``."""
+    return "cuda" if "nccl" in str(get_backend(group)) else "cpu"
+
+
+def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    """Make the mesh of the default process group with `AXES` of the given ``sizes`` (absent axes have size 1).
+
+    Every rank of the default process group has to call this.
+    """
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    return init_device_mesh(device_type_of(), shape, mesh_dim_names=AXES)
+
+
+def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext) -> ShardContext:
+    """Return the context for whatever `ParallelModule.from_native_module` was given as its process group.
+
+    Raises:
+        NotSupportedError: several process groups were given (multi-dimensional tensor parallelism).
+    """
+    if isinstance(where, ShardContext):
+        return where
+    if isinstance(where, DeviceMesh):
+        return ShardContext.of(where)
+    if isinstance(where, list | tuple):
+        if len(where) != 1:
+            raise NotSupportedError(
+                f"{len(where)} process groups were given; tensor parallelism here has one axis. Pass the one process "
+                "group of the tensor-parallel ranks."
+            )
+        where = where[0]
+    return ShardContext.of(DeviceMesh.from_group(where, device_type_of(where), mesh_dim_names=("tp",)))
+
+
+def context_of(model: nn.Module) -> ShardContext | None:
+    """Return the context of a model that was sharded, or None."""
+    return model.__dict__.get(_CONTEXT)
+
+
+def set_context(model: nn.Module, context: ShardContext) -> None:
+    """Mark ``model`` as sharded in ``context``."""
+    model.__dict__[_CONTEXT] = context

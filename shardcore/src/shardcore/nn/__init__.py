@@ -1,0 +1,29 @@
+"""Parallel modules: what stands in for native modules in a sharded model. May import `shardcore.comm` and below."""
+
+from __future__ import annotations
+
+from shardcore.nn.base import ParallelModule, SwappedModule
+from shardcore.nn.embedding import VocabEmbedding
+from shardcore.nn.layout import Layout, Split, Whole
+from shardcore.nn.linear import ColumnLinear, RowLinear
+from shardcore.nn.outputs import GathersOutputs
+from shardcore.nn.partial import reduce_partial_gradients
+from shardcore.nn.region import Region
+from shardcore.nn.replicated import Replicated
+from shardcore.nn.root import ShardedModel
+
+__all__ = [
+    "ColumnLinear",
+    "GathersOutputs",
+    "Layout",
+    "ParallelModule",
+    "Region",
+    "Replicated",
+    "RowLinear",
+    "ShardedModel",
+    "Split",
+    "SwappedModule",
+    "VocabEmbedding",
+    "Whole",
+    "reduce_partial_gradients",
+]

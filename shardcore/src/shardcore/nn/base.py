@@ -1,0 +1,165 @@
+"""ParallelModule, and the class swap by which ours keep the native module's identity."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn, Self
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore.errors import WrapError
+from shardcore.mesh import ShardContext, as_context
+from shardcore.nn.layout import Layout, distribute
+
+__all__ = ["ParallelModule", "SwappedModule", "with_methods"]
+
+
+#: What to do instead of pickling, for every object that refuses it.
+NO_PICKLE = (
+    "a sharded model cannot be pickled: its parameters live on several ranks. Save it with "
+    "model.save_pretrained(folder) or torch.distributed.checkpoint.save(model.state_dict(), ...), or get one plain "
+    "state dict from torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True)); copy.deepcopy(model) works."
+)
+
+
+class ParallelModule(nn.Module):
+    """A module that stands in for a native one and computes the same over several ranks.
+
+    To write one, subclass it and implement `from_native_module`. It receives whole tensors wherever the native module
+    did (outside a region), or this rank's part inside one, and returns the same. Parameters it makes may be plain local
+    tensors: the sharder turns them into DTensors by comparing their shapes with the native ones.
+
+    After Shardformer's ``ParallelModule`` (ColossalAI).
+    """
+
+    @staticmethod
+    @abstractmethod
+    def from_native_module(
+        module: nn.Module, process_group: ProcessGroup | list[ProcessGroup], **kwargs: Any
+    ) -> nn.Module:
+        """Return the parallel form of ``module`` on the ranks of ``process_group``."""
+        raise NotImplementedError
+
+
+class SwappedModule(ParallelModule):
+    """A parallel module that is the native object itself, its class swapped for a subclass of the native class.
+
+    So ``isinstance``, hooks, attributes, buffers and the module's place in the model stay. Subclasses say how their
+    parameters lie (`layouts`) and what they remember (`adopt`).
+    """
+
+    #: Native classes that this module can stand in for.
+    native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
+    #: Whether the swapped class keeps the native ``__name__`` (needed wherever a library goes by class names).
+    keeps_name: ClassVar[bool] = False
+
+    @classmethod
+    def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
+        """Say why ``module`` cannot be replaced on that many ranks, or return None if it can."""
+        if not isinstance(module, cls.native):
+            wanted = " or ".join(f"{c.__module__}.{c.__qualname__}" for c in cls.native)
+            return f"{cls.__name__} replaces {wanted}, got {type(module).__module__}.{type(module).__qualname__}"
+        return None
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
+        """Return the layout of each of the module's own parameters, by name, for that many ranks."""
+        return {}
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """Turn ``module``, whose parameters are DTensors already, into this class; cannot fail after `problem`."""
+        module.__class__ = swapped_class(type(module), cls)
+        module.__dict__["_shard_context"] = context
+        return module  # type: ignore[return-value]  # its class was swapped in the line above
+
+    @classmethod
+    def from_native_module(  # type: ignore[override]  # a classmethod serves every caller of the static one
+        cls,
+        module: nn.Module,
+        process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext,
+        **options: Any,
+    ) -> Self:
+        """Replace ``module`` in place and return it.
+
+        Args:
+            module: the native module; every rank must hold the same weights.
+            process_group: the tensor-parallel ranks, as a process group or a one-dimensional mesh.
+            **options: of the subclass.
+
+        Raises:
+            TypeError: the native module is of a class that this one cannot replace.
+            ValueError: its sizes cannot be split over that many ranks.
+        """
+        context = as_context(process_group)
+        if problem := cls.problem(module, context.size, **options):
+            raise (TypeError if not isinstance(module, cls.native) else ValueError)(problem)
+        for name, layout in cls.layouts(module, context.size, **options).items():
+            parameter = module._parameters[name]
+            if parameter is not None:
+                module._parameters[name] = distribute(parameter, layout, context)
+        return cls.adopt(module, context, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise WrapError(NO_PICKLE)
+
+
+@functools.cache
+def swapped_class(native: type[nn.Module], mixin: type[SwappedModule]) -> type[nn.Module]:
+    """Return the subclass of ``native`` that behaves as ``mixin``; one per pair, so that instances share it."""
+    if issubclass(mixin, native):
+        return mixin
+    named = native if mixin.keeps_name else mixin
+    namespace: dict[str, Any] = {
+        "__module__": named.__module__,
+        "__qualname__": named.__qualname__,
+        "__doc__": named.__doc__,
+    }
+    if "forward" in vars(mixin) and mixin.keeps_name:
+        # Libraries look at the signature of a model's forward to decide which arguments it takes.
+        namespace["forward"] = _with_signature(mixin, native)
+    return type(named.__name__, (mixin, native), namespace)
+
+
+def _with_signature(mixin: type[SwappedModule], native: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(native.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    return forward
+
+
+@functools.cache
+def _class_with_methods(
+    native: type[nn.Module], methods: tuple[tuple[str, Callable[..., Any]], ...]
+) -> type[nn.Module]:
+    namespace: dict[str, Any] = {
+        "__module__": native.__module__,
+        "__qualname__": native.__qualname__,
+        "__doc__": native.__doc__,
+        "__deepcopy__": SwappedModule.__deepcopy__,
+        "__reduce_ex__": SwappedModule.__reduce_ex__,
+        **dict(methods),
+    }
+    return type(native.__name__, (native,), namespace)
+
+
+def with_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Give one instance other methods by swapping its class; other instances of the class are not affected.
+
+    A class, not an instance attribute, so that libraries which wrap ``forward`` in ``__init_subclass__`` (transformers'
+    gradient checkpointing) wrap the new one too.
+    """
+    module.__class__ = _class_with_methods(type(module), tuple(sorted(methods.items())))

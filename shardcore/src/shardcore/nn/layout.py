@@ -1,0 +1,111 @@
+"""How one parameter lies on the tensor-parallel ranks, and how it gets there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardcore.comm.collectives import chunk_bounds
+from shardcore.mesh import ShardContext
+
+__all__ = ["Layout", "Split", "Whole", "distribute", "last_rank_is_empty"]
+
+
+def last_rank_is_empty(size: int, ranks: int) -> bool:
+    """Tell whether cutting ``size`` into ``ranks`` parts leaves one without an element.
+
+    Such a dim is not split: FSDP2 raises on the empty rank alone, and the others wait for it.
+    """
+    return -(-size // ranks) * (ranks - 1) >= size
+
+
+@dataclass(frozen=True, slots=True)
+class Layout(ABC):
+    """The placement of a parameter on the ``tp`` axis."""
+
+    @property
+    @abstractmethod
+    def placement(self) -> Placement:
+        """The DTensor placement on ``tp``."""
+
+    @abstractmethod
+    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+        """Return this rank's part of ``full`` as a tensor with storage of its own."""
+
+    @abstractmethod
+    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+        """Return the shape of the part of ``rank``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Layout):
+    """Every rank holds the whole parameter.
+
+    Attributes:
+        partial: each rank's gradient is only a summand (local heads read the parameter), see D2 in the design.
+    """
+
+    partial: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        return Replicate()
+
+    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+        return full.detach()
+
+    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+        return full
+
+    def __str__(self) -> str:
+        return "replicated, gradient summed" if self.partial else "replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Layout):
+    """Rank r holds the r-th part along ``dim``, cut as `torch.chunk` cuts (the last parts may be smaller)."""
+
+    dim: int
+
+    @property
+    def placement(self) -> Placement:
+        return Shard(self.dim)
+
+    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+        start, stop = chunk_bounds(full.size(self.dim), context.size, context.rank)
+        return full.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+        start, stop = chunk_bounds(full[self.dim], ranks, rank)
+        return (*full[: self.dim], stop - start, *full[self.dim + 1 :])
+
+    def __str__(self) -> str:
+        return f"split on dim {self.dim}"
+
+
+def distribute(parameter: nn.Parameter, layout: Layout, context: ShardContext) -> nn.Parameter:
+    """Return ``parameter`` as a DTensor on the ``tp`` axis; the original is not changed.
+
+    No collective runs: every rank cuts its part out of the whole it already holds. Only that part moves to the
+    device of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
+    """
+    new = nn.Parameter(_as_dtensor(parameter, layout, context), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    if parameter.grad is not None:
+        new.grad = _as_dtensor(parameter.grad, layout, context)
+    return new
+
+
+def _as_dtensor(full: Tensor, layout: Layout, context: ShardContext) -> DTensor:
+    local = layout.local(full, context)
+    if local.device.type not in ("meta", context.tp.device_type):
+        local = local.to(context.device)
+    stride: Any = torch.empty(full.shape, device="meta").stride()  # the parts are contiguous, so the whole is
+    return DTensor.from_local(
+        local.contiguous(), context.tp, (layout.placement,), run_check=False, shape=full.shape, stride=stride
+    )

@@ -1,0 +1,183 @@
+"""Column- and row-parallel linears (Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
+from shardcore.comm.reads import read_local, read_partial
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.functional import local_linear
+from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
+from shardcore.nn.region import Region, deferred_linear, entered
+
+__all__ = ["ColumnLinear", "RowLinear"]
+
+# Key under which column linears that enter by themselves fork the random stream, and row linears join it.
+_OWN_FORK = "linears"
+
+
+def _empty_part(module: nn.Module, name: str, size: int, ranks: int) -> str:
+    return (
+        f"{type(module).__name__} has {name} {size}, which leaves the last of {ranks} ranks without any; "
+        f"replicate the module, or use at most {size} ranks"
+    )
+
+
+class ColumnLinear(SwappedModule, nn.Linear):
+    """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
+
+    Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it enters
+    its region by itself; several such linears called with the same tensor share one enter. As member of a region
+    (see `shardcore.nn.Region`) the region's entry does.
+
+    Options:
+        gather_output: return the whole output on every rank.
+        copies: this many neighbouring ranks share one part. 1 splits over all ranks; above 1 (fewer KV heads than
+            ranks) every rank holds the whole parameter, uses its rows, and the gradient is summed.
+        enters: False if activations enter elsewhere (the linear is a member of a region).
+    """
+
+    native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+
+    #: The rows of the whole weight that this rank uses, or None if it holds nothing but its rows.
+    rows: tuple[int, int] | None
+    gather_output: bool
+    enters: bool
+    _shard_context: ShardContext
+
+    @classmethod
+    def problem(cls, module: nn.Module, ranks: int, *, copies: int = 1, **options: Any) -> str | None:
+        """See `SwappedModule.problem`."""
+        if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+            return problem
+        if ranks % copies or module.out_features % (ranks // copies) * (copies > 1):
+            return f"out_features {module.out_features} cannot be shared by groups of {copies} of {ranks} ranks"
+        if copies == 1 and last_rank_is_empty(module.out_features, ranks):
+            return _empty_part(module, "out_features", module.out_features, ranks)
+        return None
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, *, copies: int = 1, **options: Any) -> Mapping[str, Layout]:
+        """See `SwappedModule.layouts`."""
+        layout = Split(0) if copies == 1 else Whole(partial=True)
+        return {name: layout for name, p in module._parameters.items() if p is not None}
+
+    @classmethod
+    def adopt(
+        cls,
+        module: nn.Module,
+        context: ShardContext,
+        *,
+        gather_output: bool = False,
+        copies: int = 1,
+        enters: bool = True,
+        **options: Any,
+    ) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        step = new.out_features * copies // context.size
+        start = context.rank // copies * step
+        new.rows = (start, start + step) if copies > 1 else None
+        new.gather_output = gather_output
+        new.enters = enters
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
+        """Return (..., out/tp), or (..., out) with ``gather_output``."""
+        out = self._local_forward(input)
+        return gather_from_tp(out, self._shard_context.group, -1, self.out_features) if self.gather_output else out
+
+    def _local_forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if (out := deferred_linear(self, x)) is not None:
+                return out
+            if self.enters:
+                x = entered(x, self._shard_context)
+        elif self.enters and torch.is_grad_enabled():
+            x = copy_to_tp(x, self._shard_context.group)
+        if self.enters and self.training and not self.gather_output:
+            self._fork()
+        if self.rows is None:
+            return local_linear(x, self.weight, self.bias)
+        whole = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        local = read_partial(self._shard_context, *whole)
+        return F.linear(x, *(p[self.rows[0] : self.rows[1]] for p in local))
+
+    def _fork(self) -> None:
+        # Dropouts up to the row linear act on split activations. Nothing is known about them here, so this is
+        # unconditional in training; a compiled graph cannot hold it (regions find their dropouts and can tell).
+        if not torch.compiler.is_compiling() and not self._shard_context.random.forked(_OWN_FORK):
+            self._shard_context.random.fork(_OWN_FORK)
+
+    def extra_repr(self) -> str:
+        """Describe the whole and the number of ranks."""
+        kind = f"rows={self.rows[0]}:{self.rows[1]}" if self.rows else f"gather_output={self.gather_output}"
+        return f"{super().extra_repr()}, tp={self._shard_context.size}, {kind}"
+
+
+class RowLinear(SwappedModule, nn.Linear):
+    """A linear whose input features are split: weight (out, in/tp), bias (out), replicated.
+
+    Input (..., in/tp); output (..., out), summed over the ranks, then the bias is added once.
+
+    Options:
+        parallel_input: False if the input is whole, (..., in), and has to be split first.
+        region: the region that this linear ends, None if it stands alone.
+    """
+
+    native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+
+    parallel_input: bool
+    region: Region | None
+    _shard_context: ShardContext
+
+    @classmethod
+    def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
+        """See `SwappedModule.problem`."""
+        if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+            return problem
+        if last_rank_is_empty(module.in_features, ranks):
+            return _empty_part(module, "in_features", module.in_features, ranks)
+        return None
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
+        """See `SwappedModule.layouts`."""
+        layouts: dict[str, Layout] = {"weight": Split(1)}
+        if module._parameters.get("bias") is not None:
+            layouts["bias"] = Whole()
+        return layouts
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        new.parallel_input = parallel_input
+        new.region = None
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
+        """Return (..., out), the same on all ranks."""
+        if self.region is not None:
+            self.region.leave()
+        elif not torch.compiler.is_compiling():
+            self._shard_context.random.join(_OWN_FORK)
+        x = input if self.parallel_input else split_to_tp(input, self._shard_context.group, -1)
+        # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
+        # nothing, and so repeats one collective less for each block.
+        out = reduce_from_tp(local_linear(x, self.weight), self._shard_context.group, fresh=True)
+        if self.bias is None:
+            return out
+        (bias,) = read_local(self.bias)
+        return out + bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        """Describe the whole and the number of ranks."""
+        return f"{super().extra_repr()}, tp={self._shard_context.size}"

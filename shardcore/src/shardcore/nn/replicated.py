@@ -1,0 +1,56 @@
+"""Modules that keep their own forward on replicated DTensor parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from torch import nn
+
+from shardcore.comm.reads import read_local, read_partial
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.layout import Layout, Whole
+
+__all__ = ["Replicated"]
+
+
+class Replicated(SwappedModule):
+    """A native module that runs its own forward while its parameters are DTensors.
+
+    For the time of its forward the module sees local tensors in place of its own parameters; to everybody else they are
+    the DTensors. Norms, classification heads and position tables work so, unchanged.
+
+    Options:
+        partial: local heads read the parameters (norms on queries and keys): gradients are summed over the ranks.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    partial: bool
+    _shard_context: ShardContext
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, *, partial: bool = False, **options: Any) -> Mapping[str, Layout]:
+        """See `SwappedModule.layouts`."""
+        return {name: Whole(partial=partial) for name, p in module._parameters.items() if p is not None}
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        new.partial = partial
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward on this rank's copies of the parameters."""
+        own = self._parameters
+        names = [name for name, p in own.items() if p is not None]
+        shared = [own[name] for name in names]
+        local = read_partial(self._shard_context, *shared) if self.partial else read_local(*shared)
+        # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry first.
+        self.__dict__["_parameters"] = {**own, **dict(zip(names, local, strict=True))}
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__["_parameters"] = own

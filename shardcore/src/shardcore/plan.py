@@ -1,0 +1,308 @@
+"""Compiling a policy against one model and one configuration. Pure: nothing is changed, meta tensors suffice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardcore.config import ShardConfig
+from shardcore.descriptions import rows_of
+from shardcore.errors import PlanError, Problem
+from shardcore.nn import Layout, SwappedModule
+from shardcore.policy import HeadCounts, Heads, ModulePolicy, ModulePolicyDescription, Policy, Row, Stages
+from shardcore.steps import OpenRegion, Step, Swap, to_data
+
+__all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """One parameter of the model.
+
+    Attributes:
+        name: its first name in the model.
+        aliases: further names of the same parameter (tied weights).
+        shape: the whole shape.
+        dtype: as torch prints it.
+        layout: how it lies on ``tp``; None if a user's callable decides.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """A policy compiled against one model and one configuration: pure data, printable, hashable, comparable.
+
+    Attributes:
+        model: qualified name of the model's class.
+        policy: qualified name of the policy's class.
+        origin: the distribution and version that the policy comes from; empty if it was passed by hand.
+        config: the configuration it was compiled for.
+        parameters: every parameter of the model.
+        steps: what is done to the model, in order. Empty at a tensor-parallel size of 1.
+        stages: where the model can be cut.
+    """
+
+    model: str
+    policy: str
+    origin: str
+    config: ShardConfig
+    parameters: tuple[ParameterPlan, ...]
+    steps: tuple[Step, ...]
+    stages: Stages | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON data, the same in every process."""
+        data = to_data(self)
+        assert isinstance(data, dict)  # noqa: S101  # a dataclass becomes a dict; narrows the type
+        return {**data, "layouts": {p.name: str(p.layout) for p in self.parameters}}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan, equal for equal plans in every process."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def render(self) -> str:
+        """Return the plan as text: every module that changes, with its parameters."""
+        ranks = self.config.tensor_parallel_size or 1
+        origin = f" ({self.origin})" if self.origin else ""
+        lines = [f"{self.model.rpartition('.')[2]} by {self.policy}{origin}, tp {ranks}, digest {self.digest[:12]}"]
+        steps: dict[str, list[Step]] = {}
+        for step in self.steps:
+            steps.setdefault(step.path, []).append(step)
+        parameters: dict[str, list[str]] = {}
+        for p in self.parameters:
+            owner, _, name = p.name.rpartition(".")
+            local = p.layout.shape(p.shape, ranks) if p.layout else p.shape
+            tied = f", tied to {', '.join(p.aliases)}" if p.aliases else ""
+            parameters.setdefault(owner, []).append(f"{name} {p.shape} -> {local}  {p.layout or 'by user code'}{tied}")
+        for path in dict.fromkeys([*parameters, *steps]):
+            lines.append(f"{path or '(model)'}")
+            lines += [f"    {step.describe()}" for step in steps.get(path, ())]
+            lines += [f"    {text}" for text in parameters.get(path, ())]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+@dataclass
+class _Claim:
+    name: str
+    row: str
+    layout: Layout | None
+
+
+@dataclass
+class _Draft:
+    """What planning has gathered so far."""
+
+    model: nn.Module
+    ranks: int
+    heads: HeadCounts | None = None
+    claims: dict[str, list[_Claim]] = field(default_factory=dict)  # by the parameter's full name
+    steps: dict[Step, None] = field(default_factory=dict)  # an ordered set
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass
+class _Scope:
+    """`shardcore.policy.Scope` for one row and one module."""
+
+    draft: _Draft
+    row: Row
+    path: str
+    module: nn.Module
+    matched: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.draft.ranks
+
+    @property
+    def heads(self) -> HeadCounts | None:
+        return self.draft.heads
+
+    def name(self, suffix: str) -> str:
+        return ".".join(filter(None, (self.path, suffix)))
+
+    def find(self, suffix: str) -> nn.Module | None:
+        try:
+            found = self.module.get_submodule(suffix)
+        except AttributeError:
+            if not self.row.optional:
+                names = ", ".join(name for name, _ in self.module.named_children()) or "none"
+                self.problem(
+                    f"{type(self.module).__name__} has no submodule {suffix!r}; its children are {names}",
+                    "correct the name for this version of the model, or say optional=True",
+                )
+            return None
+        self.matched = True
+        return found
+
+    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> None:
+        module = self.module.get_submodule(suffix)
+        self.matched = True
+        try:
+            problem = target.problem(module, self.ranks, **options)
+        except TypeError as error:
+            problem = f"{target.__name__} does not understand its options: {error}"
+        if problem:
+            self.problem(problem, "correct the row, or use another tensor_parallel_size", suffix)
+            return
+        self.add(Swap(path=self.name(suffix), target=target, options=tuple(sorted(options.items()))))
+        for name, layout in target.layouts(module, self.ranks, **options).items():
+            self.claim(suffix, name, layout)
+
+    def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
+        self.matched = True
+        name = ".".join(filter(None, (self.name(suffix), parameter)))
+        self.draft.claims.setdefault(name, []).append(_Claim(name, self.row.text, layout))
+
+    def add(self, step: Step) -> None:
+        self.matched = True
+        self.draft.steps[step] = None
+
+    def problem(self, what: str, todo: str, suffix: str = "") -> None:
+        self.draft.problems.append(Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo))
+
+
+def compile_plan(
+    policy: Policy | type[Policy], model: nn.Module, config: ShardConfig, *, origin: str = ""
+) -> ShardPlan:
+    """Compile ``policy`` against ``model``; nothing is changed, and the model may be on the meta device.
+
+    Args:
+        policy: a policy or its class.
+        model: the unsharded model.
+        config: the configuration; a tensor_parallel_size of None counts as 1.
+        origin: the distribution and version that the policy comes from.
+
+    Raises:
+        PlanError: the policy does not fit; carries every problem.
+    """
+    policy = policy() if isinstance(policy, type) else policy
+    policy.set_model(model)
+    ranks = config.tensor_parallel_size or 1
+    draft = _Draft(model, ranks)
+    row = f"{type(policy).__qualname__}.checks"
+    for check in policy.checks:
+        if problem := check.problem(model, ranks):
+            draft.problems.append(Problem(where="", row=row, what=problem[0], todo=problem[1]))
+        elif isinstance(check, Heads):
+            draft.heads = check.counts(model, ranks)
+    _plan_rows(draft, policy.module_policy())
+    parameters = _parameters(draft)
+    if draft.problems:
+        raise PlanError(_subject(policy, model, ranks), draft.problems)
+    return ShardPlan(
+        model=f"{type(model).__module__}.{type(model).__qualname__}",
+        policy=f"{type(policy).__module__}.{type(policy).__qualname__}",
+        origin=origin,
+        config=config,
+        parameters=parameters,
+        steps=_ordered(draft.steps) if ranks > 1 else (),
+        stages=policy.stages,
+    )
+
+
+def _subject(policy: Policy, model: nn.Module, ranks: int) -> str:
+    return f"{type(policy).__qualname__} does not fit {type(model).__qualname__} at tensor_parallel_size {ranks}"
+
+
+def _plan_rows(draft: _Draft, module_policy: ModulePolicy) -> None:
+    modules = list(draft.model.named_modules())
+    for key, value in module_policy.items():
+        rows = rows_of(value) if isinstance(value, ModulePolicyDescription) else list(value)
+        matching = [(path, module) for path, module in modules if _matches(module, key)]
+        name = key if isinstance(key, str) else key.__qualname__
+        if not matching and not all(row.optional for row in rows):
+            kinds = sorted({type(module).__name__ for _, module in modules})
+            draft.problems.append(
+                Problem(
+                    where="",
+                    row=f"{name!r}: [{', '.join(row.text for row in rows)}]",
+                    what=f"no module of class {name!r}; the model has {', '.join(kinds)}",
+                    todo="correct the class name for this version of the model, or make the rows optional=True",
+                )
+            )
+        for row in rows:
+            for path, module in matching:
+                row.plan(_Scope(draft, row, path, module))
+
+
+def _matches(module: nn.Module, key: str | type[nn.Module]) -> bool:
+    return any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
+
+
+def _parameters(draft: _Draft) -> tuple[ParameterPlan, ...]:
+    """Account for every parameter: claimed under each of its names, once, with one layout."""
+    names: dict[int, list[str]] = {}
+    by_id: dict[int, nn.Parameter] = {}
+    for name, parameter in draft.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        by_id[id(parameter)] = parameter
+    plans = []
+    for key, parameter in by_id.items():
+        first, *aliases = names[key]
+        claims = [claim for name in names[key] for claim in draft.claims.get(name, ())]
+        _check_claims(draft, names[key], claims)
+        plans.append(
+            ParameterPlan(
+                name=first,
+                aliases=tuple(aliases),
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype),
+                layout=claims[0].layout if claims else None,
+            )
+        )
+    return tuple(plans)
+
+
+def _check_claims(draft: _Draft, names: Sequence[str], claims: Sequence[_Claim]) -> None:
+    for name in names:
+        own = draft.claims.get(name, [])
+        if not own:
+            draft.problems.append(
+                Problem(
+                    where=name,
+                    row="(none)",
+                    what=f"the parameter {tuple(draft.model.get_parameter(name).shape)} is covered by no row",
+                    todo="add a row for it: region, vocab, head, norm, or replicate if every rank shall hold it whole",
+                )
+            )
+        elif len(own) > 1:
+            rows = " and ".join(claim.row for claim in own)
+            draft.problems.append(
+                Problem(where=name, row=own[0].row, what=f"the parameter is claimed by {rows}", todo="keep one of them")
+            )
+    layouts = {str(claim.layout): claim for claim in claims}
+    if len(layouts) > 1:
+        said = ", ".join(f"{claim.name} is {layout}" for layout, claim in layouts.items())
+        draft.problems.append(
+            Problem(
+                where=names[0],
+                row=claims[0].row,
+                what=f"tied weights {', '.join(names)} would lie differently: {said}",
+                todo="give all names of one parameter the same style",
+            )
+        )
+
+
+def _ordered(steps: dict[Step, None]) -> tuple[Step, ...]:
+    """Return swaps first: regions are opened between modules that have become parallel."""
+    return (
+        *(s for s in steps if isinstance(s, Swap)),
+        *(s for s in steps if not isinstance(s, Swap | OpenRegion)),
+        *(s for s in steps if isinstance(s, OpenRegion)),
+    )

@@ -1,0 +1,266 @@
+"""What one model class needs in order to be sharded: a description, no action.
+
+`Policy` is the class that packs subclass; its rows are written with the constructors of `shardcore.styles`. The two
+description classes are the way Shardformer (ColossalAI) writes the same; both compile to the same plan.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from shardcore.nn import Layout, ParallelModule, SwappedModule
+from shardcore.steps import Step
+
+__all__ = [
+    "Check",
+    "HeadCounts",
+    "Heads",
+    "ModulePolicy",
+    "ModulePolicyDescription",
+    "Policy",
+    "Row",
+    "Scope",
+    "Stages",
+    "SubModuleReplacementDescription",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCounts:
+    """Attention heads of a model: ``query`` and ``kv`` of the whole, and what one of ``ranks`` ranks holds."""
+
+    query: int
+    kv: int
+    ranks: int
+
+    @property
+    def local_query(self) -> int:
+        """Query heads of one rank."""
+        return self.query // self.ranks
+
+    @property
+    def local_kv(self) -> int:
+        """KV heads that one rank uses; with fewer heads than ranks each uses one."""
+        return max(1, self.kv // self.ranks)
+
+    @property
+    def copies(self) -> int:
+        """Neighbouring ranks that use the same KV head."""
+        return max(1, self.ranks // self.kv)
+
+
+class Scope(Protocol):
+    """One module of the model while a row is planned for it; names are relative to that module."""
+
+    module: nn.Module
+    ranks: int
+
+    @property
+    def heads(self) -> HeadCounts | None:
+        """Head counts, if the policy's checks declare them and they can be split."""
+
+    def name(self, suffix: str) -> str:
+        """Return the full name of a submodule."""
+
+    def find(self, suffix: str) -> nn.Module | None:
+        """Return a submodule; if there is none, record a problem (unless the row is optional) and return None."""
+
+    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> None:
+        """Plan a class swap and claim the parameters that it lays out."""
+
+    def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
+        """Claim one parameter of a submodule; ``None`` leaves its layout to a user's callable."""
+
+    def add(self, step: Step) -> None:
+        """Plan any other step."""
+
+    def problem(self, what: str, todo: str, suffix: str = "") -> None:
+        """Record a problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(ABC):
+    """One line of a policy: a style and the submodules it applies to.
+
+    To add a word to the vocabulary, subclass it, implement `plan`, and add a constructor to `shardcore.styles`.
+
+    Attributes:
+        text: the row as its author wrote it, for messages.
+        optional: the row may match nothing.
+    """
+
+    text: str
+    optional: bool = False
+
+    @abstractmethod
+    def plan(self, scope: Scope) -> None:
+        """Plan the row for one module of the class it is listed under."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Check(Protocol):
+    """A condition on the model's configuration, checked once for each plan."""
+
+    def problem(self, model: nn.Module, ranks: int) -> tuple[str, str] | None:
+        """Return what is wrong and what to do, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Names of the configuration attributes that count attention heads.
+
+    Attributes:
+        query: the attribute of ``model.config`` with the number of query heads.
+        kv: the one with the number of key/value heads; None if there is one for each query head.
+    """
+
+    query: str
+    kv: str | None = None
+
+    def counts(self, model: nn.Module, ranks: int) -> HeadCounts | None:
+        """Return the head counts of ``model``, or None if its configuration does not have the attributes."""
+        config = getattr(model, "config", None)
+        query = getattr(config, self.query, None)
+        kv = getattr(config, self.kv, None) if self.kv else query
+        if query is None:
+            return None
+        return HeadCounts(query=query, kv=query if kv is None else kv, ranks=ranks)
+
+    def problem(self, model: nn.Module, ranks: int) -> tuple[str, str] | None:
+        """See `Check.problem`."""
+        counts = self.counts(model, ranks)
+        if counts is None:
+            return f"model.config has no attribute {self.query!r}", "name the attribute that counts heads in Heads(...)"
+        if counts.query % ranks:
+            fits = [n for n in range(1, counts.query + 1) if counts.query % n == 0]
+            return (
+                f"{counts.query} query heads ({self.query}) cannot be split over {ranks} ranks: whole heads are needed "
+                "on each rank, and uneven heads are not supported yet",
+                f"use a tensor_parallel_size of {', '.join(map(str, fits))}",
+            )
+        if counts.kv % ranks and ranks % counts.kv:
+            return (
+                f"{counts.kv} key/value heads ({self.kv}) cannot be shared by {ranks} ranks: one number has to divide "
+                "the other",
+                f"use a tensor_parallel_size that divides {counts.kv} or is a multiple of it",
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Where a model can be cut, by submodule names relative to it.
+
+    Attributes:
+        first: submodules that only the first stage needs (embeddings).
+        blocks: the list of repeated blocks.
+        last: submodules that only the last stage needs.
+        everywhere: submodules that every stage needs.
+    """
+
+    first: tuple[str, ...] | str = ()
+    blocks: str = ""
+    last: tuple[str, ...] | str = ()
+    everywhere: tuple[str, ...] | str = ()
+
+    def under(self, prefix: str, *, then: tuple[str, ...] | str = ()) -> Stages:
+        """Return the stages of a model that holds this one as ``prefix`` and runs ``then`` after it."""
+
+        def moved(names: tuple[str, ...] | str) -> tuple[str, ...]:
+            return tuple(f"{prefix}.{name}" for name in _names(names))
+
+        return replace(
+            self,
+            first=moved(self.first),
+            blocks=f"{prefix}.{self.blocks}",
+            last=(*moved(self.last), *_names(then)),
+            everywhere=moved(self.everywhere),
+        )
+
+
+def _names(names: tuple[str, ...] | str) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+@dataclass
+class SubModuleReplacementDescription:
+    """A submodule to be replaced, as in Shardformer.
+
+    Attributes:
+        suffix: the name of the submodule relative to the module it is described under.
+        target_module: the `ParallelModule` class that replaces it.
+        kwargs: further arguments of ``target_module.from_native_module``.
+        ignore_if_not_exist: do nothing where the submodule is absent.
+    """
+
+    suffix: str
+    target_module: type[ParallelModule]
+    kwargs: dict[str, Any] | None = None
+    ignore_if_not_exist: bool = False
+
+
+@dataclass
+class ModulePolicyDescription:
+    """What is replaced in each module of one class, as in Shardformer.
+
+    Attributes:
+        attribute_replacement: new values by attribute name (dots reach into submodules); the attributes must exist.
+        param_replacement: functions called with (module, process_group) that replace parameters of the module in place.
+        sub_module_replacement: the submodules to be replaced.
+        method_replacement: new methods by name; they apply to this model's instances only.
+    """
+
+    attribute_replacement: dict[str, Any] | None = None
+    param_replacement: list[Callable[..., Any]] | None = None
+    sub_module_replacement: list[SubModuleReplacementDescription] | None = None
+    method_replacement: dict[str, Callable[..., Any]] | None = None
+
+
+#: Rows, or a Shardformer description, by the class (or class name) of the modules they apply to.
+ModulePolicy = Mapping[str | type[nn.Module], Sequence[Row] | ModulePolicyDescription]
+
+
+class Policy(ABC):
+    """Describes how one model class is sharded.
+
+    A subclass implements `module_policy` and usually sets `checks` and `stages`. It never asks which parallelism is on:
+    an axis of size one makes its rows do nothing. Compiling calls `set_model` and `module_policy` only; `preprocess`
+    and `postprocess` run while the model is being changed.
+
+    After Shardformer's ``Policy`` (ColossalAI).
+    """
+
+    #: Conditions on the configuration; all that fail are reported together.
+    checks: ClassVar[tuple[Check, ...]] = ()
+    #: Where the model can be cut into blocks and stages.
+    stages: ClassVar[Stages | None] = None
+
+    def __init__(self) -> None:
+        self.model: Any = None
+
+    def set_model(self, model: nn.Module) -> None:
+        """Make ``model`` available to the other methods as ``self.model``."""
+        self.model = model
+
+    def preprocess(self) -> nn.Module | None:
+        """Change ``self.model`` before it is sharded (for example, resize an embedding); by default nothing."""
+        return None
+
+    @abstractmethod
+    def module_policy(self) -> ModulePolicy:
+        """Return the rows, or the description, for each class of modules."""
+
+    def new_model_class(self) -> type[nn.Module] | None:
+        """Return a subclass of the model's class to use for this one instance, or None to keep the class."""
+        return None
+
+    def postprocess(self) -> nn.Module | None:
+        """Change ``self.model`` after it was sharded; by default nothing."""
+        return None

@@ -1,0 +1,401 @@
+"""Applying a plan to a model: the only place that changes a module.
+
+Everything that can fail is prepared first (the parts of every parameter, the modules that a user's classes make), the
+ranks agree that all of them got that far, and only then the model is changed by assignments that cannot fail.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardcore.adoption import adopt_local_parameters, local_problem
+from shardcore.agreement import Report, agree, checksums
+from shardcore.config import ShardConfig
+from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
+from shardcore.mesh import ShardContext, build_mesh, context_of, set_context
+from shardcore.nn import ColumnLinear, Layout, Region, RowLinear, ShardedModel, SwappedModule
+from shardcore.nn.base import swapped_class, with_methods
+from shardcore.nn.dropout import DropoutSites
+from shardcore.nn.layout import distribute
+from shardcore.nn.outputs import GathersOutputs
+from shardcore.plan import ShardPlan, compile_plan
+from shardcore.policy import Policy
+from shardcore.random import StreamGuard
+from shardcore.registry import default_registry
+from shardcore.steps import (
+    GatherOutputs,
+    OpenRegion,
+    ReplaceMethods,
+    ReplaceModule,
+    ReplaceParameters,
+    SetAttribute,
+    Step,
+    Swap,
+)
+
+__all__ = ["ModelSharder"]
+
+Commit = Callable[[], None]
+
+
+class ModelSharder:
+    """Shards one model by one policy, in place.
+
+    ```python
+    ModelSharder(model, policy, ShardConfig(tensor_parallel_size=2)).shard()
+    ```
+
+    Every rank of the default process group makes the same call. Most users call `shardcore.shard`, which finds the
+    policy, starts the process group and adds data parallelism. After Shardformer's ``ModelSharder`` (ColossalAI).
+
+    Args:
+        model: the unsharded model, with the same weights on every rank (or on the meta device).
+        policy: a policy or its class; None looks for one among the installed packs.
+        shard_config: the configuration. It and ``policy`` may come in either order, as both were published.
+        sync_from: take the weights of this global rank instead of requiring equal ones.
+        check: called before the ranks agree; an error that it raises becomes one on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | type[Policy] | ShardConfig | None = None,
+        shard_config: ShardConfig | Policy | type[Policy] | None = None,
+        *,
+        sync_from: int | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        config: Any = shard_config
+        if isinstance(policy, ShardConfig) or not isinstance(shard_config, ShardConfig | None):
+            policy, config = config, policy
+        if isinstance(policy, type) and issubclass(policy, Policy):
+            policy = policy()
+        if not isinstance(policy, Policy | None) or not isinstance(config, ShardConfig | None):
+            raise ConfigError(
+                f"ModelSharder wants a model, a Policy and a ShardConfig, got {type(policy).__name__} and "
+                f"{type(config).__name__}; shardcore.shard(model, tp=...) finds the policy by itself"
+            )
+        self.model = model
+        self.config = config or ShardConfig()
+        self.plan: ShardPlan | None = None
+        self.context: ShardContext | None = None
+        self._policy = policy
+        self._origin = ""
+        self._sync_from = sync_from
+        self._check = check
+
+    @property
+    def policy(self) -> Policy:
+        """The policy: the one given, or the one that an installed pack offers for the model's class.
+
+        Raises:
+            NoPolicyError: no installed pack serves the class.
+            AmbiguousPolicyError: several do.
+        """
+        if self._policy is None:
+            match = default_registry().resolve(type(self.model))
+            self._origin = f"{match.pack.distribution} {match.pack.version}"
+            self._policy = match.load()()
+        return self._policy
+
+    def compile(self) -> ShardPlan:
+        """Compile the plan; changes nothing.
+
+        Raises:
+            AlreadyShardedError: the model, or a part of it, was sharded before.
+            ConfigError: the sizes do not fit the number of ranks.
+            PlanError: the policy does not fit the model.
+        """
+        refuse_sharded(self.model)
+        if self._check is not None:
+            self._check()
+        policy = self.policy
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        config = self.config.resolve(world)
+        return compile_plan(policy, self.model, config, origin=self._origin)
+
+    def shard(self) -> nn.Module:
+        """Shard the model in place and return it.
+
+        Raises:
+            ShardcoreError: before anything was changed, on every rank, if any rank could not go on or the ranks differ.
+            PartlyShardedError: the policy's own code failed while the model was being changed.
+        """
+        context = self.agree()
+        if context is None:
+            return self.model
+        try:
+            self._run_users_code(self.policy.preprocess)
+            if type(self.policy).preprocess is not Policy.preprocess:
+                self._run_users_code(self._recompile)
+            changes = self._prepared(context)
+            self.replace_model_class()
+            changes.commit()
+            self._guard(context)
+            self._run_users_code(self.policy.postprocess)
+        except PartlyShardedError as error:
+            _mark_broken(self.model, error)
+            raise
+        return self.model
+
+    def agree(self) -> ShardContext | None:
+        """Compile, and make sure that all ranks hold the same; returns None where there is nothing to shard."""
+        failure: Exception | None = None
+        try:
+            self.plan = self.compile()
+            tensors = checksums(self.model) if self._sync_from is None else []
+            items = (
+                ("the policy's origin", f"{self.plan.policy} of {self._origin or 'no pack'}"),
+                ("the configuration", str(self.plan.config)),
+                ("the plan", self.plan.digest),
+                *((f"tensor {name}", value) for name, value in tensors),
+            )
+            own = Report(items=items, seed=torch.initial_seed())
+        except Exception as error:
+            failure, own = error, Report.of_error(error)
+        reports = agree(own, failure)
+        if len(reports) == 1 or self.plan is None:
+            return None
+        config = self.plan.config
+        if self._sync_from is not None:
+            _broadcast(self.model, self._sync_from)
+        mesh = build_mesh(
+            {
+                "dp_replicate": config.dp_replicate_size or 1,
+                "dp_shard": config.dp_shard_size or 1,
+                "tp": config.tensor_parallel_size or 1,
+            }
+        )
+        self.context = ShardContext.of(mesh, seed=reports[0].seed, partial_gradients=config.partial_gradients)
+        return self.context
+
+    def replace_model_class(self) -> None:
+        """Swap the class of this one model for the one that the policy provides, and mark the model as sharded."""
+        if self.context is None:
+            return
+        if new := self.policy.new_model_class():
+            if not issubclass(new, type(self.model)):
+                raise PartlyShardedError(
+                    f"{type(self.policy).__name__}.new_model_class returned {new.__qualname__}, which is no subclass of "
+                    f"{type(self.model).__qualname__}; derive it from the model's class"
+                )
+            self.model.__class__ = new
+        set_context(self.model, self.context)
+        ShardedModel.adopt(self.model, self.context)
+
+    def replace_module(self) -> None:
+        """Replace parameters, modules, attributes and methods as the plan says.
+
+        `shard` calls it between the agreement and the post-processing; call it alone only after `agree`.
+        """
+        if self.context is None and self.agree() is None:
+            return
+        if self.context is not None:
+            self._prepared(self.context).commit()
+
+    def _recompile(self) -> None:
+        """Compile again for the model that `Policy.preprocess` has changed."""
+        if self.plan is not None:
+            self.plan = compile_plan(self.policy, self.model, self.plan.config, origin=self._origin)
+
+    def _prepared(self, context: ShardContext) -> _Changes:
+        """Prepare every change, and agree that all ranks could."""
+        failure: Exception | None = None
+        own = Report()
+        changes = _Changes()
+        try:
+            if self.plan is not None and context.size > 1:
+                changes = _Changes.of(self.model, self.plan, context)
+        except Exception as error:
+            failure, own = error, Report.of_error(error)
+        agree(own, failure)
+        return changes
+
+    def _guard(self, context: ShardContext) -> None:
+        guard = StreamGuard(context, self.model)
+        guard.install(self.model)
+        # The module that owns the blocks is often called by itself (model.model(...)).
+        blocks = self.plan.stages.blocks if self.plan and self.plan.stages else ""
+        owner, _, _ = blocks.rpartition(".")
+        if owner:
+            guard.install(self.model.get_submodule(owner))
+
+    def _run_users_code(self, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception as error:
+            raise PartlyShardedError(
+                f"{type(self.policy).__name__}.{getattr(function, '__name__', function)} failed while the "
+                f"{type(self.model).__name__} was being sharded: {type(error).__name__}: {error}. The model is "
+                "unusable; build it anew."
+            ) from error
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise if ``model`` or a part of it was sharded before.
+
+    Raises:
+        AlreadyShardedError: it was.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, SwappedModule) or context_of(module) is not None:
+            place = f"its submodule {name!r}" if name else "it"
+            raise AlreadyShardedError(
+                f"this {type(model).__name__} cannot be sharded: {place} was sharded before. Build the model anew to "
+                "shard it in another way."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise AlreadyShardedError(
+                f"this {type(model).__name__} cannot be sharded: its parameter {name!r} is a DTensor already. Call "
+                "shard() before fully_shard and other wrappers."
+            )
+
+
+def _broadcast(model: nn.Module, source: int) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            dist.broadcast(tensor.detach(), source)
+
+
+def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
+    model.__dict__["_shardcore_failure"] = str(error)
+    model.__class__ = swapped_class(type(model), _Broken)
+
+
+class _Broken(SwappedModule):
+    """A model whose sharding failed half-way: it says so whenever it is called."""
+
+    keeps_name = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PartlyShardedError(self.__dict__["_shardcore_failure"])
+
+
+@dataclass
+class _Changes:
+    """Prepared changes; committing them in order changes the model."""
+
+    commits: list[Commit] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext) -> _Changes:
+        layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
+        commits: list[Commit] = [functools.partial(_assign, list(_parts(model, layouts, context)))]
+        commits += [prepare(step, model, context) for step in plan.steps]
+        return cls(commits)
+
+    def commit(self) -> None:
+        for commit in self.commits:
+            commit()
+
+
+def _parts(
+    model: nn.Module, layouts: dict[str, Layout], context: ShardContext
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield (owner, name, new parameter) for every place of every parameter; tied places share one object."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            layout = layouts.get(f"{path}.{name}" if path else name)
+            if parameter is None or layout is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = distribute(parameter, layout, context)
+            yield module, name, made[id(parameter)]
+
+
+def _assign(parts: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    while parts:  # popped, so that each whole tensor is freed as soon as its part has taken its place
+        module, name, parameter = parts.pop()
+        module._parameters[name] = parameter
+
+
+@functools.singledispatch
+def prepare(step: Step, model: nn.Module, context: ShardContext) -> Commit:
+    """Do everything about ``step`` that can fail, and return the call that changes the model."""
+    raise TypeError(f"no way to carry out a step of class {type(step).__name__}")
+
+
+@prepare.register
+def _(step: Swap, model: nn.Module, context: ShardContext) -> Commit:
+    module = model.get_submodule(step.path)
+    return lambda: None if step.target.adopt(module, context, **dict(step.options)) else None
+
+
+@prepare.register
+def _(step: SetAttribute, model: nn.Module, context: ShardContext) -> Commit:
+    return functools.partial(setattr, model.get_submodule(step.path), step.name, step.value)
+
+
+@prepare.register
+def _(step: GatherOutputs, model: nn.Module, context: ShardContext) -> Commit:
+    module = model.get_submodule(step.path)
+    return lambda: None if GathersOutputs.adopt(module, context, dims=step.dims) else None
+
+
+@prepare.register
+def _(step: ReplaceMethods, model: nn.Module, context: ShardContext) -> Commit:
+    return functools.partial(with_methods, model.get_submodule(step.path), dict(step.methods))
+
+
+@prepare.register
+def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
+    module, block = model.get_submodule(step.path), model.get_submodule(step.block)
+    members = [model.get_submodule(name) for name in step.members]
+    last = model.get_submodule(step.row) if step.row else None
+
+    def commit() -> None:
+        # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
+        trees = [] if isinstance(module, ColumnLinear) else [module]
+        dropouts = DropoutSites(trees, [block]) if last is not None else DropoutSites()
+        region = Region(context, step.argument, [m for m in members if isinstance(m, ColumnLinear)], dropouts)
+        module.register_forward_pre_hook(region, with_kwargs=True)
+        if isinstance(last, RowLinear):
+            last.region = region
+
+    return commit
+
+
+@prepare.register
+def _(step: ReplaceModule, model: nn.Module, context: ShardContext) -> Commit:
+    native = model.get_submodule(step.path)
+    new = step.target.from_native_module(native, context.group, **dict(step.options))
+    shapes = {name: tuple(p.shape) for name, p in native.named_parameters()}
+    if problem := local_problem(new, shapes, context):
+        raise ConfigError(f"{step.target.__name__}.from_native_module at {step.path}: {problem}")
+    owner, _, name = step.path.rpartition(".")
+
+    def commit() -> None:
+        adopt_local_parameters(new, shapes, context)
+        setattr(model.get_submodule(owner), name, new)
+
+    return commit
+
+
+@prepare.register
+def _(step: ReplaceParameters, model: nn.Module, context: ShardContext) -> Commit:
+    module = model.get_submodule(step.path)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+
+    def commit() -> None:
+        try:
+            step.function(module, context.group)
+        except Exception as error:
+            raise PartlyShardedError(
+                f"param_replacement {getattr(step.function, '__qualname__', step.function)} failed at {step.path!r}: "
+                f"{type(error).__name__}: {error}. The model is unusable; build it anew."
+            ) from error
+        if problem := local_problem(module, shapes, context, recurse=False):
+            raise PartlyShardedError(f"param_replacement at {step.path!r}: {problem}. Build the model anew.")
+        adopt_local_parameters(module, shapes, context, recurse=False)
+
+    return commit

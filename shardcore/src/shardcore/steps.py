@@ -1,0 +1,161 @@
+"""The steps of a plan: what is done to a model, as data.
+
+Each step names a module by its full name and says what becomes of it; `shardcore.sharder` knows how to carry each kind
+out. To add a kind, add a class here and a ``prepare`` for it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.nn import ParallelModule, SwappedModule
+
+__all__ = [
+    "GatherOutputs",
+    "OpenRegion",
+    "ReplaceMethods",
+    "ReplaceModule",
+    "ReplaceParameters",
+    "SetAttribute",
+    "Step",
+    "Swap",
+    "to_data",
+]
+
+#: Keyword arguments as a hashable value.
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(ABC):
+    """One thing done to the module ``path`` (its full name in the model)."""
+
+    path: str
+
+    def describe(self) -> str:
+        """Return the step in a few words, without its path."""
+        values = (f"{f.name}={to_data(getattr(self, f.name))!r}" for f in dataclasses.fields(self) if f.name != "path")
+        return f"{type(self).__name__}({', '.join(values)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap(Step):
+    """The module's class is swapped for a parallel one."""
+
+    target: type[SwappedModule]
+    options: Options = ()
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.target.__name__}({options})" if options else self.target.__name__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRegion(Step):
+    """Activations enter a region where the module ``path`` is called.
+
+    Attributes:
+        argument: name and position of the entering argument.
+        members: the column linears that share the enter.
+        row: the row linear that ends the region; None if the region ends in its only member.
+        block: the module that the region was declared for.
+    """
+
+    argument: tuple[str, int]
+    members: tuple[str, ...]
+    row: str | None
+    block: str
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        end = f", leaves at {self.row}" if self.row else ""
+        return f"enters with {self.argument[0]!r} for {', '.join(self.members)}{end}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAttribute(Step):
+    """An attribute gets the value for one rank."""
+
+    name: str
+    value: Any
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"{self.name} = {self.value!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherOutputs(Step):
+    """Captured outputs of the module are made whole.
+
+    Attributes:
+        dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
+    """
+
+    dims: tuple[tuple[str, int, int], ...]
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return "gathers " + ", ".join(f"{name} on dim {dim} to {size}" for name, dim, size in self.dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceMethods(Step):
+    """Methods of this instance are replaced by a user's functions."""
+
+    methods: tuple[tuple[str, Callable[..., Any]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceParameters(Step):
+    """A user's function replaces parameters of the module in place."""
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceModule(Step):
+    """The module is replaced by what a user's `ParallelModule` makes of it."""
+
+    target: type[ParallelModule]
+    options: Options = ()
+
+
+def to_data(value: Any) -> Any:
+    """Return ``value`` as JSON data that is the same in every process.
+
+    Classes become their qualified names, functions their qualified names and a hash of their source.
+    """
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        return [to_data(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): to_data(value[key]) for key in sorted(value, key=str)}
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    if callable(value):
+        return _callable_data(value)
+    # Any other value (a config object, a tensor) is known by its type: addresses differ between processes.
+    return to_data(type(value))
+
+
+def _callable_data(value: Callable[..., Any]) -> str:
+    function = inspect.unwrap(getattr(value, "func", value))
+    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        source = repr((code.co_code, code.co_consts, code.co_names)) if code else ""
+    return f"{name}#{hashlib.sha256(source.encode()).hexdigest()[:16]}"

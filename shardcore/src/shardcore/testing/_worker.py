@@ -1,0 +1,164 @@
+"""The side of the worker pool that runs in a worker process: one rank, one task at a time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import random
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardcore.testing._protocol import Failure, Group, Reply, Task
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """Runs the tasks that arrive on a connection as one rank."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.generation: int | None = None
+        self.joined: dist.ProcessGroup | None = None
+
+    def serve(self) -> None:
+        """Answer every task until the parent closes the connection."""
+        torch.set_num_threads(1)
+        _prefer_loopback()
+        self.connection.send_bytes(b"ready")
+        while True:
+            try:
+                message = self.connection.recv_bytes()
+            except EOFError:
+                return
+            task: Task = pickle.loads(message)
+            reply = self._answer(task)
+            gc.collect(1)  # generation 2 holds all of torch and costs more than most tests
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.connection.send_bytes(pickle.dumps(reply))
+
+    def _answer(self, task: Task) -> Reply:
+        try:
+            result = self._run(task)
+        except BaseException as error:  # SystemExit and pytest's outcomes too: a rank always answers
+            return Reply(failure=self._failure(error), grouped=False)
+        try:
+            return Reply(result=pickle.dumps(result), grouped=task.group is None or self._is_joined())
+        except Exception as error:
+            error.add_note(f"rank {self.rank} returned a {type(result).__qualname__} that cannot be pickled")
+            return Reply(failure=self._failure(error), grouped=False)
+
+    def _failure(self, error: BaseException) -> Failure:
+        details = "".join(traceback.format_exception(error)).rstrip()
+        return Failure(rank=self.rank, error=type(error).__name__, details=details, at=time.monotonic())
+
+    def _run(self, task: Task) -> Any:
+        function = task.function.load()
+        args, kwargs, filters = pickle.loads(task.call)
+        with _isolated(task.env):
+            self._join(task.group, task.world)
+            try:
+                with _warning_filters(filters):
+                    torch.manual_seed(0)
+                    random.seed(0)
+                    return function(*args, **kwargs)
+            finally:
+                if task.group is None:
+                    self._leave()
+                else:
+                    _destroy_subgroups()
+
+    def _join(self, group: Group | None, world: int) -> None:
+        if group is not None and group.generation == self.generation and self._is_joined():
+            return
+        self._leave()
+        if group is None:
+            return
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{group.store}",
+            rank=self.rank,
+            world_size=world,
+            timeout=timedelta(seconds=group.timeout),
+        )
+        self.generation, self.joined = group.generation, dist.group.WORLD
+
+    def _leave(self) -> None:
+        self.generation = self.joined = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _is_joined(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is self.joined
+
+
+def _destroy_subgroups() -> None:
+    """Give back the threads and sockets of the groups that a task made, such as those of a device mesh."""
+    if not dist.is_initialized():
+        return
+    # torch has no public list of the groups there are.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _prefer_loopback() -> None:
+    """Keep gloo off the host's name, which many containers cannot resolve."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in ("lo", "lo0"):
+        if loopback in names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+@contextmanager
+def _isolated(env: dict[str, str]) -> Iterator[None]:
+    """Set ``env``, and afterwards put back the process-wide state that a test may have changed."""
+    environ = dict(os.environ)
+    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    generators = torch.get_rng_state(), random.getstate()
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_rng_state(generators[0])
+        random.setstate(generators[1])
+        if dict(os.environ) != environ:
+            os.environ.clear()
+            os.environ.update(environ)
+
+
+@contextmanager
+def _warning_filters(filters: list[tuple[Any, ...]]) -> Iterator[None]:
+    """Treat warnings as the parent does: ``filters`` are its ``warnings.filters``, first match first."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, message, category, module, line in filters:
+            warnings.filterwarnings(action, _pattern(message), category, _pattern(module), line, append=True)
+        yield
+
+
+def _pattern(expression: Any) -> str:
+    """Return the source of a filter's pattern, which is compiled, plain text or None."""
+    return str(getattr(expression, "pattern", expression or ""))

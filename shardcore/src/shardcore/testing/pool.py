@@ -1,0 +1,316 @@
+"""A pool of gloo ranks for tests: the processes start once, and each test sends them a function."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shardcore.testing._protocol import Failure, FunctionRef, Group, Reply, Task
+
+__all__ = ["Failure", "WorkerError", "WorkerPool", "WorkerTimeout"]
+
+_START_LIMIT = 120.0  # seconds for a process to import torch, on a machine that is busy with the others
+_GRACE = 3.0  # seconds that the other ranks have to finish after the first failure
+_DUMP_LIMIT = 2.0  # seconds to wait for the stacks of a worker that hangs
+
+
+class WorkerError(RuntimeError):
+    """At least one rank failed.
+
+    Attributes:
+        failures: every rank that failed, the first to fail first.
+        stacks: the stacks of the ranks that had to be killed, since they still waited for the others.
+    """
+
+    def __init__(self, message: str, failures: Sequence[Failure] = (), stacks: Mapping[int, str] | None = None) -> None:
+        self.failures = tuple(failures)
+        self.stacks = dict(stacks or {})
+        super().__init__(message)
+
+
+class WorkerTimeout(TimeoutError):  # noqa: N818 - named for what happened, like the TimeoutError that it is
+    """No rank failed, but some did not finish in time; not a WorkerError, so that no test expects it by accident.
+
+    Attributes:
+        stacks: the stacks of the ranks that had to be killed.
+    """
+
+    def __init__(self, message: str, stacks: Mapping[int, str] | None = None) -> None:
+        self.stacks = dict(stacks or {})
+        super().__init__(message)
+
+
+class WorkerPool:
+    """Runs functions on gloo ranks that stay alive from one call to the next; for POSIX systems.
+
+    A worker starts with the first call that needs its rank, with one compute thread. Ranks that are not needed are
+    not waited for. After a hang or a death all workers are replaced at the next call.
+
+    Example:
+        >>> with WorkerPool() as pool:  # doctest: +SKIP
+        ...     pool.run(torch.distributed.get_rank, world=2)
+        [0, 1]
+
+    Args:
+        size: the largest number of ranks of a call.
+        collective_timeout: limit of one collective, in seconds.
+    """
+
+    def __init__(self, size: int = 4, *, collective_timeout: float = 30.0) -> None:
+        self.size = size
+        self.collective_timeout = collective_timeout
+        self._workers: list[_Handle] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="shardcore-pool-")
+        self._generation = 0
+        self._joined: int | None = None  # the world size whose group every one of its ranks is in
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int = 2,
+        timeout: float = 60.0,
+        process_group: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on ranks 0 to world-1 and return the results in the order of the ranks.
+
+        The default process group has exactly ``world`` ranks; groups that the function makes are destroyed after it.
+        Each call starts from the same seed, with gradients on and the warning filters of the caller.
+
+        Args:
+            function: a function at the top level of a module; it is sent by name, its arguments and result by pickle.
+            *args: its positional arguments.
+            world: number of ranks.
+            timeout: limit of the call, in seconds.
+            process_group: False for a function that makes the default process group itself; it finds the variables
+                that torchrun sets, and the group is destroyed after it.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            TypeError: the function cannot be found by its name.
+            WorkerError: a rank raised, died, or returned what cannot be pickled.
+            WorkerTimeout: no rank failed, but some did not finish in time.
+        """
+        if not 1 <= world <= self.size:
+            raise ValueError(f"world={world} is out of range: this pool runs 1 to {self.size} ranks")
+        reference = FunctionRef.of(function)
+        call = pickle.dumps((args, kwargs, list(warnings.filters)))
+        self._start(world)
+        group = self._group(world) if process_group else None
+        port = _free_port() if group is None else None
+        try:
+            for rank in range(world):
+                env = {} if port is None else _torchrun_variables(rank, world, port)
+                self._workers[rank].send(Task(function=reference, call=call, world=world, group=group, env=env))
+            replies, failures = self._collect(world, time.monotonic() + timeout)
+        except BaseException:
+            self.kill()  # an interrupted worker would answer this task when it is asked for the next one
+            raise
+        if failures or len(replies) < world:
+            raise self._report(f"{reference.qualname} on {world} ranks", replies, failures, world, timeout)
+        if not all(reply.grouped for reply in replies.values()):
+            self._joined = None
+        return [replies[rank].value() for rank in range(world)]
+
+    def kill(self) -> None:
+        """End every worker at once; the next call starts new ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+        self._joined = None
+
+    def close(self) -> None:
+        """End the workers and remove the pool's files; the pool cannot be used afterwards."""
+        for worker in self._workers:
+            worker.connection.close()  # a worker leaves at the end of its input
+        for worker in self._workers:
+            worker.process.join(_GRACE)
+        self.kill()
+        self._folder.cleanup()
+
+    def _start(self, world: int) -> None:
+        if any(worker.process.exitcode is not None for worker in self._workers):
+            self.kill()
+        new = [_Handle(rank, Path(self._folder.name)) for rank in range(len(self._workers), world)]
+        self._workers += new
+        try:
+            for worker in new:
+                worker.wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _group(self, world: int) -> Group:
+        if self._joined != world:
+            self._generation += 1
+            self._joined = world
+        store = str(Path(self._folder.name, f"store-{self._generation}"))
+        return Group(generation=self._generation, store=store, timeout=self.collective_timeout)
+
+    def _collect(self, world: int, deadline: float) -> tuple[dict[int, Reply], list[Failure]]:
+        """Return the replies by rank and the failures; a rank that is in neither did not finish."""
+        replies: dict[int, Reply] = {}
+        failures: list[Failure] = []
+        waiting = dict(enumerate(self._workers[:world]))
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            wait([end for worker in waiting.values() for end in (worker.connection, worker.process.sentinel)], left)
+            for rank, worker in list(waiting.items()):
+                answer = worker.receive()
+                if answer is None:
+                    continue
+                del waiting[rank]
+                if isinstance(answer, Reply):
+                    replies[rank] = answer
+                failure = answer.failure if isinstance(answer, Reply) else answer
+                if failure is not None:
+                    failures.append(failure)
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        return replies, sorted(failures, key=lambda failure: failure.at)
+
+    def _report(
+        self, what: str, replies: Mapping[int, Reply], failures: Sequence[Failure], world: int, timeout: float
+    ) -> WorkerError | WorkerTimeout:
+        """Return the exception for a call that went wrong, and make the pool usable again."""
+        dead = {failure.rank for failure in failures} - set(replies)
+        hanging = [rank for rank in range(world) if rank not in replies and rank not in dead]
+        stacks = {rank: self._workers[rank].dump_stacks() for rank in hanging}
+        if hanging or dead:
+            self.kill()
+        self._joined = None  # the ranks may have made different numbers of groups; a new group counts from zero
+        sections = [f"--- rank {failure.rank}: {failure.error}\n{failure.details}" for failure in failures]
+        state = f"waited more than {_GRACE:g} s after the first failure" if failures else "did not finish"
+        sections += [f"--- rank {rank} {state}; its stacks when it was killed:\n{stacks[rank]}" for rank in hanging]
+        if failures:
+            names = ", ".join(f"rank {failure.rank} ({failure.error})" for failure in failures)
+            return WorkerError("\n".join([f"{what} failed on {names}", *sections]), failures, stacks)
+        ranks = ", ".join(map(str, hanging))
+        return WorkerTimeout(
+            "\n".join([f"{what} did not finish within {timeout:g} s: ranks {ranks}", *sections]), stacks
+        )
+
+
+class _Handle:
+    """The parent's end of one worker process."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.stacks = folder / f"stacks-{rank}.txt"
+        self.stacks.unlink(missing_ok=True)
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=_serve, args=(rank, theirs, str(self.stacks)), name=f"shardcore-rank-{rank}", daemon=True
+        )
+        self.process.start()
+        theirs.close()  # else its death would not end our input
+
+    def wait_until_ready(self) -> None:
+        if not self.connection.poll(_START_LIMIT):
+            raise WorkerTimeout(f"rank {self.rank} did not start within {_START_LIMIT:g} s")
+        try:
+            self.connection.recv_bytes()
+        except (EOFError, OSError):
+            death = self._death()
+            raise WorkerError(f"rank {self.rank} did not start: {death.details}", [death]) from None
+
+    def send(self, task: Task) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died; `receive` says so
+            self.connection.send_bytes(pickle.dumps(task))
+
+    def receive(self) -> Reply | Failure | None:
+        """Return the worker's answer, its death, or None as long as there is neither."""
+        dead = self.process.exitcode is not None  # asked first: it may answer and then die
+        try:
+            if self.connection.poll():
+                reply: Reply = pickle.loads(self.connection.recv_bytes())
+                return reply
+        except (EOFError, OSError):
+            dead = True
+        return self._death() if dead else None
+
+    def dump_stacks(self) -> str:
+        """Return the Python stacks of all threads of the worker."""
+        pid = self.process.pid
+        if pid is not None and self.process.exitcode is None:
+            os.kill(pid, signal.SIGUSR1)
+        text, end = "", time.monotonic() + _DUMP_LIMIT
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            before, text = text, self.stacks.read_text() if self.stacks.exists() else ""
+            if text and text == before:
+                break
+        return text.rstrip() or "(no stacks: the process does not take signals)"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def _death(self) -> Failure:
+        self.process.join(_GRACE)
+        code = self.process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        details = f"the process of rank {self.rank} ended with {how} and without an answer"
+        return Failure(rank=self.rank, error=f"died, {how}", details=details, at=time.monotonic())
+
+
+def _serve(rank: int, connection: Connection, stacks: str) -> None:
+    """Be a worker: the main function of its process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with Path(stacks).open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        # After the handler, so that a hang in this import has a stack too; and the parent needs no torch for it.
+        from shardcore.testing._worker import Worker
+
+        Worker(rank, connection).serve()
+        os._exit(0)  # gloo's destructors may wait for ranks that are gone
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

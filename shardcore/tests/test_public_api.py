@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shardcore
+from shardcore import errors
+
+
+def _for_type_checkers() -> dict[str, str]:
+    """Return name -> module of the imports that only type checkers see."""
+    tree = ast.parse(Path(shardcore.__file__).read_text())
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    return {
+        alias.name: str(node.module) for node in guard.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert shardcore.__all__ == sorted(shardcore._HOME)
+
+
+def test_the_three_lists_agree() -> None:
+    assert _for_type_checkers() == shardcore._HOME
+
+
+def test_every_error_and_warning_is_public() -> None:
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert raised == {name for name, module in shardcore._HOME.items() if module == "shardcore.errors"}
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert shardcore.__version__ == project["version"]
+
+
+def test_dir_lists_every_name_before_it_is_loaded() -> None:
+    assert set(shardcore.__all__) <= set(dir(shardcore))
+    assert dir(shardcore) == sorted(dir(shardcore))
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'shardcore' has no attribute 'shrad'$"):
+        _ = shardcore.shrad  # type: ignore[attr-defined]  # the point of the test
+
+
+@pytest.mark.parametrize("name", shardcore.__all__)
+def test_every_name_resolves_and_is_documented(name: str) -> None:
+    value = getattr(shardcore, name)
+    home = importlib.import_module(shardcore._HOME[name])
+    assert value is getattr(home, name)
+    assert name in home.__all__
+    # The documentation of an instance such as `hookimpl` is that of its class.
+    documentation = inspect.getdoc(value) or ""
+    # A dataclass without one gets its signature instead.
+    assert documentation.strip()
+    assert not documentation.startswith(f"{name}(")
