@@ -33,7 +33,7 @@ def local_problem(
             return f"it has a parameter {name!r} that the native module lacks ({', '.join(native) or 'none'})"
         if _layout(full, tuple(parameter.shape), context) is None:
             return (
-                f"its parameter {name!r} of {type(owner).__name__} has shape {tuple(parameter.shape)}, which is neither "
+                f"its parameter {name!r} of {type(owner).__name__} has shape {tuple(parameter.shape)}, neither "
                 f"the whole {full} nor rank {context.rank}'s part of it along one dim (as torch.chunk cuts it)"
             )
     return None

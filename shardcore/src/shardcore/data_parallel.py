@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -30,10 +31,12 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     if replicas * shards == 1:
         return model
     if shards == 1:
-        wrap, mesh = _replicate, context.mesh["dp_replicate"]
+        wrap: Callable[..., Any] = _replicate
+        mesh = context.mesh["dp_replicate"]
     else:
         axes = ("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)
-        wrap, mesh = fully_shard, context.mesh[axes]
+        wrap = fully_shard
+        mesh = context.mesh[axes]
     blocks = model.get_submodule(stages.blocks).children() if stages and stages.blocks else ()
     for block in blocks:
         wrap(block, mesh=mesh, **options)

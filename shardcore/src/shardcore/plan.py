@@ -64,7 +64,7 @@ class ShardPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON data, the same in every process."""
         data = to_data(self)
-        assert isinstance(data, dict)  # noqa: S101  # a dataclass becomes a dict; narrows the type
+        assert isinstance(data, dict)  # a dataclass becomes a dict; narrows the type
         return {**data, "layouts": {p.name: str(p.layout) for p in self.parameters}}
 
     @property

@@ -58,7 +58,10 @@ class Scope(Protocol):
     """One module of the model while a row is planned for it; names are relative to that module."""
 
     module: nn.Module
-    ranks: int
+
+    @property
+    def ranks(self) -> int:
+        """The number of tensor-parallel ranks."""
 
     @property
     def heads(self) -> HeadCounts | None:
@@ -140,17 +143,17 @@ class Heads:
             return f"model.config has no attribute {self.query!r}", "name the attribute that counts heads in Heads(...)"
         if counts.query % ranks:
             fits = [n for n in range(1, counts.query + 1) if counts.query % n == 0]
-            return (
+            what = (
                 f"{counts.query} query heads ({self.query}) cannot be split over {ranks} ranks: whole heads are needed "
-                "on each rank, and uneven heads are not supported yet",
-                f"use a tensor_parallel_size of {', '.join(map(str, fits))}",
+                "on each rank, and uneven heads are not supported yet"
             )
+            return what, f"use a tensor_parallel_size of {', '.join(map(str, fits))}"
         if counts.kv % ranks and ranks % counts.kv:
-            return (
+            what = (
                 f"{counts.kv} key/value heads ({self.kv}) cannot be shared by {ranks} ranks: one number has to divide "
-                "the other",
-                f"use a tensor_parallel_size that divides {counts.kv} or is a multiple of it",
+                "the other"
             )
+            return what, f"use a tensor_parallel_size that divides {counts.kv} or is a multiple of it"
         return None
 
 

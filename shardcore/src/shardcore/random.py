@@ -111,11 +111,11 @@ class StreamGuard:
 
 
 # Generator states cannot be traced; these break the graph, outside the blocks and only where a dropout is live.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _swap_in(guard: StreamGuard, module: nn.Module) -> None:
     guard.swap_in(module)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _swap_out(guard: StreamGuard) -> None:
     guard.swap_out()

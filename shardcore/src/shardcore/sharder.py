@@ -1,14 +1,12 @@
-"""Applying a plan to a model: the only place that changes a module.
+"""Sharding one model: compile, agree, prepare, agree again, and only then change it.
 
-Everything that can fail is prepared first (the parts of every parameter, the modules that a user's classes make), the
-ranks agree that all of them got that far, and only then the model is changed by assignments that cannot fail.
+Everything that can fail is prepared first (the parts of every parameter, the modules that a user's classes make), so
+that a failure on any rank is an error on all of them with nothing changed; the changes are assignments.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -16,34 +14,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.adoption import adopt_local_parameters, local_problem
 from shardcore.agreement import Report, agree, checksums
+from shardcore.changes import Changes
 from shardcore.config import ShardConfig
 from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, build_mesh, context_of, set_context
-from shardcore.nn import ColumnLinear, Layout, Region, RowLinear, ShardedModel, SwappedModule
-from shardcore.nn.base import swapped_class, with_methods
-from shardcore.nn.dropout import DropoutSites
-from shardcore.nn.layout import distribute
-from shardcore.nn.outputs import GathersOutputs
+from shardcore.nn import ShardedModel, SwappedModule
+from shardcore.nn.base import swapped_class
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
 from shardcore.random import StreamGuard
 from shardcore.registry import default_registry
-from shardcore.steps import (
-    GatherOutputs,
-    OpenRegion,
-    ReplaceMethods,
-    ReplaceModule,
-    ReplaceParameters,
-    SetAttribute,
-    Step,
-    Swap,
-)
 
 __all__ = ["ModelSharder"]
-
-Commit = Callable[[], None]
 
 
 class ModelSharder:
@@ -184,8 +167,8 @@ class ModelSharder:
         if new := self.policy.new_model_class():
             if not issubclass(new, type(self.model)):
                 raise PartlyShardedError(
-                    f"{type(self.policy).__name__}.new_model_class returned {new.__qualname__}, which is no subclass of "
-                    f"{type(self.model).__qualname__}; derive it from the model's class"
+                    f"{type(self.policy).__name__}.new_model_class returned {new.__qualname__}, which is not a "
+                    f"subclass of {type(self.model).__qualname__}; derive it from the model's class"
                 )
             self.model.__class__ = new
         set_context(self.model, self.context)
@@ -206,14 +189,14 @@ class ModelSharder:
         if self.plan is not None:
             self.plan = compile_plan(self.policy, self.model, self.plan.config, origin=self._origin)
 
-    def _prepared(self, context: ShardContext) -> _Changes:
+    def _prepared(self, context: ShardContext) -> Changes:
         """Prepare every change, and agree that all ranks could."""
         failure: Exception | None = None
         own = Report()
-        changes = _Changes()
+        changes = Changes()
         try:
             if self.plan is not None and context.size > 1:
-                changes = _Changes.of(self.model, self.plan, context)
+                changes = Changes.of(self.model, self.plan, context)
         except Exception as error:
             failure, own = error, Report.of_error(error)
         agree(own, failure)
@@ -278,124 +261,3 @@ class _Broken(SwappedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PartlyShardedError(self.__dict__["_shardcore_failure"])
-
-
-@dataclass
-class _Changes:
-    """Prepared changes; committing them in order changes the model."""
-
-    commits: list[Commit] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext) -> _Changes:
-        layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
-        commits: list[Commit] = [functools.partial(_assign, list(_parts(model, layouts, context)))]
-        commits += [prepare(step, model, context) for step in plan.steps]
-        return cls(commits)
-
-    def commit(self) -> None:
-        for commit in self.commits:
-            commit()
-
-
-def _parts(
-    model: nn.Module, layouts: dict[str, Layout], context: ShardContext
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield (owner, name, new parameter) for every place of every parameter; tied places share one object."""
-    made: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            layout = layouts.get(f"{path}.{name}" if path else name)
-            if parameter is None or layout is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = distribute(parameter, layout, context)
-            yield module, name, made[id(parameter)]
-
-
-def _assign(parts: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    while parts:  # popped, so that each whole tensor is freed as soon as its part has taken its place
-        module, name, parameter = parts.pop()
-        module._parameters[name] = parameter
-
-
-@functools.singledispatch
-def prepare(step: Step, model: nn.Module, context: ShardContext) -> Commit:
-    """Do everything about ``step`` that can fail, and return the call that changes the model."""
-    raise TypeError(f"no way to carry out a step of class {type(step).__name__}")
-
-
-@prepare.register
-def _(step: Swap, model: nn.Module, context: ShardContext) -> Commit:
-    module = model.get_submodule(step.path)
-    return lambda: None if step.target.adopt(module, context, **dict(step.options)) else None
-
-
-@prepare.register
-def _(step: SetAttribute, model: nn.Module, context: ShardContext) -> Commit:
-    return functools.partial(setattr, model.get_submodule(step.path), step.name, step.value)
-
-
-@prepare.register
-def _(step: GatherOutputs, model: nn.Module, context: ShardContext) -> Commit:
-    module = model.get_submodule(step.path)
-    return lambda: None if GathersOutputs.adopt(module, context, dims=step.dims) else None
-
-
-@prepare.register
-def _(step: ReplaceMethods, model: nn.Module, context: ShardContext) -> Commit:
-    return functools.partial(with_methods, model.get_submodule(step.path), dict(step.methods))
-
-
-@prepare.register
-def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
-    module, block = model.get_submodule(step.path), model.get_submodule(step.block)
-    members = [model.get_submodule(name) for name in step.members]
-    last = model.get_submodule(step.row) if step.row else None
-
-    def commit() -> None:
-        # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
-        trees = [] if isinstance(module, ColumnLinear) else [module]
-        dropouts = DropoutSites(trees, [block]) if last is not None else DropoutSites()
-        region = Region(context, step.argument, [m for m in members if isinstance(m, ColumnLinear)], dropouts)
-        module.register_forward_pre_hook(region, with_kwargs=True)
-        if isinstance(last, RowLinear):
-            last.region = region
-
-    return commit
-
-
-@prepare.register
-def _(step: ReplaceModule, model: nn.Module, context: ShardContext) -> Commit:
-    native = model.get_submodule(step.path)
-    new = step.target.from_native_module(native, context.group, **dict(step.options))
-    shapes = {name: tuple(p.shape) for name, p in native.named_parameters()}
-    if problem := local_problem(new, shapes, context):
-        raise ConfigError(f"{step.target.__name__}.from_native_module at {step.path}: {problem}")
-    owner, _, name = step.path.rpartition(".")
-
-    def commit() -> None:
-        adopt_local_parameters(new, shapes, context)
-        setattr(model.get_submodule(owner), name, new)
-
-    return commit
-
-
-@prepare.register
-def _(step: ReplaceParameters, model: nn.Module, context: ShardContext) -> Commit:
-    module = model.get_submodule(step.path)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
-
-    def commit() -> None:
-        try:
-            step.function(module, context.group)
-        except Exception as error:
-            raise PartlyShardedError(
-                f"param_replacement {getattr(step.function, '__qualname__', step.function)} failed at {step.path!r}: "
-                f"{type(error).__name__}: {error}. The model is unusable; build it anew."
-            ) from error
-        if problem := local_problem(module, shapes, context, recurse=False):
-            raise PartlyShardedError(f"param_replacement at {step.path!r}: {problem}. Build the model anew.")
-        adopt_local_parameters(module, shapes, context, recurse=False)
-
-    return commit

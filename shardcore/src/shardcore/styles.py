@@ -78,7 +78,7 @@ def replicate(*names: str, optional: bool = False) -> Row:
 
 
 def partial(*names: str, optional: bool = False) -> Row:
-    """Replicated modules that local heads read (norms on queries and keys): their gradients are summed over the ranks."""
+    """Replicated modules that local heads read (norms on queries and keys): their gradients are summed."""
     options = (("partial", True),)
     return _Swaps(text=_text("partial", *names), optional=optional, names=names, target=Replicated, options=options)
 

@@ -50,7 +50,8 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum ``x`` over ``group``: in place in eager mode, into a new tensor when compiling."""
     if torch.compiler.is_compiling():
-        return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+        out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+        return out
     dist.all_reduce(x, group=group)
     return x
 
@@ -63,17 +64,22 @@ def all_gather(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
     world = dist.get_world_size(group)
     dim = dim % x.ndim
     step = -(-size // world)
-    front = x.movedim(dim, 0)
-    if front.size(0) < step:
-        front = torch.cat([front, front.new_zeros(step - front.size(0), *front.shape[1:])])
-    front = front.contiguous()
+    if x.size(dim) < step:
+        x = torch.cat([x, x.new_zeros(*x.shape[:dim], step - x.size(dim), *x.shape[dim + 1 :])], dim)
+    x = x.contiguous()
     if torch.compiler.is_compiling():
-        whole = funcol.wait_tensor(funcol.all_gather_tensor(front, 0, group))
+        stacked = funcol.wait_tensor(funcol.all_gather_tensor(x.unsqueeze(0), 0, group))
     else:
-        whole = front.new_empty(world * step, *front.shape[1:])
-        _all_gather_single(whole, front, group=group)
-    # Only the last parts are short, and a part is short only if all later ones are empty: the padding is at the end.
-    return whole.narrow(0, 0, size).movedim(0, dim).contiguous()
+        flat = x.new_empty(world * x.size(0), *x.shape[1:])
+        _all_gather_single(flat, x, group=group)
+        stacked = flat.view(world, *x.shape)
+    parts = [part.narrow(dim, 0, _length(size, world, rank)) for rank, part in enumerate(stacked.unbind(0))]
+    return torch.cat(parts, dim)
+
+
+def _length(size: int, parts: int, index: int) -> int:
+    start, stop = chunk_bounds(size, parts, index)
+    return stop - start
 
 
 class _Copy(Function):
@@ -137,7 +143,7 @@ class _Split(Function):
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
-    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    out: Tensor = function.apply(*args)
     return out
 
 

@@ -38,7 +38,7 @@ def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
     if spec is None:
         return local
     # torch's own constructor: the public from_local costs ten times as much and ends here.
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(local, spec, requires_grad=False)
 
 
 def partial_spec(spec: DTensorSpec) -> DTensorSpec:

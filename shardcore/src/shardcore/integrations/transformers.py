@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import nn
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel
 
 from shardcore.mesh import context_of
 from shardcore.nn import SwappedModule
+from shardcore.nn.base import once
 from shardcore.policy import Policy
 
 __all__ = ["PretrainedPolicy"]
@@ -30,7 +30,7 @@ class _ShardedPretrained:
             context.random.leave()
 
 
-@functools.cache
+@once
 def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
     namespace: dict[str, Any] = {
         # Configurations, _no_split_modules and output capturing go by the class's name.

@@ -6,7 +6,7 @@ import copy
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,7 +16,14 @@ from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.layout import Layout, distribute
 
-__all__ = ["ParallelModule", "SwappedModule", "with_methods"]
+__all__ = ["NO_PICKLE", "ParallelModule", "SwappedModule", "once", "swapped_class", "with_methods"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def once(function: Function) -> Function:
+    """Remember what ``function`` returned for each combination of arguments (classes made on the fly)."""
+    return functools.cache(function)  # type: ignore[return-value]  # same arguments, same result
 
 
 #: What to do instead of pickling, for every object that refuses it.
@@ -77,10 +84,10 @@ class SwappedModule(ParallelModule):
         """Turn ``module``, whose parameters are DTensors already, into this class; cannot fail after `problem`."""
         module.__class__ = swapped_class(type(module), cls)
         module.__dict__["_shard_context"] = context
-        return module  # type: ignore[return-value]  # its class was swapped in the line above
+        return cast("Self", module)
 
     @classmethod
-    def from_native_module(  # type: ignore[override]  # a classmethod serves every caller of the static one
+    def from_native_module(
         cls,
         module: nn.Module,
         process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext,
@@ -116,7 +123,7 @@ class SwappedModule(ParallelModule):
         raise WrapError(NO_PICKLE)
 
 
-@functools.cache
+@once
 def swapped_class(native: type[nn.Module], mixin: type[SwappedModule]) -> type[nn.Module]:
     """Return the subclass of ``native`` that behaves as ``mixin``; one per pair, so that instances share it."""
     if issubclass(mixin, native):
@@ -141,7 +148,7 @@ def _with_signature(mixin: type[SwappedModule], native: type[nn.Module]) -> Call
     return forward
 
 
-@functools.cache
+@once
 def _class_with_methods(
     native: type[nn.Module], methods: tuple[tuple[str, Callable[..., Any]], ...]
 ) -> type[nn.Module]:

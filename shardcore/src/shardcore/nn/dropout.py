@@ -42,10 +42,7 @@ class DropoutSites:
 
     def live(self) -> bool:
         """Tell whether a dropout of the sites would draw numbers now."""
-        for module, name in self._sites:
-            if module.training and getattr(module, name):
-                return True
-        return False
+        return any(module.training and getattr(module, name) for module, name in self._sites)
 
 
 def _is_probability(value: object) -> bool:

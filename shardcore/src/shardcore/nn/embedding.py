@@ -76,7 +76,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         return reduce_from_tp(out, self._shard_context.group, fresh=True)
 
     def _check(self, ids: Tensor) -> None:
-        if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < self.num_embeddings):
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
             raise IndexError(
                 f"token id out of range: got ids from {int(ids.min())} to {int(ids.max())}, the table has "
                 f"{self.num_embeddings} rows"

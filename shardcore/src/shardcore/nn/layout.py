@@ -54,12 +54,15 @@ class Whole(Layout):
 
     @property
     def placement(self) -> Placement:
+        """See `Layout.placement`."""
         return Replicate()
 
     def local(self, full: Tensor, context: ShardContext) -> Tensor:
+        """See `Layout.local`."""
         return full.detach()
 
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+        """See `Layout.shape`."""
         return full
 
     def __str__(self) -> str:
@@ -74,13 +77,16 @@ class Split(Layout):
 
     @property
     def placement(self) -> Placement:
+        """See `Layout.placement`."""
         return Shard(self.dim)
 
     def local(self, full: Tensor, context: ShardContext) -> Tensor:
+        """See `Layout.local`."""
         start, stop = chunk_bounds(full.size(self.dim), context.size, context.rank)
         return full.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+        """See `Layout.shape`."""
         start, stop = chunk_bounds(full[self.dim], ranks, rank)
         return (*full[: self.dim], stop - start, *full[self.dim + 1 :])
 

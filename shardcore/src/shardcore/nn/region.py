@@ -39,7 +39,7 @@ _MEMO = "_shardcore_entered"  # on a tensor that was entered by its linears: its
 class _Call(NamedTuple):
     """One call of a member, as its backward left it."""
 
-    index: int  # of the member's weight among the parameters of enter
+    place: int  # of the member's weight among the parameters of enter
     grad: Tensor  # (..., out/tp)
     x: Tensor  # (..., in)
     weight: Tensor  # (out/tp, in)
@@ -48,7 +48,7 @@ class _Call(NamedTuple):
 class _Member(NamedTuple):
     """What a member needs while the region is open."""
 
-    index: int
+    place: int
     weight: Tensor
     bias: Tensor | None
 
@@ -103,10 +103,10 @@ class _Enter(Function):
                 work = dist.all_reduce(gx, group=ctx.context.group, async_op=True)
         grads = list(parameter_grads)  # of biases; those of weights come from the calls
         for call in calls:
-            if ctx.needs_input_grad[4 + call.index]:
-                grad = weight_gradient(call.grad, call.x, ctx.shapes[call.index][1])
-                before = grads[call.index]
-                grads[call.index] = grad if before is None else before + grad
+            if ctx.needs_input_grad[4 + call.place]:
+                grad = weight_gradient(call.grad, call.x, ctx.shapes[call.place][1])
+                before = grads[call.place]
+                grads[call.place] = grad if before is None else before + grad
         finished = _finish(grads, ctx)
         if work is not None:
             work.wait()
@@ -153,9 +153,9 @@ class _Deferred(Function):
     """A member's product; its backward leaves (gradient, input, weight) for enter's."""
 
     @staticmethod
-    def forward(ctx: Any, calls: list[_Call], index: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, calls: list[_Call], place: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype = autocast_dtype(x)
-        ctx.calls, ctx.index = calls, index
+        ctx.calls, ctx.place = calls, place
         ctx.bias_dtype = None if bias is None else bias.dtype
         x, weight = cast(x, dtype), cast(weight, dtype)
         ctx.save_for_backward(x, weight)
@@ -166,7 +166,7 @@ class _Deferred(Function):
         refuse_double_backward()
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        ctx.calls.append(_Call(ctx.index, grad, x, weight))
+        ctx.calls.append(_Call(ctx.place, grad, x, weight))
         bias = grad.reshape(-1, grad.size(-1)).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
         return None, None, None, None, bias
 
@@ -176,7 +176,7 @@ def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
     region: _Open | None = getattr(x, _OPEN, None)
     if region is None or (found := region.members.get(id(member))) is None:
         return None
-    out: Tensor = _Deferred.apply(region.calls, found.index, x, found.weight, found.bias)  # type: ignore[no-untyped-call]
+    out: Tensor = _Deferred.apply(region.calls, found.place, x, found.weight, found.bias)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -240,6 +240,7 @@ class Region:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Enter: return the arguments with the entering one in its region."""
         self._fork()
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -291,11 +292,11 @@ class Region:
 
 
 # Generator states cannot be traced: these two are the only graph breaks, and only where a dropout is live.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _fork(region: Region) -> None:
     region.context.random.fork(id(region))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _join(region: Region) -> None:
     region.context.random.join(id(region))

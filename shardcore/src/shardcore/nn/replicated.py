@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -45,11 +46,11 @@ class Replicated(SwappedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on this rank's copies of the parameters."""
         own = self._parameters
-        names = [name for name, p in own.items() if p is not None]
-        shared = [own[name] for name in names]
-        local = read_partial(self._shard_context, *shared) if self.partial else read_local(*shared)
+        shared = {name: p for name, p in own.items() if p is not None}
+        read = functools.partial(read_partial, self._shard_context) if self.partial else read_local
+        local = read(*shared.values())
         # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry first.
-        self.__dict__["_parameters"] = {**own, **dict(zip(names, local, strict=True))}
+        self.__dict__["_parameters"] = {**own, **dict(zip(shared, local, strict=True))}
         try:
             return super().forward(*args, **kwargs)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, Self
+from typing import ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -42,4 +42,5 @@ class ShardedModel(SwappedModule):
                 "(nccl for cuda) and shard() moves each part by itself. To get the weights elsewhere, save them with "
                 "save_pretrained or torch.distributed.checkpoint."
             )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        return self

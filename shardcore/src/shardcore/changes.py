@@ -1,0 +1,163 @@
+"""Carrying out the steps of a plan, in two halves: prepare what can fail, then change what cannot.
+
+To teach the sharder a new kind of step, register a `prepare` for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import nn
+
+from shardcore.adoption import adopt_local_parameters, local_problem
+from shardcore.errors import ConfigError, PartlyShardedError
+from shardcore.mesh import ShardContext
+from shardcore.nn import ColumnLinear, GathersOutputs, Layout, Region, RowLinear, SwappedModule
+from shardcore.nn.base import with_methods
+from shardcore.nn.dropout import DropoutSites
+from shardcore.nn.layout import distribute
+from shardcore.plan import ShardPlan
+from shardcore.steps import (
+    GatherOutputs,
+    OpenRegion,
+    ReplaceMethods,
+    ReplaceModule,
+    ReplaceParameters,
+    SetAttribute,
+    Step,
+    Swap,
+)
+
+__all__ = ["Changes", "prepare"]
+
+Commit = Callable[[], None]
+
+
+@dataclass
+class Changes:
+    """The prepared changes of a plan; committing them in order changes the model."""
+
+    commits: list[Commit] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext) -> Self:
+        """Prepare everything that ``plan`` does to ``model``; the model is not changed."""
+        layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
+        commits: list[Commit] = [functools.partial(_assign, list(_parts(model, layouts, context)))]
+        commits += [prepare(step, model, context) for step in plan.steps]
+        return cls(commits)
+
+    def commit(self) -> None:
+        """Change the model."""
+        for commit in self.commits:
+            commit()
+
+
+def _parts(
+    model: nn.Module, layouts: dict[str, Layout], context: ShardContext
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield (owner, name, new parameter) for every place of every parameter; tied places share one object."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            layout = layouts.get(f"{path}.{name}" if path else name)
+            if parameter is None or layout is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = distribute(parameter, layout, context)
+            yield module, name, made[id(parameter)]
+
+
+def _assign(parts: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    while parts:  # popped, so that each whole tensor is freed as soon as its part has taken its place
+        module, name, parameter = parts.pop()
+        module._parameters[name] = parameter
+
+
+def _adopt(target: type[SwappedModule], module: nn.Module, context: ShardContext, options: dict[str, Any]) -> None:
+    target.adopt(module, context, **options)
+
+
+@functools.singledispatch
+def prepare(step: Step, model: nn.Module, context: ShardContext) -> Commit:
+    """Do everything about ``step`` that can fail, and return the call that changes the model."""
+    raise TypeError(f"no way to carry out a step of class {type(step).__name__}")
+
+
+@prepare.register
+def _(step: Swap, model: nn.Module, context: ShardContext) -> Commit:
+    module = model.get_submodule(step.path)
+    return functools.partial(_adopt, step.target, module, context, dict(step.options))
+
+
+@prepare.register
+def _(step: SetAttribute, model: nn.Module, context: ShardContext) -> Commit:
+    return functools.partial(setattr, model.get_submodule(step.path), step.name, step.value)
+
+
+@prepare.register
+def _(step: GatherOutputs, model: nn.Module, context: ShardContext) -> Commit:
+    module = model.get_submodule(step.path)
+    return functools.partial(_adopt, GathersOutputs, module, context, {"dims": step.dims})
+
+
+@prepare.register
+def _(step: ReplaceMethods, model: nn.Module, context: ShardContext) -> Commit:
+    return functools.partial(with_methods, model.get_submodule(step.path), dict(step.methods))
+
+
+@prepare.register
+def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
+    module, block = model.get_submodule(step.path), model.get_submodule(step.block)
+    members = [model.get_submodule(name) for name in step.members]
+    last = model.get_submodule(step.row) if step.row else None
+
+    def commit() -> None:
+        # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
+        trees = [] if isinstance(module, ColumnLinear) else [module]
+        dropouts = DropoutSites(trees, [block]) if last is not None else DropoutSites()
+        region = Region(context, step.argument, [m for m in members if isinstance(m, ColumnLinear)], dropouts)
+        module.register_forward_pre_hook(region, with_kwargs=True)
+        if isinstance(last, RowLinear):
+            last.region = region
+
+    return commit
+
+
+@prepare.register
+def _(step: ReplaceModule, model: nn.Module, context: ShardContext) -> Commit:
+    native = model.get_submodule(step.path)
+    new = step.target.from_native_module(native, context.group, **dict(step.options))
+    shapes = {name: tuple(p.shape) for name, p in native.named_parameters()}
+    if problem := local_problem(new, shapes, context):
+        raise ConfigError(f"{step.target.__name__}.from_native_module at {step.path}: {problem}")
+    owner, _, name = step.path.rpartition(".")
+
+    def commit() -> None:
+        adopt_local_parameters(new, shapes, context)
+        setattr(model.get_submodule(owner), name, new)
+
+    return commit
+
+
+@prepare.register
+def _(step: ReplaceParameters, model: nn.Module, context: ShardContext) -> Commit:
+    module = model.get_submodule(step.path)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+
+    def commit() -> None:
+        try:
+            step.function(module, context.group)
+        except Exception as error:
+            raise PartlyShardedError(
+                f"param_replacement {getattr(step.function, '__qualname__', step.function)} failed at {step.path!r}: "
+                f"{type(error).__name__}: {error}. The model is unusable; build it anew."
+            ) from error
+        if problem := local_problem(module, shapes, context, recurse=False):
+            raise PartlyShardedError(f"param_replacement at {step.path!r}: {problem}. Build the model anew.")
+        adopt_local_parameters(module, shapes, context, recurse=False)
+
+    return commit
