@@ -32,10 +32,13 @@ class RandomStream:
         seed: the seed that the group agreed on.
         rank: this rank's position on the tensor-parallel axis.
         device: where the model runs; the CPU generator is always part of the stream.
+        forks: False for modules that stand alone. Nothing swaps their stream in and out, and each has one of its own: a
+            fork would reach the user's generators, and another module's `join` would not put them back.
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+    def __init__(self, seed: int, rank: int, device: torch.device, *, forks: bool = True) -> None:
         self._rank = rank
+        self._may_fork = forks
         self._devices = ("cpu",) if device.type == "cpu" else ("cpu", str(device))
         self._states: dict[str, Tensor] = {}
         self._outside: dict[str, Tensor] = {}  # the user's states while the stream is in use
@@ -44,7 +47,7 @@ class RandomStream:
         self.seed(seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStream:
-        clone = RandomStream(0, self._rank, torch.device(self._devices[-1]))
+        clone = RandomStream(0, self._rank, torch.device(self._devices[-1]), forks=self._may_fork)
         clone._states = {device: state.clone() for device, state in self.state().items()}
         return clone
 
@@ -89,6 +92,8 @@ class RandomStream:
 
     def fork(self, region: Hashable) -> None:
         """Draw different numbers on each rank from here on, until `join` is called for the same region."""
+        if not self._may_fork:
+            return
         # Drawn on the host: a device draw would wait for the device.
         seed = mix(int(torch.randint(1 << _SEED_BITS, ()).item()), self._rank)
         self._forks[region] = self._read()

@@ -55,7 +55,8 @@ def _checksum(tensor: Tensor) -> str:
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return "meta"
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    words = raw.view(torch.int32) if raw.numel() % 4 == 0 else raw
+    aligned = raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0
+    words = raw.view(torch.int32) if aligned else raw
     whole = words.numel() // _CHUNK * _CHUNK
     sums = [words[:whole].view(-1, _CHUNK).sum(1, dtype=torch.int64), words[whole:].sum(dtype=torch.int64).view(1)]
     return hashlib.sha256(torch.cat(sums).cpu().numpy().tobytes()).hexdigest()[:16]

@@ -46,7 +46,10 @@ class Changes:
     def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext) -> Self:
         """Prepare everything that ``plan`` does to ``model``; the model is not changed."""
         layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
-        commits: list[Commit] = [functools.partial(_assign, list(_parts(model, layouts, context)))]
+        commits: list[Commit] = [
+            functools.partial(_assign, list(_parts(model, layouts, context))),
+            functools.partial(_move_buffers, model, context),
+        ]
         commits += [prepare(step, model, context) for step in plan.steps]
         return cls(commits)
 
@@ -79,6 +82,14 @@ def _assign(parts: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 def _adopt(target: type[SwappedModule], module: nn.Module, context: ShardContext, options: dict[str, Any]) -> None:
     target.adopt(module, context, **options)
+
+
+def _move_buffers(model: nn.Module, context: ShardContext) -> None:
+    """Bring buffers to the device of the mesh, where the parts of the parameters are by now."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in ("meta", context.tp.device_type):
+                module._buffers[name] = buffer.to(context.device)
 
 
 @functools.singledispatch

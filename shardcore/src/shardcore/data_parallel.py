@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from shardcore.comm.strided import fsdp_placement
 from shardcore.mesh import ShardContext
 from shardcore.policy import Stages
 
@@ -25,7 +26,8 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         model: the model, sharded along ``tp`` before.
         context: its context.
         stages: names the list of blocks; without it the model is wrapped as one.
-        **options: of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``).
+        **options: of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
+            ``shard_placement_fn``, which is not asked about fused weights).
     """
     replicas, shards = context.mesh["dp_replicate"].size(), context.mesh["dp_shard"].size()
     if replicas * shards == 1:
@@ -37,11 +39,17 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         axes = ("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)
         wrap = fully_shard
         mesh = context.mesh[axes]
+        if any(fsdp_placement(p) for p in model.parameters()):
+            options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
     blocks = model.get_submodule(stages.blocks).children() if stages and stages.blocks else ()
     for block in blocks:
         wrap(block, mesh=mesh, **options)
     wrap(model, mesh=mesh, **options)
     return model
+
+
+def _placement(others: Callable[[nn.Parameter], Any] | None) -> Callable[[nn.Parameter], Any]:
+    return lambda p: fsdp_placement(p) or (None if others is None else others(p))
 
 
 def _replicate(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> None:

@@ -51,9 +51,17 @@ class ShardContext:
 
     @classmethod
     def of(
-        cls, mesh: DeviceMesh, *, seed: int = 0, partial_gradients: PartialGradients = "in_backward"
+        cls,
+        mesh: DeviceMesh,
+        *,
+        seed: int = 0,
+        partial_gradients: PartialGradients = "in_backward",
+        forks: bool = True,
     ) -> ShardContext:
-        """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks."""
+        """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
+
+        With ``forks=False``, for modules alone, dropouts on split activations draw from the user's generators.
+        """
         tp = mesh["tp"] if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh
         device = torch.device(mesh.device_type)
         context = cls(
@@ -62,7 +70,7 @@ class ShardContext:
             group=tp.get_group(),
             rank=tp.get_local_rank(),
             size=tp.size(),
-            random=RandomStream(seed, tp.get_local_rank(), device),
+            random=RandomStream(seed, tp.get_local_rank(), device, forks=forks),
             partial_gradients=partial_gradients,
         )
         context.reseed(seed)
@@ -118,7 +126,7 @@ def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardCont
     if isinstance(where, ShardContext):
         return where
     if isinstance(where, DeviceMesh):
-        return ShardContext.of(where)
+        return ShardContext.of(where, forks=False)
     if isinstance(where, list | tuple):
         if len(where) != 1:
             raise NotSupportedError(
@@ -126,7 +134,7 @@ def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardCont
                 "group of the tensor-parallel ranks."
             )
         where = where[0]
-    return ShardContext.of(DeviceMesh.from_group(where, device_type_of(where), mesh_dim_names=("tp",)))
+    return ShardContext.of(DeviceMesh.from_group(where, device_type_of(where), mesh_dim_names=("tp",)), forks=False)
 
 
 def context_of(model: nn.Module) -> ShardContext | None:

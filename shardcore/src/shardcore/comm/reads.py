@@ -37,8 +37,12 @@ def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
     """Wrap a local gradient in the spec of its parameter; with ``None`` return it unchanged."""
     if spec is None:
         return local
-    # torch's own constructor: the public from_local costs ten times as much and ends here.
-    return DTensor(local, spec, requires_grad=False)
+    # The strides of the spec are what accumulation in place and fused optimizers trust, they never look at the local
+    # part; and a wrapper with a storage offset, which it takes from the part, cannot be deep-copied.
+    if not local.is_contiguous() or local.storage_offset():
+        local = local.clone(memory_format=torch.contiguous_format)
+    # The public from_local ends here at ten times the cost; DTensor.__init__ adds nothing but a Dynamo guard (5 us).
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def partial_spec(spec: DTensorSpec) -> DTensorSpec:

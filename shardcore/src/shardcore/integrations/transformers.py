@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardcore.integrations import _saving
 from shardcore.mesh import context_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.base import once
@@ -28,6 +30,27 @@ class _ShardedPretrained:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
             context.random.leave()
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model as an unsharded checkpoint; every rank calls it and one writes.
+
+        Takes what `transformers.PreTrainedModel.save_pretrained` of the installed release takes. The first rank writes,
+        or the first of those that pass ``is_main_process=True``. Tensors come to it one by one: it needs room for one
+        file (``max_shard_size``), the other ranks for a part of a tensor. See `_saving.save_pretrained` for errors.
+        """
+        native = super().save_pretrained  # type: ignore[misc]  # of the native class
+        context = context_of(self)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
+        if context is None:
+            native(save_directory, is_main_process, state_dict, *args, **kwargs)
+        else:
+            _saving.save_pretrained(self, context, native, save_directory, is_main_process, state_dict, *args, **kwargs)  # type: ignore[arg-type]
 
 
 @once

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from shardcore.comm.strided import fsdp_placement
 from shardcore.nn.base import ParallelModule, SwappedModule
 from shardcore.nn.embedding import VocabEmbedding
-from shardcore.nn.layout import Layout, Split, Whole
+from shardcore.nn.fused import FusedColumnLinear
+from shardcore.nn.layout import Layout, Segments, Split, Whole
 from shardcore.nn.linear import ColumnLinear, RowLinear
 from shardcore.nn.outputs import GathersOutputs
 from shardcore.nn.partial import reduce_partial_gradients
@@ -14,16 +16,19 @@ from shardcore.nn.root import ShardedModel
 
 __all__ = [
     "ColumnLinear",
+    "FusedColumnLinear",
     "GathersOutputs",
     "Layout",
     "ParallelModule",
     "Region",
     "Replicated",
     "RowLinear",
+    "Segments",
     "ShardedModel",
     "Split",
     "SwappedModule",
     "VocabEmbedding",
     "Whole",
+    "fsdp_placement",
     "reduce_partial_gradients",
 ]

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.reads import local_tensor, read_local, spec_of, with_spec
 
-__all__ = ["autocast_dtype", "cast", "local_linear", "weight_gradient"]
+__all__ = ["autocast_dtype", "bias_gradient", "cast", "flat", "local_linear", "weight_gradient"]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -25,13 +25,22 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return ``x`` in ``dtype`` (None leaves it as it is)."""
-    return x if dtype is None else x.to(dtype)
+    return x if dtype is None or x.dtype == dtype else x.to(dtype)
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return (..., n) as (N, n)."""
+    return x if x.ndim == 2 else x.reshape(-1, x.size(-1))
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient of a linear's weight, (out, in), from (..., out) and (..., in)."""
-    flat = grad.reshape(-1, grad.size(-1)).t() @ x.reshape(-1, x.size(-1))
-    return flat.to(dtype)
+    return cast(flat(grad).t() @ flat(x), dtype)
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a linear's bias, (out), from (..., out)."""
+    return cast(flat(grad).sum(0), dtype)
 
 
 class _LocalLinear(Function):
@@ -52,11 +61,11 @@ class _LocalLinear(Function):
         x, w = ctx.saved_tensors
         gx = gw = gb = None
         if ctx.needs_input_grad[0]:
-            gx = (grad @ w).to(ctx.dtypes[0])
+            gx = cast(grad @ w, ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             gw = with_spec(weight_gradient(grad, x, ctx.dtypes[1]), ctx.specs[0])
         if ctx.needs_input_grad[2]:
-            gb = with_spec(grad.reshape(-1, grad.size(-1)).sum(0).to(ctx.dtypes[2]), ctx.specs[1])
+            gb = with_spec(bias_gradient(grad, ctx.dtypes[2]), ctx.specs[1])
         return gx, gw, gb
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.strided import segment_runs, segmented
 from shardcore.mesh import ShardContext
 
-__all__ = ["Layout", "Split", "Whole", "distribute", "last_rank_is_empty"]
+__all__ = ["Layout", "Segments", "Split", "Whole", "distribute", "last_rank_is_empty"]
 
 
 def last_rank_is_empty(size: int, ranks: int) -> bool:
@@ -92,6 +93,31 @@ class Split(Layout):
 
     def __str__(self) -> str:
         return f"split on dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Segments(Layout):
+    """Dim 0 is ``count`` equal segments one after the other, each of them cut as `Split` cuts: [q_r|k_r|v_r]."""
+
+    count: int
+
+    @property
+    def placement(self) -> Placement:
+        """See `Layout.placement`."""
+        return segmented(self.count)
+
+    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+        """See `Layout.local`."""
+        runs = segment_runs(full.size(0), self.count, context.size, context.rank)
+        return torch.cat([full.detach()[start:stop] for start, stop in runs])
+
+    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+        """See `Layout.shape`."""
+        runs = segment_runs(full[0], self.count, ranks, rank)
+        return (sum(stop - start for start, stop in runs), *full[1:])
+
+    def __str__(self) -> str:
+        return f"{self.count} segments, each split on dim 0"
 
 
 def distribute(parameter: nn.Parameter, layout: Layout, context: ShardContext) -> nn.Parameter:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.reads import read_local, read_partial
+from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
-from shardcore.nn.region import Region, deferred_linear, entered
+from shardcore.nn.region import Region, deferred_linear, entered, take_rows
 
 __all__ = ["ColumnLinear", "RowLinear"]
 
@@ -46,8 +47,10 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
-    #: The rows of the whole weight that this rank uses, or None if it holds nothing but its rows.
-    rows: tuple[int, int] | None
+    #: The rows of the weight that this rank uses if it holds others too, else None.
+    rows: Runs | None
+    #: Likewise of the bias.
+    bias_rows: Runs | None
     gather_output: bool
     enters: bool
     _shard_context: ShardContext
@@ -84,7 +87,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
         new = super().adopt(module, context)
         step = new.out_features * copies // context.size
         start = context.rank // copies * step
-        new.rows = (start, start + step) if copies > 1 else None
+        new.rows = new.bias_rows = ((start, start + step),) if copies > 1 else None
         new.gather_output = gather_output
         new.enters = enters
         return new
@@ -104,11 +107,15 @@ class ColumnLinear(SwappedModule, nn.Linear):
             x = copy_to_tp(x, self._shard_context.group)
         if self.enters and self.training and not self.gather_output:
             self._fork()
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Multiply by this rank's rows, outside the fast path of a region."""
         if self.rows is None:
             return local_linear(x, self.weight, self.bias)
         whole = (self.weight,) if self.bias is None else (self.weight, self.bias)
         local = read_partial(self._shard_context, *whole)
-        return F.linear(x, *(p[self.rows[0] : self.rows[1]] for p in local))
+        return F.linear(x, *(take_rows(p, self.rows) for p in local))
 
     def _fork(self) -> None:
         # Dropouts up to the row linear act on split activations. Nothing is known about them here, so this is
@@ -118,7 +125,9 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the whole and the number of ranks."""
-        kind = f"rows={self.rows[0]}:{self.rows[1]}" if self.rows else f"gather_output={self.gather_output}"
+        kind = f"gather_output={self.gather_output}"
+        if self.rows:
+            kind = "rows=" + ",".join(f"{start}:{stop}" for start, stop in self.rows)
         return f"{super().extra_repr()}, tp={self._shard_context.size}, {kind}"
 
 

@@ -23,14 +23,15 @@ from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
+from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.dropout import DropoutSites
-from shardcore.nn.functional import autocast_dtype, cast, weight_gradient
+from shardcore.nn.functional import autocast_dtype, bias_gradient, cast, flat, weight_gradient
 
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
-__all__ = ["Region", "deferred_linear", "entered"]
+__all__ = ["Region", "deferred_linear", "entered", "take_rows"]
 
 _OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
 _MEMO = "_shardcore_entered"  # on a tensor that was entered by its linears: its entered form
@@ -60,19 +61,27 @@ class _Open(NamedTuple):
     calls: list[_Call]
 
 
-class _Read(NamedTuple):
-    """How enter reads one parameter: whole, or the rows that this rank's copy of the KV heads needs."""
+def take_rows(held: Tensor, rows: Runs) -> Tensor:
+    """Return the runs ``rows`` of ``held``, one after the other: a view if there is one run only."""
+    parts = [held[start:stop] for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    rows: tuple[int, int] | None
+
+class _Read(NamedTuple):
+    """How enter reads one parameter: whole, or the rows that this rank needs of what all ranks hold."""
+
+    rows: Runs | None
 
     def take(self, local: Tensor) -> Tensor:
-        return local.detach() if self.rows is None else local.detach()[self.rows[0] : self.rows[1]]
+        return local.detach() if self.rows is None else take_rows(local.detach(), self.rows)
 
     def put(self, grad: Tensor, shape: torch.Size) -> Tensor:
         if self.rows is None:
             return grad
         whole = grad.new_zeros(shape)
-        whole[self.rows[0] : self.rows[1]] = grad
+        parts = grad.split([stop - start for start, stop in self.rows])
+        for (start, stop), part in zip(self.rows, parts, strict=True):
+            whole[start:stop] = part
         return whole
 
 
@@ -117,9 +126,9 @@ def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.d
     """Sum the input gradients of all calls, and of whoever else used the tensor, into a tensor of its own."""
     total: Tensor | None = None
     for call in calls:
-        grad = call.grad.reshape(-1, call.grad.size(-1))
+        grad = flat(call.grad)
         if total is None:
-            total = (grad @ call.weight).to(dtype)
+            total = cast(grad @ call.weight, dtype)
         elif total.dtype == grad.dtype:
             total.addmm_(grad, call.weight)
         else:
@@ -167,7 +176,7 @@ class _Deferred(Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         ctx.calls.append(_Call(ctx.place, grad, x, weight))
-        bias = grad.reshape(-1, grad.size(-1)).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
+        bias = bias_gradient(grad, ctx.bias_dtype) if ctx.needs_input_grad[4] else None
         return None, None, None, None, bias
 
 
@@ -281,9 +290,8 @@ class Region:
             if (spec := spec_of(weight)) is None or spec.mesh.ndim != 1:
                 continue
             places.append((member, len(parameters), bias is not None))
-            own: list[Tensor] = [weight] if bias is None else [weight, bias]
-            parameters += own
-            reads += [_Read(member.rows)] * len(own)
+            parameters += [weight] if bias is None else [weight, bias]
+            reads += [_Read(member.rows)] if bias is None else [_Read(member.rows), _Read(member.bias_rows)]
         calls: list[_Call] = []
         new, *locals_ = _Enter.apply(self.context, calls, reads, x, *parameters)  # type: ignore[no-untyped-call]
         members = {id(m): _Member(i, locals_[i], locals_[i + 1] if has_bias else None) for m, i, has_bias in places}

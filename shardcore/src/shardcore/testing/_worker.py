@@ -77,6 +77,8 @@ class Worker:
                     random.seed(0)
                     return function(*args, **kwargs)
             finally:
+                _forget_compiled()
+                _forget_meshes()
                 if task.group is None:
                     self._leave()
                 else:
@@ -114,6 +116,20 @@ def _destroy_subgroups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+
+
+def _forget_compiled() -> None:
+    """Drop what was compiled: it holds groups by name, and ends the process if they are gone when it is used again."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensor remembers of its operations: it holds meshes of this task, equal to those of the next one."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _prefer_loopback() -> None:

@@ -74,7 +74,9 @@ def assert_close(wanted: Tensor, got: Tensor, what: str, tolerance: float = 1e-9
     got = whole(got)
     if wanted.shape != got.shape:
         raise AssertionError(f"{what}: wanted shape {tuple(wanted.shape)}, got {tuple(got.shape)}")
-    scale = float(wanted.detach().abs().max()) or 1.0 if wanted.numel() else 1.0
+    if not wanted.numel():
+        return
+    scale = float(wanted.detach().abs().max()) or 1.0
     error = float((wanted.detach().to(torch.float64) - got.detach().to(torch.float64)).abs().max()) / scale
     if not error <= tolerance:  # written so that NaN fails
         raise AssertionError(f"{what}: relative difference {error:.3g} is above {tolerance:.3g}")

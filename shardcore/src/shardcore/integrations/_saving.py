@@ -1,0 +1,342 @@
+"""Saving a sharded transformers model as one standard checkpoint, a tensor at a time.
+
+Every rank knows from names, shapes and placements alone which files there will be, which rank holds which part of every
+tensor and in which order the parts travel; so nothing is gathered but the weights themselves, and those by one rank
+only, the *writer*. It holds one file at a time, the others never more than a part on its way. Everything that is not
+weights (configurations, custom code, model card, upload) is written by transformers, on the writer.
+
+How the ranks meet and the parts travel is in `_gathering`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+
+from shardcore.errors import AgreementError, ConfigError, NotSupportedError
+from shardcore.integrations._gathering import Meeting, Transport, check_parts
+from shardcore.mesh import ShardContext
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(
+    model: nn.Module, context: ShardContext, native: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    """Do what ``native``, transformers' ``save_pretrained`` of this ``model``, does for an unsharded model.
+
+    Every rank of the model calls it. The writer is the first rank of the mesh among those that pass
+    ``is_main_process=True``. A ``state_dict`` of the user's goes to ``native`` as it is, on the first rank of the mesh,
+    without waiting for anybody. A model whose weights transformers converts on saving (or that has adapters, or tensors
+    shared without being declared as tied) is gathered whole on the writer and handed to ``native``.
+
+    Raises:
+        MissingRanksError: some ranks did not call it; every rank that did says which.
+        ConfigError: no rank passes ``is_main_process=True``, or the weights are on the meta device.
+        NotSupportedError: a format other than safetensors is wanted.
+        AgreementError: another rank failed, or asks for something else.
+        OSError: on the writer only, what could not be written.
+    """
+    ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
+    call = _Call.of(model, native, *args, **kwargs)
+    if call.arguments["state_dict"] is not None:
+        if call.arguments["is_main_process"] and dist.get_rank() == ranks[0]:
+            call.native(place=lambda: None)
+        return
+    plan, failure = None, None
+    try:
+        plan = _Plan.of(model, {**call.extra, **call.arguments})
+    except Exception as error:  # told to the others, and raised by _writer
+        failure = error
+    meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure))
+    writer = _writer(meeting.reports, failure)
+    assert plan is not None
+    transport = Transport(plan.tensors, writer, () if plan.whole else list(plan.files.values()))
+    if dist.get_rank() == writer:
+        with meeting.telling():
+            _write(call, plan, transport, meeting)
+        meeting.proceed()
+    else:
+        for names in plan.files.values():
+            meeting.follow(writer)
+            transport.send(names)
+        meeting.follow(writer)
+
+
+def _report(arguments: Mapping[str, Any], plan: _Plan | None, failure: Exception | None) -> dict[str, Any]:
+    return {
+        "error": None if failure is None else f"{type(failure).__name__}: {failure}",
+        "main": bool(arguments["is_main_process"]),
+        "max_shard_size": str(arguments["max_shard_size"]),
+        "names and shapes": None if plan is None else plan.digest,
+    }
+
+
+def _writer(reports: Mapping[int, Mapping[str, Any]], failure: Exception | None) -> int:
+    """Return the rank that writes.
+
+    Raises:
+        Exception: ``failure``, on the rank that failed.
+        AgreementError: another rank failed, or the ranks differ.
+        ConfigError: no rank would write.
+    """
+    if failure is not None:
+        raise failure
+    first, *others = reports
+    for rank, report in reports.items():
+        if report["error"] is not None:
+            raise AgreementError(f"rank {rank} cannot save, so nothing was written. Its error: {report['error']}")
+    for rank, item in itertools.product(others, ("max_shard_size", "names and shapes")):
+        if reports[rank][item] != reports[first][item]:
+            raise AgreementError(
+                f"save_pretrained: ranks {first} and {rank} differ in {item}: {reports[first][item]} and "
+                f"{reports[rank][item]}. Nothing was written; call it on the same model with the same arguments."
+            )
+    writers = [rank for rank, report in reports.items() if report["main"]]
+    if not writers:
+        raise ConfigError(
+            f"save_pretrained: all ranks ({', '.join(map(str, reports))}) passed is_main_process=False, so nobody would"
+            " write. Leave it out (the first rank writes) or pass True on the rank that writes."
+        )
+    return writers[0]
+
+
+def _write(call: _Call, plan: _Plan, transport: Transport, meeting: Meeting) -> None:
+    folder = Path(call.arguments["save_directory"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if plan.whole:
+        (names,) = plan.files.values()
+        state = transport.gather(names, meeting.proceed)
+        state |= {alias: state[kept] for alias, kept in plan.aliases.items()}
+        call.native(state_dict=state, place=lambda: None)
+        return
+    files = _Files(folder)
+    try:
+        bar = logging.tqdm(plan.files.items(), desc="Writing model shards", disable=len(plan.files) < 2)
+        for name, names in bar:
+            save_file(transport.gather(names, meeting.proceed), files.new(name), metadata={"format": "pt"})
+        stale = plan.index_name
+        if len(plan.files) > 1:
+            stale = plan.weights_name
+            files.new(plan.index_name).write_text(plan.index(call.model), encoding="utf-8")
+        # Without weights transformers writes the rest, and removes every numbered weights file of an earlier save.
+        call.native(state_dict={}, place=lambda: files.place(stale))
+        files.place(stale)
+    finally:
+        files.discard()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of transformers' own ``save_pretrained``, whatever its arguments are called in this release."""
+
+    model: nn.Module
+    function: Callable[..., None]
+    arguments: dict[str, Any]
+    extra: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, native: Callable[..., None], *args: Any, **kwargs: Any) -> _Call:
+        bound = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        del arguments["self"]
+        arguments["save_directory"] = os.fspath(arguments["save_directory"])
+        return cls(model, native, arguments, arguments.pop("kwargs"))
+
+    def native(self, *, place: Callable[[], None], **changes: Any) -> None:
+        """Let transformers save on this rank; ``place`` is called before anything is uploaded."""
+        own = type(self.model)
+        self.model.__class__ = _stand_in(own, place)
+        try:
+            self.function(**{**self.arguments, "is_main_process": True, **changes}, **self.extra)
+        finally:
+            self.model.__class__ = own
+
+
+def _stand_in(own: type[nn.Module], place: Callable[[], None]) -> type[nn.Module]:
+    """Return the class that the model has while transformers saves it.
+
+    Its name is the upstream one, which goes into config.json, also where FSDP2 has put a prefix before it. transformers
+    5 writes on global rank 0 only; here the writer is known.
+    """
+    base: Any = next(c for c in own.__mro__ if issubclass(c, PreTrainedModel) and not issubclass(c, FSDPModule))
+
+    def upload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place()
+        return base._upload_modified_files(self, *args, **kwargs)
+
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    hooks = {"should_save_on_this_rank": _as_told, "_upload_modified_files": upload}
+    return type(base.__name__, (base,), {**names, **hooks})
+
+
+def _as_told(model: nn.Module, is_main_process: bool) -> bool:
+    return is_main_process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is saved, and in which files; the same on every rank.
+
+    Attributes:
+        tensors: this rank's part of every entry, in the order of the state dict, every tied tensor once.
+        aliases: the other names of tied tensors, and the name that is kept.
+        files: the names of the entries by file name.
+        size: of all entries, in bytes.
+        weights_name: the file's name where there is only one.
+        index_name: the name of the index where there are several.
+        whole: gather all entries at once and let transformers write them.
+    """
+
+    tensors: dict[str, Any]
+    aliases: dict[str, str]
+    files: dict[str, list[str]]
+    size: int
+    weights_name: str
+    index_name: str
+    whole: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, arguments: Mapping[str, Any]) -> _Plan:
+        _refuse(model, arguments)
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
+            state.pop(key, None)
+        check_parts(state)
+        aliases = _aliases(model, state)
+        tensors = {name: value for name, value in state.items() if name not in aliases}
+        variant = f".{arguments['variant']}" if arguments["variant"] else ""
+        weights_name, index_name = (
+            f"{stem}{variant}.{suffix}"
+            for stem, _, suffix in (n.rpartition(".") for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+        )
+        whole = _needs_whole(model, tensors, arguments)
+        files, size = {"": list(tensors)}, 0
+        if not whole:
+            split = split_torch_state_dict_into_shards(
+                _on_meta(tensors),
+                filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
+                max_shard_size=arguments["max_shard_size"],
+            )
+            files, size = split.filename_to_tensors, split.metadata["total_size"]
+        names = {"weights_name": weights_name, "index_name": index_name}
+        return cls(tensors=tensors, aliases=aliases, files=files, size=size, whole=whole, **names)
+
+    @property
+    def digest(self) -> str:
+        """What must be the same on every rank."""
+        entries = [(n, tuple(t.shape), str(t.dtype)) for n, t in self.tensors.items() if isinstance(t, Tensor)]
+        return hashlib.sha256(repr((entries, self.files, self.whole)).encode()).hexdigest()[:16]
+
+    def index(self, model: Any) -> str:
+        """The index of several files, as transformers writes it."""
+        where = {name: file for file, names in self.files.items() for name in names}
+        metadata = {"total_parameters": model.num_parameters(), "total_size": self.size}
+        return json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+
+
+def _refuse(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    if not arguments.get("safe_serialization", True):
+        raise NotSupportedError("a sharded model is saved as safetensors; leave out safe_serialization=False")
+    if arguments.get("distributed_checkpoint", False):
+        raise NotSupportedError(
+            "distributed_checkpoint=True is transformers' own parallelism; a sharded model is saved in that format by "
+            "torch.distributed.checkpoint.save(model.state_dict(), ...)"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise NotSupportedError("a quantized model cannot be saved after sharding; save it before shard()")
+
+
+def _aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names not to save and, for each, the name of the same tensor that transformers would keep."""
+    patterns = [
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()  # a list in transformers 4, a dict in 5
+    ]
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(id(tensor), []).append(name)
+    aliases: dict[str, str] = {}
+    for names in groups.values():
+        declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
+        dropped = declared[: len(names) - 1]
+        kept = next(name for name in names if name not in dropped)
+        aliases |= dict.fromkeys(dropped, kept)
+    return aliases
+
+
+def _on_meta(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+
+
+def _needs_whole(model: Any, tensors: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+    """Tell whether transformers has to see all entries at once."""
+    distinct = len({id(tensor) for tensor in tensors.values()}) == len(tensors)
+    if not distinct or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        return True
+    return getattr(model, "_hf_peft_config_loaded", False) or _converts(model, _on_meta(tensors), arguments)
+
+
+def _converts(model: Any, meta: dict[str, Tensor], arguments: Mapping[str, Any]) -> bool:
+    """Tell whether transformers saves other entries than the model has (renamed, merged or split ones)."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4
+        if getattr(model, "_checkpoint_conversion_mapping", None):
+            return True
+        return set(model._fix_state_dict_keys_on_save(dict(meta))) != set(meta)
+    if not arguments.get("save_original_format", True):
+        return False
+    try:
+        reverted = revert_weight_conversion(model, dict(meta))
+    except Exception:  # an operation that wants values
+        return True
+    return set(reverted) != set(meta) or any(reverted[name] is not tensor for name, tensor in meta.items())
+
+
+@dataclass(slots=True)
+class _Files:
+    """Weights files under temporary names, so that those of an earlier save stay until all new ones are written."""
+
+    folder: Path
+    names: list[str] = field(default_factory=list)
+
+    def new(self, name: str) -> Path:
+        """Return where to write the file that will be called ``name``."""
+        self.names.append(name)
+        return self._temporary(name)
+
+    def place(self, stale: str) -> None:
+        """Give every file its name, and remove the one named ``stale``, which would be read instead; once."""
+        if self.names:
+            (self.folder / stale).unlink(missing_ok=True)
+        while self.names:
+            self._temporary(self.names[0]).replace(self.folder / self.names[0])
+            del self.names[0]
+
+    def discard(self) -> None:
+        """Remove what has no name yet."""
+        for name in self.names:
+            self._temporary(name).unlink(missing_ok=True)
+
+    def _temporary(self, name: str) -> Path:
+        return self.folder / f".{name}.tmp"
