@@ -68,6 +68,11 @@ def save_pretrained(
     meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure))
     writer = _writer(meeting.reports, failure)
     assert plan is not None
+    _carry_out(call, plan, meeting, writer)
+
+
+def _carry_out(call: _Call, plan: _Plan, meeting: Meeting, writer: int) -> None:
+    """Write on the writer, and on the others send it what it lacks; returns when all is written."""
     transport = Transport(plan.tensors, writer, () if plan.whole else list(plan.files.values()))
     if dist.get_rank() == writer:
         with meeting.telling():
@@ -123,9 +128,7 @@ def _write(call: _Call, plan: _Plan, transport: Transport, meeting: Meeting) -> 
     folder.mkdir(parents=True, exist_ok=True)
     if plan.whole:
         (names,) = plan.files.values()
-        state = transport.gather(names, meeting.proceed)
-        state |= {alias: state[kept] for alias, kept in plan.aliases.items()}
-        call.native(state_dict=state, place=lambda: None)
+        call.native(state_dict=transport.gather(names, meeting.proceed), place=lambda: None)
         return
     files = _Files(folder)
     try:
@@ -198,7 +201,6 @@ class _Plan:
 
     Attributes:
         tensors: this rank's part of every entry, in the order of the state dict, every tied tensor once.
-        aliases: the other names of tied tensors, and the name that is kept.
         files: the names of the entries by file name.
         size: of all entries, in bytes.
         weights_name: the file's name where there is only one.
@@ -207,7 +209,6 @@ class _Plan:
     """
 
     tensors: dict[str, Any]
-    aliases: dict[str, str]
     files: dict[str, list[str]]
     size: int
     weights_name: str
@@ -238,7 +239,7 @@ class _Plan:
             )
             files, size = split.filename_to_tensors, split.metadata["total_size"]
         names = {"weights_name": weights_name, "index_name": index_name}
-        return cls(tensors=tensors, aliases=aliases, files=files, size=size, whole=whole, **names)
+        return cls(tensors=tensors, files=files, size=size, whole=whole, **names)
 
     @property
     def digest(self) -> str:
@@ -265,8 +266,8 @@ def _refuse(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         raise NotSupportedError("a quantized model cannot be saved after sharding; save it before shard()")
 
 
-def _aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names not to save and, for each, the name of the same tensor that transformers would keep."""
+def _aliases(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Return the names of tied tensors that transformers does not save; of each tensor one name is left."""
     patterns = [
         f"{path}.{key}" if path else key
         for path, module in model.named_modules()
@@ -275,12 +276,10 @@ def _aliases(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault(id(tensor), []).append(name)
-    aliases: dict[str, str] = {}
+    aliases: set[str] = set()
     for names in groups.values():
         declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
-        dropped = declared[: len(names) - 1]
-        kept = next(name for name in names if name not in dropped)
-        aliases |= dict.fromkeys(dropped, kept)
+        aliases.update(declared[: len(names) - 1])
     return aliases
 
 

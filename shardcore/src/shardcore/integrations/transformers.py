@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardcore.errors import NotSupportedError
 from shardcore.integrations import _saving
 from shardcore.mesh import context_of
 from shardcore.nn import SwappedModule
@@ -20,16 +23,12 @@ __all__ = ["PretrainedPolicy"]
 class _ShardedPretrained:
     """Methods of `transformers.PreTrainedModel` that a sharded model does in its own way."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate on the model's random stream, so that sampled tokens agree however each rank is seeded."""
-        context = context_of(self)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
-        if context is None:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the native class
-        context.random.enter()
-        try:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            context.random.leave()
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the new rows would belong to other ranks."""
+        raise NotSupportedError(
+            f"resize_token_embeddings on a sharded {type(self).__name__}: its rows live on several ranks. Resize it "
+            "before shard(), or save it with save_pretrained, reload, resize and shard again."
+        )
 
     def save_pretrained(
         self,
@@ -53,6 +52,23 @@ class _ShardedPretrained:
             _saving.save_pretrained(self, context, native, save_directory, is_main_process, state_dict, *args, **kwargs)  # type: ignore[arg-type]
 
 
+def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``native`` (a ``generate``) on the model's random stream: samples agree however the ranks are seeded."""
+
+    @functools.wraps(native)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = context_of(self)
+        if context is None:
+            return native(self, *args, **kwargs)
+        context.random.enter()
+        try:
+            return native(self, *args, **kwargs)
+        finally:
+            context.random.leave()
+
+    return generate
+
+
 @once
 def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
     namespace: dict[str, Any] = {
@@ -63,6 +79,8 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
         "__deepcopy__": SwappedModule.__deepcopy__,
         "__reduce_ex__": SwappedModule.__reduce_ex__,
     }
+    if hasattr(native, "generate"):
+        namespace["generate"] = _generating(native.generate)
     return type(native.__name__, (_ShardedPretrained, native), namespace)
 
 
