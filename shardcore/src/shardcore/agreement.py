@@ -62,12 +62,13 @@ def _checksum(tensor: Tensor) -> str:
     return hashlib.sha256(torch.cat(sums).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def agree(own: Report, failure: BaseException | None = None) -> Sequence[Report]:
+def agree(own: Report, failure: BaseException | None = None, *, changing: bool = False) -> Sequence[Report]:
     """Exchange reports over the default process group and raise on every rank unless all agree.
 
     Args:
         own: this rank's report.
         failure: the exception behind ``own.error``; raised again on this rank.
+        changing: models are being changed already, so that a failure is not without consequences.
 
     Returns:
         The reports by global rank.
@@ -85,7 +86,8 @@ def agree(own: Report, failure: BaseException | None = None) -> Sequence[Report]
         raise failure
     for rank, report in enumerate(reports):
         if report.error is not None:
-            raise AgreementError(f"rank {rank} failed, so no rank was changed. Its error: {report.error}")
+            when = "while the models were being changed" if changing else "so no rank was changed"
+            raise AgreementError(f"rank {rank} failed, {when}. Its error: {report.error}")
     for rank, report in enumerate(reports[1:], 1):
         if report.items != reports[0].items:
             raise AgreementError(_difference(reports[0], rank, report))

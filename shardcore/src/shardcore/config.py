@@ -60,8 +60,10 @@ class ShardConfig:
         """Return ``config`` with ``fields`` replaced; short names (tp, dp) are understood.
 
         Raises:
-            ConfigError: a field is unknown, or is given twice under two names.
+            ConfigError: ``config`` is something else, or a field is unknown or given twice under two names.
         """
+        if not isinstance(config, cls | None):
+            raise ConfigError(f"wanted a ShardConfig, got {config!r}; sizes are given by name: tp=2, dp=2")
         known = {field.name for field in dataclasses.fields(cls)}
         full: dict[str, Any] = {}
         for name, value in fields.items():

@@ -65,10 +65,14 @@ def shard(
         AlreadyShardedError: the model was sharded before.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    config = _agreed_config(config, fields)
-    _start_process_group(config)
     check = None if optimizer is None else functools.partial(_check_optimizer, optimizer, names)
-    sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=check)
+    try:
+        config = ShardConfig.of(config, **fields)
+        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=check)
+    except Exception as error:
+        agree(Report.of_error(error), error)  # where ranks can talk already, an error on one is an error on all
+        raise
+    _start_process_group(config)
     sharder.shard()
     context = sharder.context
     if context is None or sharder.plan is None:
@@ -81,15 +85,6 @@ def shard(
     elif changed:
         _warn_of_stale_optimizers(names)
     return model
-
-
-def _agreed_config(config: ShardConfig | None, fields: dict[str, Any]) -> ShardConfig:
-    """Return the configuration; where ranks can talk already, an error on one is an error on all."""
-    try:
-        return ShardConfig.of(config, **fields)
-    except ConfigError as error:
-        agree(Report.of_error(error), error)
-        raise
 
 
 def _start_process_group(config: ShardConfig) -> None:

@@ -67,6 +67,10 @@ class ShardPlan:
         assert isinstance(data, dict)  # a dataclass becomes a dict; narrows the type
         return {**data, "layouts": {p.name: str(p.layout) for p in self.parameters}}
 
+    def __hash__(self) -> int:
+        # Values that a policy sets may be unhashable; the digest covers all of them.
+        return hash(self.digest)
+
     @property
     def digest(self) -> str:
         """SHA-256 of the plan, equal for equal plans in every process."""
@@ -111,7 +115,8 @@ class _Draft:
     ranks: int
     heads: HeadCounts | None = None
     claims: dict[str, list[_Claim]] = field(default_factory=dict)  # by the parameter's full name
-    steps: dict[Step, None] = field(default_factory=dict)  # an ordered set
+    heads_failed: bool = False  # a check of heads was reported already
+    steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -131,6 +136,9 @@ class _Scope:
 
     @property
     def heads(self) -> HeadCounts | None:
+        if self.draft.heads is None and not self.draft.heads_failed:
+            what = "the row needs the numbers of heads, which the policy does not declare"
+            self.problem(what, "add Heads(...) to the policy's checks")
         return self.draft.heads
 
     def name(self, suffix: str) -> str:
@@ -159,6 +167,9 @@ class _Scope:
             problem = f"{target.__name__} does not understand its options: {error}"
         if problem:
             self.problem(problem, "correct the row, or use another tensor_parallel_size", suffix)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.claim(suffix, name, None)  # said already: not "covered by no row" too
             return
         self.add(Swap(path=self.name(suffix), target=target, options=tuple(sorted(options.items()))))
         for name, layout in target.layouts(module, self.ranks, **options).items():
@@ -171,10 +182,12 @@ class _Scope:
 
     def add(self, step: Step) -> None:
         self.matched = True
-        self.draft.steps[step] = None
+        self.draft.steps.setdefault(repr(step), step)
 
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
-        self.draft.problems.append(Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo))
+        problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
+        if problem not in self.draft.problems:
+            self.draft.problems.append(problem)
 
 
 def compile_plan(
@@ -199,6 +212,7 @@ def compile_plan(
     for check in policy.checks:
         if problem := check.problem(model, ranks):
             draft.problems.append(Problem(where="", row=row, what=problem[0], todo=problem[1]))
+            draft.heads_failed |= isinstance(check, Heads)
         elif isinstance(check, Heads):
             draft.heads = check.counts(model, ranks)
     _plan_rows(draft, policy.module_policy())
@@ -211,7 +225,7 @@ def compile_plan(
         origin=origin,
         config=config,
         parameters=parameters,
-        steps=_ordered(draft.steps) if ranks > 1 else (),
+        steps=_ordered(list(draft.steps.values())) if ranks > 1 else (),
         stages=policy.stages,
     )
 
@@ -255,7 +269,8 @@ def _parameters(draft: _Draft) -> tuple[ParameterPlan, ...]:
     plans = []
     for key, parameter in by_id.items():
         first, *aliases = names[key]
-        claims = [claim for name in names[key] for claim in draft.claims.get(name, ())]
+        # The first claim of each name: more than one is a problem of its own.
+        claims = [claim for name in names[key] for claim in draft.claims.get(name, ())[:1]]
         _check_claims(draft, names[key], claims)
         plans.append(
             ParameterPlan(
@@ -299,7 +314,7 @@ def _check_claims(draft: _Draft, names: Sequence[str], claims: Sequence[_Claim])
         )
 
 
-def _ordered(steps: dict[Step, None]) -> tuple[Step, ...]:
+def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return swaps first: regions are opened between modules that have become parallel."""
     return (
         *(s for s in steps if isinstance(s, Swap)),

@@ -6,8 +6,9 @@ that a failure on any rank is an error on all of them with nothing changed; the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from shardcore.random import StreamGuard
 from shardcore.registry import default_registry
 
 __all__ = ["ModelSharder"]
+
+Result = TypeVar("Result")
 
 
 class ModelSharder:
@@ -116,14 +119,12 @@ class ModelSharder:
         if context is None:
             return self.model
         try:
-            self._run_users_code(self.policy.preprocess)
             if type(self.policy).preprocess is not Policy.preprocess:
-                self._run_users_code(self._recompile)
-            changes = self._prepared(context)
-            self.replace_model_class()
-            changes.commit()
-            self._guard(context)
-            self._run_users_code(self.policy.postprocess)
+                self._together(self._preprocess, changing=True)
+                changes = self._together(functools.partial(self._prepare, context), changing=True)
+            else:
+                changes = self._together(functools.partial(self._prepare, context))
+            self._together(functools.partial(self._change, context, changes), changing=True)
         except PartlyShardedError as error:
             _mark_broken(self.model, error)
             raise
@@ -182,25 +183,51 @@ class ModelSharder:
         if self.context is None and self.agree() is None:
             return
         if self.context is not None:
-            self._prepared(self.context).commit()
+            self._together(functools.partial(self._prepare, self.context)).commit()
 
-    def _recompile(self) -> None:
-        """Compile again for the model that `Policy.preprocess` has changed."""
+    def _preprocess(self) -> None:
+        """Let the policy change the model, and compile again for what it has become."""
+        self._run_users_code(self.policy.preprocess)
         if self.plan is not None:
             self.plan = compile_plan(self.policy, self.model, self.plan.config, origin=self._origin)
 
-    def _prepared(self, context: ShardContext) -> Changes:
-        """Prepare every change, and agree that all ranks could."""
+    def _prepare(self, context: ShardContext) -> Changes:
+        if self.plan is None or context.size == 1:
+            return Changes()
+        return Changes.of(self.model, self.plan, context)
+
+    def _change(self, context: ShardContext, changes: Changes) -> None:
+        self.replace_model_class()
+        changes.commit()
+        self._guard(context)
+        self._run_users_code(self.policy.postprocess)
+
+    def _together(self, work: Callable[[], Result], *, changing: bool = False) -> Result:
+        """Do ``work`` on every rank and return its result; if it fails on one rank, all of them raise.
+
+        Raises:
+            PartlyShardedError: it failed, and models are being changed.
+            AgreementError: it failed on another rank, and nothing was changed.
+        """
         failure: Exception | None = None
         own = Report()
-        changes = Changes()
+        results: list[Result] = []
         try:
-            if self.plan is not None and context.size > 1:
-                changes = Changes.of(self.model, self.plan, context)
+            results.append(work())
         except Exception as error:
             failure, own = error, Report.of_error(error)
-        agree(own, failure)
-        return changes
+        try:
+            agree(own, failure, changing=changing)
+        except PartlyShardedError:
+            raise
+        except Exception as error:
+            if not changing:
+                raise
+            raise PartlyShardedError(
+                f"sharding this {type(self.model).__name__} failed half-way: {type(error).__name__}: {error}. "
+                "The model is unusable; build it anew."
+            ) from error
+        return results[0]
 
     def _guard(self, context: ShardContext) -> None:
         guard = StreamGuard(context, self.model)

@@ -121,8 +121,8 @@ def attribute(name: str, value: Any, *, optional: bool = False) -> Row:
         value: the new value, or a function of the `HeadCounts` such as `local_heads`.
         optional: the submodule may be absent.
     """
-    shown = value.__name__ if inspect.isfunction(value) else value
-    return _AttributeRow(text=_text("attribute", name, shown), optional=optional, name=name, value=value)
+    shown = value.__name__ if inspect.isfunction(value) else repr(value)
+    return _AttributeRow(text=f"attribute({name!r}, {shown})", optional=optional, name=name, value=value)
 
 
 def outputs(*, attentions: Literal["heads"] | None = None, optional: bool = False) -> Row:
@@ -245,6 +245,9 @@ class _RegionRow(Row):
             if found[name] is not None:
                 scope.swap(name, ColumnLinear)  # records what is wrong with it
         if len(linears) < len(found) or not self._fits(scope, linears):
+            for name, linear in linears.items():
+                for parameter in linear._parameters:
+                    scope.claim(name, parameter, None)  # said already: not "covered by no row" too
             return
         width = linears[self.col[0]].out_features
         if self.unit == "column" and last_rank_is_empty(width, scope.ranks):

@@ -116,6 +116,10 @@ class SwappedModule(ParallelModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
+        context: ShardContext | None = self.__dict__.get("_shard_context")
+        if context is not None:
+            # A copy runs on the same ranks; modules of users hold the group too, and it cannot be copied.
+            memo[id(context.group)] = context.group
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 

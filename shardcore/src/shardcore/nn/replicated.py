@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import nn
 
 from shardcore.comm.reads import read_local, read_partial
@@ -29,6 +30,7 @@ class Replicated(SwappedModule):
     keeps_name: ClassVar[bool] = True
 
     partial: bool
+    _native_class: type[nn.Module]
     _shard_context: ShardContext
 
     @classmethod
@@ -39,8 +41,10 @@ class Replicated(SwappedModule):
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
         """See `SwappedModule.adopt`."""
+        native = type(module)
         new = super().adopt(module, context)
         new.partial = partial
+        new._native_class = native
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,9 +53,19 @@ class Replicated(SwappedModule):
         shared = {name: p for name, p in own.items() if p is not None}
         read = functools.partial(read_partial, self._shard_context) if self.partial else read_local
         local = read(*shared.values())
+        parameters = {**own, **dict(zip(shared, local, strict=True))}
+        if torch.compiler.is_compiling():
+            return self._compiled_forward(parameters, *args, **kwargs)
         # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry first.
-        self.__dict__["_parameters"] = {**own, **dict(zip(shared, local, strict=True))}
+        self.__dict__["_parameters"] = parameters
         try:
             return super().forward(*args, **kwargs)
         finally:
             self.__dict__["_parameters"] = own
+
+    def _compiled_forward(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # A checkpoint in a compiled graph may not change what was there before it, so a stand-in holds the parameters.
+        stand_in = object.__new__(self._native_class)
+        stand_in.__dict__.update(self.__dict__)
+        stand_in.__dict__["_parameters"] = parameters
+        return stand_in.forward(*args, **kwargs)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore.agreement import Report, agree, checksums
+from shardcore.errors import AgreementError
+
+SAME = "Start every rank from the same environment, with the same model and the same arguments."
+
+
+def _model(change=None):
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    with torch.no_grad():
+        for i, tensor in enumerate((*model.parameters(), *model.buffers())):
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + i)
+    if change:
+        change(model)
+    return dict(checksums(model))
+
+
+def _swap(model):
+    with torch.no_grad():
+        model[0].weight[[0, 1]] = model[0].weight[[1, 0]].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda m: m[0].weight.data[2, 1].add_(1e-6), "0.weight (5, 3) torch.float32"),
+        (lambda m: m[0].bias.data[4].neg_(), "0.bias (5,) torch.float32"),
+        (lambda m: m[1].running_var[0].add_(1), "1.running_var (5,) torch.float32"),
+        (lambda m: m[1].num_batches_tracked.add_(1), "1.num_batches_tracked () torch.int64"),
+    ],
+)
+def test_a_checksum_sees_every_tensor(change, name):
+    plain, changed = _model(), _model(change)
+    assert plain == _model()
+    assert {key for key in plain if plain[key] != changed[key]} == {name}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(3,), (5, 7), (), (0, 4)])
+def test_a_checksum_of_any_dtype_and_shape(dtype, shape):
+    module = nn.Module()
+    module.register_buffer("x", torch.ones(shape).to(dtype))
+    ((name, value),) = checksums(module)
+    assert name == f"x {shape} {dtype}"
+    module.x = torch.zeros(shape).to(dtype)
+    ((_, other),) = checksums(module)
+    assert (value != other) == (module.x.numel() > 0)
+    module.x = torch.zeros(shape, dtype=dtype, device="meta")
+    assert checksums(module)[0][1] == "meta"
+    whole = torch.arange(24.0).to(torch.float64)
+    module.x = whole.view(4, 6).t()
+    assert checksums(module)[0][1] == checksums_of(whole.view(4, 6).t().contiguous())
+
+
+def checksums_of(tensor):
+    module = nn.Module()
+    module.register_buffer("x", tensor)
+    return checksums(module)[0][1]
+
+
+def test_a_checksum_of_a_part_that_is_not_aligned():
+    base = torch.zeros(41, dtype=torch.int8)
+    assert checksums_of(base[1:41]) == checksums_of(base[1:41].view(torch.uint8))
+
+
+def test_far_apart_elements_that_change_places_are_seen():
+    big = torch.zeros(3 << 16)
+    big[0], moved = 1.0, torch.zeros(3 << 16)
+    moved[2 << 16] = 1.0
+    assert checksums_of(big) != checksums_of(moved)
+
+
+def test_alone_there_is_nothing_to_agree_on():
+    own = Report(items=(("a", "b"),), seed=3)
+    assert list(agree(own)) == [own]
+    with pytest.raises(KeyError):
+        agree(Report.of_error(KeyError("x")), KeyError("x"))
+
+
+def _text(own, failure=None, **options):
+    try:
+        return [report.seed for report in agree(own, failure, **options)]
+    except AgreementError as error:
+        return str(error)
+    except ArithmeticError as error:
+        return f"own: {error}"
+
+
+def reports():
+    rank = dist.get_rank()
+    found = {"agree": _text(Report(items=(("a", "1"),), seed=7 + rank))}
+    items = (("the plan", "x"), ("tensor w (2,)", "1" if rank < 2 else "2"), ("tensor z (2,)", str(rank)))
+    found["tensor"] = _text(Report(items=items))
+    found["plan"] = _text(Report(items=(("the plan", "x" if rank != 1 else "y"), *items[1:])))
+    found["absent"] = _text(Report(items=items[:2] if rank == 1 else items[:1]))
+    found["order"] = _text(Report(items=(("a", "1"), ("b", "2"))[:: 1 if rank else -1]))
+    failure = ArithmeticError(f"of rank {rank}") if rank > 0 else None
+    own = Report() if failure is None else Report.of_error(failure)
+    found["failed"] = _text(own, failure)
+    found["changing"] = _text(own, failure, changing=True)
+    return found
+
+
+def test_what_ranks_say_to_each_other(pool):
+    found = pool.run(reports, world=3)
+    assert [f["agree"] for f in found] == [[7, 8, 9]] * 3
+    weights = (
+        "Build the same model from the same weights on every rank (the same seed, or the same checkpoint), or pass "
+        "sync_from=0 to take the weights of rank 0."
+    )
+    for own in found:
+        assert own["tensor"] == (
+            f"ranks 0 and 1 differ in tensor z (2,): 0 on rank 0, 1 on rank 1. Nothing was changed. {weights}"
+        )
+        assert own["plan"] == (
+            f"ranks 0 and 1 differ in the plan: x on rank 0, y on rank 1. Nothing was changed. {SAME}"
+        )
+        assert own["absent"] == (
+            f"ranks 0 and 1 differ in tensor w (2,): absent on rank 0, 1 on rank 1. Nothing was changed. {weights}"
+        )
+        assert own["order"] == "ranks 0 and 1 report the same things in another order; nothing was changed."
+    assert [own["failed"] for own in found] == [
+        "rank 1 failed, so no rank was changed. Its error: ArithmeticError: of rank 1",
+        "own: of rank 1",
+        "own: of rank 2",
+    ]
+    assert found[0]["changing"] == (
+        "rank 1 failed, while the models were being changed. Its error: ArithmeticError: of rank 1"
+    )
