@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,11 +143,11 @@ class _Scope:
         return self.draft.heads
 
     def name(self, suffix: str) -> str:
-        return ".".join(filter(None, (self.path, suffix)))
+        return ".".join(filter(None, (self.path, _dotted(suffix))))
 
     def find(self, suffix: str) -> nn.Module | None:
         try:
-            found = self.module.get_submodule(suffix)
+            found = self.module.get_submodule(_dotted(suffix))
         except AttributeError:
             if not self.row.optional:
                 names = ", ".join(name for name, _ in self.module.named_children()) or "none"
@@ -159,13 +160,9 @@ class _Scope:
         return found
 
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> None:
-        module = self.module.get_submodule(suffix)
+        module = self.module.get_submodule(_dotted(suffix))
         self.matched = True
-        try:
-            problem = target.problem(module, self.ranks, **options)
-        except TypeError as error:
-            problem = f"{target.__name__} does not understand its options: {error}"
-        if problem:
+        if problem := target.refusal(module, self.ranks, **options):
             self.problem(problem, "correct the row, or use another tensor_parallel_size", suffix)
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -188,6 +185,11 @@ class _Scope:
         problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
         if problem not in self.draft.problems:
             self.draft.problems.append(problem)
+
+
+def _dotted(suffix: str) -> str:
+    """Return ``layers[0].mlp``, as Shardformer's policies write it, as ``layers.0.mlp``."""
+    return re.sub(r"\[(\d+)\]", r".\1", suffix).lstrip(".")
 
 
 def compile_plan(

@@ -62,15 +62,29 @@ class SwappedModule(ParallelModule):
     """
 
     #: Native classes that this module can stand in for.
-    native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
     #: Whether the swapped class keeps the native ``__name__`` (needed wherever a library goes by class names).
     keeps_name: ClassVar[bool] = False
+
+    #: The names of the options that `layouts` and `adopt` understand.
+    option_names: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def refusal(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
+        """Say why ``module`` cannot be replaced with these options on that many ranks, or return None if it can."""
+        if unknown := sorted(options.keys() - cls.option_names):
+            known = ", ".join(sorted(cls.option_names)) or "none"
+            return f"{cls.__name__} does not understand {', '.join(unknown)}; its options are {known}"
+        try:
+            return cls.problem(module, ranks, **options)
+        except TypeError as error:  # values of the wrong kind
+            return f"{cls.__name__} does not understand its options {options}: {error}"
 
     @classmethod
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
         """Say why ``module`` cannot be replaced on that many ranks, or return None if it can."""
-        if not isinstance(module, cls.native):
-            wanted = " or ".join(f"{c.__module__}.{c.__qualname__}" for c in cls.native)
+        if not isinstance(module, cls.native_classes):
+            wanted = " or ".join(f"{c.__module__}.{c.__qualname__}" for c in cls.native_classes)
             return f"{cls.__name__} replaces {wanted}, got {type(module).__module__}.{type(module).__qualname__}"
         return None
 
@@ -101,12 +115,13 @@ class SwappedModule(ParallelModule):
             **options: of the subclass.
 
         Raises:
-            TypeError: the native module is of a class that this one cannot replace.
+            TypeError: the native module is of a class that this one cannot replace, or an option is unknown.
             ValueError: its sizes cannot be split over that many ranks.
         """
         context = as_context(process_group)
-        if problem := cls.problem(module, context.size, **options):
-            raise (TypeError if not isinstance(module, cls.native) else ValueError)(problem)
+        if problem := cls.refusal(module, context.size, **options):
+            known = isinstance(module, cls.native_classes) and options.keys() <= cls.option_names
+            raise (ValueError if known else TypeError)(problem)
         for name, layout in cls.layouts(module, context.size, **options).items():
             parameter = module._parameters[name]
             if parameter is not None:

@@ -25,7 +25,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
     holds, puts zeros elsewhere, and the ranks are summed. ``padding_idx`` keeps its meaning: that row gets no gradient.
     """
 
-    native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
 
     #: The rows of the whole table that this rank holds.
     rows: tuple[int, int]

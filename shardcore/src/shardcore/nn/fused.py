@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -36,6 +36,8 @@ class FusedColumnLinear(ColumnLinear):
         segments: the number of segments.
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
+
+    option_names: ClassVar[frozenset[str]] = ColumnLinear.option_names | {"segments"}
 
     segments: int
 

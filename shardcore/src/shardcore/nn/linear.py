@@ -45,7 +45,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
-    native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    option_names: ClassVar[frozenset[str]] = frozenset({"copies", "enters", "gather_output"})
 
     #: The rows of the weight that this rank uses if it holds others too, else None.
     rows: Runs | None
@@ -138,12 +139,13 @@ class RowLinear(SwappedModule, nn.Linear):
 
     Options:
         parallel_input: False if the input is whole, (..., in), and has to be split first.
-        region: the region that this linear ends, None if it stands alone.
     """
 
-    native: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    option_names: ClassVar[frozenset[str]] = frozenset({"parallel_input"})
 
     parallel_input: bool
+    #: The region that this linear ends; None if it stands alone.
     region: Region | None
     _shard_context: ShardContext
 

@@ -25,6 +25,7 @@ class GathersOutputs(SwappedModule):
     """
 
     keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"dims"})
 
     _dims: tuple[tuple[str, int, int], ...]
     _shard_context: ShardContext

@@ -28,8 +28,9 @@ class Replicated(SwappedModule):
     """
 
     keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"partial"})
 
-    partial: bool
+    _partial: bool
     _native_class: type[nn.Module]
     _shard_context: ShardContext
 
@@ -43,7 +44,7 @@ class Replicated(SwappedModule):
         """See `SwappedModule.adopt`."""
         native = type(module)
         new = super().adopt(module, context)
-        new.partial = partial
+        new._partial = partial
         new._native_class = native
         return new
 
@@ -51,7 +52,7 @@ class Replicated(SwappedModule):
         """Run the native forward on this rank's copies of the parameters."""
         own = self._parameters
         shared = {name: p for name, p in own.items() if p is not None}
-        read = functools.partial(read_partial, self._shard_context) if self.partial else read_local
+        read = functools.partial(read_partial, self._shard_context) if self._partial else read_local
         local = read(*shared.values())
         parameters = {**own, **dict(zip(shared, local, strict=True))}
         if torch.compiler.is_compiling():
