@@ -1,0 +1,105 @@
+"""Attention weights and hidden states that a caller asks for are whole, right and differentiable (H17)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from llama_cases import batch, build, checkpointing, shard
+from torch import Tensor
+
+from shardcore.testing.parity import assert_close, assert_same_gradients
+
+CAPTURE = {"output_attentions": True, "output_hidden_states": True}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("captured_before", [False, True], ids=["fresh", "captured-before"])
+def test_captured_outputs(pool, captured_before, world):
+    pool.run(_captured, captured_before, world=world)
+
+
+def _captured(captured_before: bool) -> None:
+    for name in ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"):
+        reference = build(name, attn_implementation="eager", num_key_value_heads=2)
+        model = copy.deepcopy(reference)
+        if captured_before:  # transformers installs its capturing hooks at the first use
+            model(**batch(model), **CAPTURE)
+        shard(model)
+        wanted, got = (m(**batch(m), **CAPTURE) for m in (reference, model))
+        _compare(wanted, got, heads=4)
+        for out in (wanted, got):
+            _loss_over([*out.attentions, *out.hidden_states]).backward()
+        assert_same_gradients(reference, model)
+        # As a tuple, in the same places.
+        wanted, got = (m(**batch(m), **CAPTURE, return_dict=False) for m in (reference, model))
+        assert isinstance(got, tuple)
+        assert len(wanted) == len(got)
+        for mine, theirs in zip(_flat(wanted), _flat(got), strict=True):
+            assert_close(mine, theirs, "tuple")
+        # One alone, none, and asked for by the configuration.
+        assert model(**batch(model), output_attentions=True).hidden_states is None
+        assert model(**batch(model), output_hidden_states=True).attentions is None
+        assert model(**batch(model)).attentions is None
+        for m in (reference, model):
+            m.config.output_attentions = m.config.output_hidden_states = True
+        _compare(reference(**batch(reference)), model(**batch(model)), heads=4)
+
+
+def _compare(wanted, got, heads: int) -> None:
+    assert len(wanted.attentions) == len(got.attentions) == 2
+    assert len(wanted.hidden_states) == len(got.hidden_states) == 3
+    for name in ("attentions", "hidden_states"):
+        for i, (mine, theirs) in enumerate(zip(wanted[name], got[name], strict=True)):
+            assert_close(mine, theirs, f"{name}[{i}]")
+    assert got.attentions[0].shape == (3, heads, 8, 8)
+
+
+def _loss_over(tensors: list[Tensor]) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return sum((t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in tensors)
+
+
+def _flat(values) -> list[Tensor]:
+    return [t for value in values for t in (_flat(value) if isinstance(value, tuple) else [value])]
+
+
+def test_captured_outputs_with_checkpointing(pool):
+    pool.run(_checkpointed, world=2)
+
+
+def _checkpointed() -> None:
+    reference = build(attn_implementation="eager")
+    model = shard(copy.deepcopy(reference))
+    for m in (reference, model):
+        checkpointing(m, {"use_reentrant": False})
+    wanted, got = (m(**batch(m), **CAPTURE) for m in (reference, model))
+    _compare(wanted, got, heads=4)
+    for out in (wanted, got):
+        (out.loss + _loss_over([*out.hidden_states])).backward()
+    assert_same_gradients(reference, model)
+
+
+def test_the_model_keeps_its_interface(pool):
+    pool.run(_interface, world=2)
+
+
+def _interface() -> None:
+    import inspect
+
+    reference = build()
+    model = shard(copy.deepcopy(reference))
+    assert isinstance(model, type(reference))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert type(model.model).__name__ == "LlamaModel"
+    assert inspect.signature(model.forward) == inspect.signature(reference.forward)
+    assert inspect.signature(model.model.forward) == inspect.signature(reference.model.forward)
+    assert model.can_generate()
+    assert model.get_input_embeddings() is model.model.embed_tokens
+    assert model.get_output_embeddings() is model.lm_head
+    assert [type(layer).__name__ for layer in model.model.layers] == ["LlamaDecoderLayer"] * 2
+    assert model.num_parameters() == reference.num_parameters()
+    assert model.model.layers[0].self_attn.q_proj.out_features == 64
+    assert isinstance(model.lm_head, torch.nn.Linear)
+    assert isinstance(model.model.embed_tokens, torch.nn.Embedding)
