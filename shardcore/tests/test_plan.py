@@ -142,7 +142,7 @@ def test_a_renamed_submodule_is_named_at_every_place():
         del layer.mlp.up
     with pytest.raises(PlanError) as caught:
         _plan(model)
-    missing = [p for p in caught.value.problems if "has no submodule 'mlp.up'" in p.what]
+    missing = [p for p in caught.value.problems if "(mlp) has no submodule 'up'" in p.what]
     assert [p.where for p in missing] == [f"model.layers.{i}" for i in range(3)]
     uncovered = {p.where for p in caught.value.problems if "covered by no row" in p.what}
     assert {f"model.layers.{i}.mlp.w_up.weight" for i in range(3)} <= uncovered

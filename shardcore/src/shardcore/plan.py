@@ -150,9 +150,8 @@ class _Scope:
             found = self.module.get_submodule(_dotted(suffix))
         except AttributeError:
             if not self.row.optional:
-                names = ", ".join(name for name, _ in self.module.named_children()) or "none"
                 self.problem(
-                    f"{type(self.module).__name__} has no submodule {suffix!r}; its children are {names}",
+                    _absence(self.module, suffix),
                     "correct the name for this version of the model, or say optional=True",
                 )
             return None
@@ -185,6 +184,21 @@ class _Scope:
         problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
         if problem not in self.draft.problems:
             self.draft.problems.append(problem)
+
+
+def _absence(module: nn.Module, suffix: str) -> str:
+    """Say where the way to the submodule ``suffix`` ends, and how it could go on."""
+    *parts, last = _dotted(suffix).split(".")
+    way = []
+    for part in parts:
+        if not isinstance(child := getattr(module, part, None), nn.Module):
+            last = part
+            break
+        module = child
+        way.append(part)
+    owner = f"{type(module).__name__} ({'.'.join(way)})" if way else type(module).__name__
+    names = ", ".join(name for name, _ in module.named_children()) or "none"
+    return f"{owner} has no submodule {last!r}; its children are {names}"
 
 
 def _dotted(suffix: str) -> str:
