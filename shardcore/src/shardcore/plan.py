@@ -16,6 +16,7 @@ from shardcore.descriptions import rows_of
 from shardcore.errors import PlanError, Problem
 from shardcore.nn import Layout, SwappedModule
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, ModulePolicyDescription, Policy, Row, Stages
+from shardcore.rendering import render
 from shardcore.steps import OpenRegion, Step, Swap, to_data
 
 __all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
@@ -78,24 +79,8 @@ class ShardPlan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def render(self) -> str:
-        """Return the plan as text: every module that changes, with its parameters."""
-        ranks = self.config.tensor_parallel_size or 1
-        origin = f" ({self.origin})" if self.origin else ""
-        lines = [f"{self.model.rpartition('.')[2]} by {self.policy}{origin}, tp {ranks}, digest {self.digest[:12]}"]
-        steps: dict[str, list[Step]] = {}
-        for step in self.steps:
-            steps.setdefault(step.path, []).append(step)
-        parameters: dict[str, list[str]] = {}
-        for p in self.parameters:
-            owner, _, name = p.name.rpartition(".")
-            local = p.layout.shape(p.shape, ranks) if p.layout else p.shape
-            tied = f", tied to {', '.join(p.aliases)}" if p.aliases else ""
-            parameters.setdefault(owner, []).append(f"{name} {p.shape} -> {local}  {p.layout or 'by user code'}{tied}")
-        for path in dict.fromkeys([*parameters, *steps]):
-            lines.append(f"{path or '(model)'}")
-            lines += [f"    {step.describe()}" for step in steps.get(path, ())]
-            lines += [f"    {text}" for text in parameters.get(path, ())]
-        return "\n".join(lines)
+        """Return the plan as text: every module that changes, with its parameters; equal blocks are shown once."""
+        return render(self)
 
     def __str__(self) -> str:
         return self.render()

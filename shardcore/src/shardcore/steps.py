@@ -75,8 +75,11 @@ class OpenRegion(Step):
 
     def describe(self) -> str:
         """See `Step.describe`."""
-        end = f", leaves at {self.row}" if self.row else ""
-        return f"enters with {self.argument[0]!r} for {', '.join(self.members)}{end}"
+        end = f", leaves at {self._short(self.row)}" if self.row else ""
+        return f"enters with {self.argument[0]!r} for {', '.join(map(self._short, self.members))}{end}"
+
+    def _short(self, name: str) -> str:
+        return name.removeprefix(f"{self.block}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
