@@ -44,7 +44,12 @@ def adopt_local_parameters(
 ) -> None:
     """Turn plain local parameters into DTensors; the modules that own them keep reading local tensors."""
     owners: dict[int, nn.Module] = {}
+    made: dict[int, nn.Parameter] = {}
     for path, owner, name, parameter in list(_plain(module, recurse)):
+        owners[id(owner)] = owner
+        if id(parameter) in made:  # tied: one parameter stays one
+            owner._parameters[name] = made[id(parameter)]
+            continue
         full = native[f"{path}.{name}" if path else name]
         layout = _layout(full, tuple(parameter.shape), context)
         if layout is None:
@@ -58,8 +63,8 @@ def adopt_local_parameters(
             shape=torch.Size(full),
             stride=stride,
         )
-        owner._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        owners[id(owner)] = owner
+        made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        owner._parameters[name] = made[id(parameter)]
     for owner in owners.values():
         Replicated.adopt(owner, context)
 

@@ -18,8 +18,8 @@ from shardcore.errors import AgreementError
 
 __all__ = ["Report", "agree", "checksums"]
 
-# Elements that one partial sum covers: small enough to tell where values stand, large enough to be fast.
-_CHUNK = 1 << 16
+# Words are summed in squares of this side, row by row and column by column.
+_SIDE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +42,32 @@ class Report:
         return cls(error=f"{type(error).__name__}: {error}")
 
 
-def checksums(model: nn.Module) -> list[tuple[str, str]]:
-    """Return (name, checksum) for every parameter and buffer of ``model``, in its order.
+def checksums(model: nn.Module, *, values: bool = True) -> list[tuple[str, str]]:
+    """Return (name, what must agree) for every parameter and buffer of ``model``, in its order.
 
-    Meta tensors count by shape and dtype only.
+    That is the shape, the dtype, whether it is on the meta device or frozen and, with ``values``, a checksum.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(f"{name} {tuple(t.shape)} {t.dtype}", _checksum(t)) for name, t in tensors]
+    return [(f"{name} {tuple(t.shape)} {t.dtype}", _state(t, values)) for name, t in tensors]
+
+
+def _state(tensor: Tensor, values: bool) -> str:
+    content = "meta" if tensor.is_meta else _checksum(tensor) if values else "any value"
+    return f"{content}, trainable" if tensor.requires_grad else content
 
 
 def _checksum(tensor: Tensor) -> str:
     if tensor.device.type == "meta" or tensor.numel() == 0:
-        return "meta"
+        return ""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     aligned = raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0
     words = raw.view(torch.int32) if aligned else raw
-    whole = words.numel() // _CHUNK * _CHUNK
-    sums = [words[:whole].view(-1, _CHUNK).sum(1, dtype=torch.int64), words[whole:].sum(dtype=torch.int64).view(1)]
-    return hashlib.sha256(torch.cat(sums).cpu().numpy().tobytes()).hexdigest()[:16]
+    squares = words[: words.numel() // _SIDE**2 * _SIDE**2].view(-1, _SIDE, _SIDE)
+    # Sums along both ways of a square: values that changed places change some of them.
+    sums = torch.cat([squares.sum(dim, dtype=torch.int64).view(-1) for dim in (1, 2)])
+    rest = words[squares.numel() :]
+    content = sums.cpu().numpy().tobytes() + rest.cpu().numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def agree(own: Report, failure: BaseException | None = None, *, changing: bool = False) -> Sequence[Report]:

@@ -142,7 +142,7 @@ def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
 def _(step: ReplaceModule, model: nn.Module, context: ShardContext) -> Commit:
     native = model.get_submodule(step.path)
     new = step.target.from_native_module(native, context.group, **dict(step.options))
-    shapes = {name: tuple(p.shape) for name, p in native.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in native.named_parameters(remove_duplicate=False)}
     if problem := local_problem(new, shapes, context):
         raise ConfigError(f"{step.target.__name__}.from_native_module at {step.path}: {problem}")
     owner, _, name = step.path.rpartition(".")

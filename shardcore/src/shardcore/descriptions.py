@@ -18,7 +18,9 @@ __all__ = ["rows_of"]
 
 def rows_of(description: ModulePolicyDescription) -> list[Row]:
     """Return the rows that say the same as ``description``."""
-    rows: list[Row] = [attribute(name, value) for name, value in (description.attribute_replacement or {}).items()]
+    rows: list[Row] = [
+        attribute(name, value, literal=True) for name, value in (description.attribute_replacement or {}).items()
+    ]
     rows += [_SubModuleRow.of(item) for item in description.sub_module_replacement or ()]
     rows += [_ParametersRow.of(function) for function in description.param_replacement or ()]
     if description.method_replacement:

@@ -116,7 +116,7 @@ def _start_process_group(config: ShardConfig) -> None:
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
     if optimizer.state:
         raise NotSupportedError(
-            f"this {type(optimizer).__name__} has taken steps: its state cannot be re-pointed. Make it after shard(), "
+            f"this {type(optimizer).__name__} holds state already, which cannot be re-pointed. Make it after shard(), "
             "and load its state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])

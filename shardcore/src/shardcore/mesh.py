@@ -24,6 +24,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PartialGradients = Literal["in_backward", "deferred"]
 
 _CONTEXT = "_shardcore_context"
+_ALONE = "_shardcore_alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,6 +141,16 @@ def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardCont
 def context_of(model: nn.Module) -> ShardContext | None:
     """Return the context of a model that was sharded, or None."""
     return model.__dict__.get(_CONTEXT)
+
+
+def is_alone(model: nn.Module) -> bool:
+    """Tell whether ``model`` was sharded over a single rank, which changes nothing."""
+    return bool(model.__dict__.get(_ALONE))
+
+
+def set_alone(model: nn.Module) -> None:
+    """Mark ``model`` as sharded over a single rank."""
+    model.__dict__[_ALONE] = True
 
 
 def set_context(model: nn.Module, context: ShardContext) -> None:

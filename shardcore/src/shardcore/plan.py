@@ -14,10 +14,10 @@ from torch import nn
 from shardcore.config import ShardConfig
 from shardcore.descriptions import rows_of
 from shardcore.errors import PlanError, Problem
-from shardcore.nn import Layout, SwappedModule
+from shardcore.nn import ColumnLinear, Layout, SwappedModule
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, ModulePolicyDescription, Policy, Row, Stages
 from shardcore.rendering import render
-from shardcore.steps import OpenRegion, Step, Swap, to_data
+from shardcore.steps import OpenRegion, SetAttribute, Step, Swap, to_data
 
 __all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
 
@@ -91,6 +91,7 @@ class _Claim:
     name: str
     row: str
     layout: Layout | None
+    asked: str  # the name by which the row reached it
 
 
 @dataclass
@@ -103,6 +104,7 @@ class _Draft:
     claims: dict[str, list[_Claim]] = field(default_factory=dict)  # by the parameter's full name
     heads_failed: bool = False  # a check of heads was reported already
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
+    paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -128,7 +130,12 @@ class _Scope:
         return self.draft.heads
 
     def name(self, suffix: str) -> str:
-        return ".".join(filter(None, (self.path, _dotted(suffix))))
+        name = ".".join(filter(None, (self.path, _dotted(suffix))))
+        try:
+            # A module under two names is one module: its first name stands for all.
+            return self.draft.paths.get(id(self.draft.model.get_submodule(name)), name)
+        except AttributeError:
+            return name
 
     def find(self, suffix: str) -> nn.Module | None:
         try:
@@ -159,16 +166,56 @@ class _Scope:
     def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
         self.matched = True
         name = ".".join(filter(None, (self.name(suffix), parameter)))
-        self.draft.claims.setdefault(name, []).append(_Claim(name, self.row.text, layout))
+        claims = self.draft.claims.setdefault(name, [])
+        claim = _Claim(name, self.row.text, layout, ".".join((self.path, suffix, parameter)))
+        # A module under two names may be reached by both, if they say the same.
+        if not any(c.layout == layout and (c.asked != claim.asked or c.row == claim.row) for c in claims):
+            claims.append(claim)
 
     def add(self, step: Step) -> None:
         self.matched = True
+        for other in self.draft.steps.values():
+            if what := _conflict(step, other):
+                self.problem(what, "keep one of them")
         self.draft.steps.setdefault(repr(step), step)
 
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
         problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
         if problem not in self.draft.problems:
             self.draft.problems.append(problem)
+
+
+def _conflict(step: Step, other: Step) -> str | None:
+    """Say why two steps cannot both be carried out, or return None."""
+    if step.path != other.path or step == other:
+        return None
+    if isinstance(step, SetAttribute) and isinstance(other, SetAttribute) and step.name == other.name:
+        return f"the attribute {step.path}.{step.name} would be set to {other.value!r} and to {step.value!r}"
+    if isinstance(step, OpenRegion) and isinstance(other, OpenRegion):
+        if (step.members, step.row) == (other.members, other.row):
+            return None  # a shared module, reached from several blocks
+        return f"two regions would enter at {step.path}, so its input gradient would be summed twice"
+    return None
+
+
+def _nested_entries(draft: _Draft) -> None:
+    """Report column linears that enter by themselves inside a module where a region is entered already."""
+    entries = {step.path for step in draft.steps.values() if isinstance(step, OpenRegion)}
+    for step in draft.steps.values():
+        if not (
+            isinstance(step, Swap) and issubclass(step.target, ColumnLinear) and dict(step.options).get("enters", True)
+        ):
+            continue
+        inside = [path for path in entries if step.path.startswith(f"{path}.")]
+        if inside:
+            draft.problems.append(
+                Problem(
+                    where=step.path,
+                    row=step.describe(),
+                    what=f"it would enter again what entered the region at {inside[0]}: gradients are summed twice",
+                    todo="make it one of the region's col=, or move the region's enter",
+                )
+            )
 
 
 def _absence(module: nn.Module, suffix: str) -> str:
@@ -216,7 +263,9 @@ def compile_plan(
             draft.heads_failed |= isinstance(check, Heads)
         elif isinstance(check, Heads):
             draft.heads = check.counts(model, ranks)
+    draft.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     _plan_rows(draft, policy.module_policy())
+    _nested_entries(draft)
     parameters = _parameters(draft)
     if draft.problems:
         raise PlanError(_subject(policy, model, ranks), draft.problems)
@@ -270,9 +319,19 @@ def _parameters(draft: _Draft) -> tuple[ParameterPlan, ...]:
     plans = []
     for key, parameter in by_id.items():
         first, *aliases = names[key]
-        # The first claim of each name: more than one is a problem of its own.
-        claims = [claim for name in names[key] for claim in draft.claims.get(name, ())[:1]]
-        _check_claims(draft, names[key], claims)
+        places = list(dict.fromkeys(_first_name(draft, name) for name in names[key]))
+        # The first claim of each place: more than one is a problem of its own.
+        claims = [claim for name in places for claim in draft.claims.get(name, ())[:1]]
+        _check_claims(draft, places, claims)
+        if draft.ranks > 1 and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            draft.problems.append(
+                Problem(
+                    where=first,
+                    row="(none)",
+                    what="the parameter has gradient hooks, which would stay with the whole tensor that is replaced",
+                    todo="register them after shard(), for gradients that are DTensors",
+                )
+            )
         plans.append(
             ParameterPlan(
                 name=first,
@@ -283,6 +342,12 @@ def _parameters(draft: _Draft) -> tuple[ParameterPlan, ...]:
             )
         )
     return tuple(plans)
+
+
+def _first_name(draft: _Draft, name: str) -> str:
+    """Return the name of a parameter in its module's first place."""
+    owner, _, short = name.rpartition(".")
+    return ".".join(filter(None, (draft.paths[id(draft.model.get_submodule(owner))], short)))
 
 
 def _check_claims(draft: _Draft, names: Sequence[str], claims: Sequence[_Claim]) -> None:
@@ -317,8 +382,12 @@ def _check_claims(draft: _Draft, names: Sequence[str], claims: Sequence[_Claim])
 
 def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return swaps first: regions are opened between modules that have become parallel."""
+    regions: dict[str, Step] = {}
+    for step in steps:
+        if isinstance(step, OpenRegion):
+            regions.setdefault(step.path, step)
     return (
         *(s for s in steps if isinstance(s, Swap)),
         *(s for s in steps if not isinstance(s, Swap | OpenRegion)),
-        *(s for s in steps if isinstance(s, OpenRegion)),
+        *regions.values(),
     )

@@ -19,12 +19,11 @@ from shardcore.agreement import Report, agree, checksums
 from shardcore.changes import Changes
 from shardcore.config import ShardConfig
 from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
-from shardcore.mesh import ShardContext, build_mesh, context_of, set_context
-from shardcore.nn import ShardedModel, SwappedModule
+from shardcore.mesh import ShardContext, build_mesh, context_of, set_alone, set_context
+from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
-from shardcore.random import StreamGuard
 from shardcore.registry import default_registry
 
 __all__ = ["ModelSharder"]
@@ -117,6 +116,7 @@ class ModelSharder:
         """
         context = self.agree()
         if context is None:
+            set_alone(self.model)
             return self.model
         try:
             if type(self.policy).preprocess is not Policy.preprocess:
@@ -135,10 +135,12 @@ class ModelSharder:
         failure: Exception | None = None
         try:
             self.plan = self.compile()
-            tensors = checksums(self.model) if self._sync_from is None else []
+            tensors = checksums(self.model, values=self._sync_from is None)
             items = (
                 ("the policy's origin", f"{self.plan.policy} of {self._origin or 'no pack'}"),
                 ("the configuration", str(self.plan.config)),
+                ("the argument sync_from", str(self._sync_from)),
+                ("the training mode", str(self.model.training)),
                 ("the plan", self.plan.digest),
                 *((f"tensor {name}", value) for name, value in tensors),
             )
@@ -230,13 +232,11 @@ class ModelSharder:
         return results[0]
 
     def _guard(self, context: ShardContext) -> None:
-        guard = StreamGuard(context, self.model)
-        guard.install(self.model)
-        # The module that owns the blocks is often called by itself (model.model(...)).
+        """Guard the module that owns the blocks too: it is often called by itself (model.model(...))."""
         blocks = self.plan.stages.blocks if self.plan and self.plan.stages else ""
         owner, _, _ = blocks.rpartition(".")
         if owner:
-            guard.install(self.model.get_submodule(owner))
+            StreamGuarded.adopt(self.model.get_submodule(owner), context)
 
     def _run_users_code(self, function: Callable[[], Any]) -> None:
         try:

@@ -113,16 +113,18 @@ def region(
     )
 
 
-def attribute(name: str, value: Any, *, optional: bool = False) -> Row:
+def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = False) -> Row:
     """Set an attribute (dots reach into submodules) to what one rank needs.
 
     Args:
         name: the attribute; it must exist.
         value: the new value, or a function of the `HeadCounts` such as `local_heads`.
         optional: the submodule may be absent.
+        literal: a function is the value itself.
     """
     shown = value.__name__ if inspect.isfunction(value) else repr(value)
-    return _AttributeRow(text=f"attribute({name!r}, {shown})", optional=optional, name=name, value=value)
+    text = f"attribute({name!r}, {shown})"
+    return _AttributeRow(text=text, optional=optional, name=name, value=value, literal=literal)
 
 
 def outputs(*, attentions: Literal["heads"] | None = None, optional: bool = False) -> Row:
@@ -328,6 +330,7 @@ def _argument(module: nn.Module, name: str | None) -> tuple[str, int] | None:
 class _AttributeRow(Row):
     name: str
     value: Any | Callable[[HeadCounts], Any]
+    literal: bool = False
 
     def plan(self, scope: Scope) -> None:
         owner, _, name = self.name.rpartition(".")
@@ -342,7 +345,7 @@ class _AttributeRow(Row):
             )
             return
         value = self.value
-        if inspect.isfunction(value):
+        if inspect.isfunction(value) and not self.literal:
             if scope.heads is None:
                 return
             value = value(scope.heads)
@@ -354,5 +357,11 @@ class _OutputsRow(Row):
     attentions: str | None
 
     def plan(self, scope: Scope) -> None:
-        if self.attentions == "heads" and scope.heads is not None:
+        if self.attentions == "heads" and "forward" in vars(scope.module):
+            scope.problem(
+                f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
+                "instead of the one that gathers outputs",
+                "set it on a subclass, or after shard()",
+            )
+        elif self.attentions == "heads" and scope.heads is not None:
             scope.add(GatherOutputs(path=scope.name(""), dims=(("attentions", 1, scope.heads.query),)))

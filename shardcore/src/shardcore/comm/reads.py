@@ -18,9 +18,19 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardcore.comm.collectives import all_reduce, refuse_double_backward
+from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext
 
-__all__ = ["all_reduce_bucket", "local_tensor", "partial_spec", "read_local", "read_partial", "spec_of", "with_spec"]
+__all__ = [
+    "all_reduce_bucket",
+    "held",
+    "local_tensor",
+    "partial_spec",
+    "read_local",
+    "read_partial",
+    "spec_of",
+    "with_spec",
+]
 
 
 def spec_of(parameter: Tensor) -> DTensorSpec | None:
@@ -31,6 +41,22 @@ def spec_of(parameter: Tensor) -> DTensorSpec | None:
 def local_tensor(parameter: Tensor) -> Tensor:
     """Return this rank's part of a DTensor without a graph node (a plain tensor is returned as it is)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def held(parameter: Tensor) -> Tensor:
+    """Return a parameter of which this rank holds a part.
+
+    Raises:
+        WrapError: it is a whole plain tensor: somebody put one in the DTensor's place.
+    """
+    if not isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
+        raise WrapError(
+            f"a tensor-parallel module holds a plain tensor {tuple(parameter.shape)} where its DTensor parameter was: "
+            "load_state_dict(assign=True) or torch.func.functional_call with whole tensors cannot work. Load a plain "
+            "state dict with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+            "options=StateDictOptions(full_state_dict=True))."
+        )
+    return parameter
 
 
 def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:

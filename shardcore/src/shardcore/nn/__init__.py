@@ -6,6 +6,7 @@ from shardcore.comm.strided import fsdp_placement
 from shardcore.nn.base import ParallelModule, SwappedModule
 from shardcore.nn.embedding import VocabEmbedding
 from shardcore.nn.fused import FusedColumnLinear
+from shardcore.nn.guard import StreamGuarded
 from shardcore.nn.layout import Layout, Segments, Split, Whole
 from shardcore.nn.linear import ColumnLinear, RowLinear
 from shardcore.nn.outputs import GathersOutputs
@@ -26,6 +27,7 @@ __all__ = [
     "Segments",
     "ShardedModel",
     "Split",
+    "StreamGuarded",
     "SwappedModule",
     "VocabEmbedding",
     "Whole",

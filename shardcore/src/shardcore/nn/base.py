@@ -54,6 +54,18 @@ class ParallelModule(nn.Module):
         raise NotImplementedError
 
 
+def own_computation(module: nn.Module, native: type[nn.Module], parameters: frozenset[str]) -> str | None:
+    """Say what a subclass of ``native`` computes beyond it, which a parallel ``native`` would leave out, or None."""
+    if type(module).forward is not native.forward:
+        return (
+            f"{type(module).__qualname__} has a forward of its own, which a parallel {native.__name__} would not run; "
+            "replicate it, or bring a ParallelModule for it"
+        )
+    if more := sorted(module._parameters.keys() - parameters):
+        return f"{type(module).__qualname__} has further parameters ({', '.join(more)}) that would not be used"
+    return None
+
+
 class SwappedModule(ParallelModule):
     """A parallel module that is the native object itself, its class swapped for a subclass of the native class.
 
@@ -75,6 +87,11 @@ class SwappedModule(ParallelModule):
         if unknown := sorted(options.keys() - cls.option_names):
             known = ", ".join(sorted(cls.option_names)) or "none"
             return f"{cls.__name__} does not understand {', '.join(unknown)}; its options are {known}"
+        if "forward" in vars(module):
+            return (
+                f"this {type(module).__name__} has a forward of its own on the instance, which would be called, not "
+                "the parallel one; set it on a subclass, or after shard()"
+            )
         try:
             return cls.problem(module, ranks, **options)
         except TypeError as error:  # values of the wrong kind

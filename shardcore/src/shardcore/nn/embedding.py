@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
-from shardcore.comm.reads import read_local
+from shardcore.comm.reads import held, read_local
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.layout import Layout, Split, last_rank_is_empty
 
 __all__ = ["VocabEmbedding"]
@@ -35,6 +35,8 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
         """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Embedding):
+            return problem
+        if problem := own_computation(module, nn.Embedding, frozenset({"weight"})):
             return problem
         if last_rank_is_empty(module.num_embeddings, ranks):
             return (
@@ -66,7 +68,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         """
         if input.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check(input)
-        (weight,) = read_local(self.weight)
+        (weight,) = read_local(held(self.weight))
         start, stop = self.rows
         elsewhere = (input < start) | (input >= stop)
         local_ids = (input - start).masked_fill(elsewhere, 0)

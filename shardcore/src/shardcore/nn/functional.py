@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.reads import local_tensor, read_local, spec_of, with_spec
+from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
 
 __all__ = ["autocast_dtype", "bias_gradient", "cast", "flat", "local_linear", "weight_gradient"]
 
@@ -74,9 +74,10 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
     Args:
         x: this rank's input.
-        weight: the DTensor parameter (or a plain tensor).
-        bias: likewise; its part must match this rank's outputs.
+        weight: the DTensor parameter.
+        bias: a DTensor parameter or a local tensor whose size matches this rank's outputs.
     """
+    held(weight)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         local = read_local(weight) if bias is None else read_local(weight, bias)
         return F.linear(x, *local)

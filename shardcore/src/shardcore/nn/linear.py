@@ -13,7 +13,7 @@ from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_t
 from shardcore.comm.reads import read_local, read_partial
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
 from shardcore.nn.region import Region, deferred_linear, entered, take_rows
@@ -60,6 +60,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
     def problem(cls, module: nn.Module, ranks: int, *, copies: int = 1, **options: Any) -> str | None:
         """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+            return problem
+        if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
             return problem
         if ranks % copies or module.out_features % (ranks // copies) * (copies > 1):
             return f"out_features {module.out_features} cannot be shared by groups of {copies} of {ranks} ranks"
@@ -153,6 +155,8 @@ class RowLinear(SwappedModule, nn.Linear):
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
         """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+            return problem
+        if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
             return problem
         if last_rank_is_empty(module.in_features, ranks):
             return _empty_part(module, "in_features", module.in_features, ranks)

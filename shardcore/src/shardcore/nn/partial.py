@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardcore.comm.reads import all_reduce_bucket, local_tensor, spec_of, with_spec
 from shardcore.errors import ConfigError
-from shardcore.mesh import context_of
+from shardcore.mesh import context_of, is_alone
 
 __all__ = ["reduce_partial_gradients"]
 
@@ -27,6 +27,8 @@ def reduce_partial_gradients(model: nn.Module) -> None:
         ConfigError: the model was not sharded.
     """
     context = context_of(model)
+    if context is None and is_alone(model):
+        return
     if context is None:
         raise ConfigError(
             f"reduce_partial_gradients got a {type(model).__name__} that was not sharded; call shard() first"

@@ -6,8 +6,9 @@ output gradient behind, and *enter*'s backward sums the input gradient of all me
 the weight gradients meanwhile, and waits.
 
 The running region hangs on the tensor that *enter* returns and dies with it; no module holds any of it. A member that
-is called with another tensor computes the same gradients, without the overlap. What was measured, and the variants that
-lost, are in ``docs/adr/0002-regions.md``.
+is called with another tensor computes the same gradients, without the overlap. The entered tensor itself has no
+gradient to ask for: torch says that it is not used. What was measured, and the variants that lost, are in
+``docs/adr/0002-regions.md``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.autograd import Function
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
 from shardcore.comm.strided import Runs
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.functional import autocast_dtype, bias_gradient, cast, flat, weight_gradient
@@ -44,6 +46,7 @@ class _Call(NamedTuple):
     grad: Tensor  # (..., out/tp)
     x: Tensor  # (..., in)
     weight: Tensor  # (out/tp, in)
+    task: int  # the backward it belongs to
 
 
 class _Member(NamedTuple):
@@ -103,7 +106,9 @@ class _Enter(Function):
     @staticmethod
     def backward(ctx: Any, gx: Tensor | None, *parameter_grads: Tensor | None) -> tuple[Any, ...]:
         refuse_double_backward()
-        calls = list(ctx.calls)
+        # A backward that raised half-way leaves calls behind: they belong to no other.
+        task = _backward_task()
+        calls = [call for call in ctx.calls if call.task == task]
         ctx.calls.clear()
         work = None
         if ctx.needs_input_grad[3]:
@@ -175,9 +180,15 @@ class _Deferred(Function):
         refuse_double_backward()
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        ctx.calls.append(_Call(ctx.place, grad, x, weight))
         bias = bias_gradient(grad, ctx.bias_dtype) if ctx.needs_input_grad[4] else None
+        # Detached: x leads to enter's node, which holds the calls.
+        ctx.calls.append(_Call(ctx.place, grad, x.detach(), weight.detach(), _backward_task()))
         return None, None, None, None, bias
+
+
+def _backward_task() -> int:
+    """Return the number of the backward that is running; torch has no public name for it."""
+    return torch._C._current_graph_task_id()
 
 
 def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
@@ -194,14 +205,16 @@ def entered(x: Tensor, context: ShardContext) -> Tensor:
 
     The entered form is remembered on ``x`` itself, weakly: the graphs of the linears keep it alive.
     """
+    if not x.requires_grad or hasattr(x, _OPEN):
+        return x  # nothing to sum, or entered already
     memo = getattr(x, _MEMO, None)
     if memo is not None:
-        reference, version = memo
+        reference, version, group = memo
         known = reference()
-        if known is not None and version == x._version:
+        if known is not None and version == x._version and group == context.group.group_name:
             return known  # type: ignore[no-any-return]  # an attribute of a tensor has no type
     new = copy_to_tp(x, context.group)
-    setattr(x, _MEMO, (_TensorReference(new), x._version))
+    setattr(x, _MEMO, (_TensorReference(new), x._version, context.group.group_name))
     return new
 
 
@@ -253,6 +266,7 @@ class Region:
         self._fork()
         if not torch.is_grad_enabled():
             return args, kwargs
+        self._refuse_others(module, args, kwargs)
         if self._name in kwargs:
             return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
         if self._position >= len(args):
@@ -262,6 +276,19 @@ class Region:
             )
         place = self._position
         return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
+
+    def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
+        named = [(f"at position {i}", v) for i, v in enumerate(args) if i != self._position or self._name in kwargs]
+        named += [(repr(name), v) for name, v in kwargs.items() if name != self._name]
+        for name, value in named:
+            values = value if isinstance(value, tuple | list) else (value,)
+            if any(isinstance(v, Tensor) and v.requires_grad for v in values):
+                raise NotSupportedError(
+                    f"{type(module).__name__}: the argument {name} needs a gradient, but only {self._name!r} enters "
+                    "its tensor-parallel region: the gradient of another would be this rank's summand. Detach it, "
+                    "or keep this module unsharded."
+                )
 
     def leave(self) -> None:
         """Called by the row linear: numbers drawn from here on agree on all ranks again."""

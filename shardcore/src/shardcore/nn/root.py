@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from shardcore.errors import WrapError
-from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.guard import StreamGuarded
 
 __all__ = ["ShardedModel"]
 
 
-class ShardedModel(SwappedModule):
+class ShardedModel(StreamGuarded):
     """A sharded model: the user's object, with moves to another kind of device and DDP refused."""
 
     keeps_name: ClassVar[bool] = True
-
-    _shard_context: ShardContext
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
