@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -59,3 +60,41 @@ def test_hooks_import_no_metadata_reader() -> None:
 def test_the_check_can_fail() -> None:
     assert "torch" in loaded_by("import shardcore, torch")
     assert "shardcore.registry" in loaded_by("import shardcore\nshardcore.Registry")
+
+
+FOREIGN = {"transformers", "timm", "accelerate", "peft", "huggingface_hub", "safetensors"}
+
+#: What each room may import of shardcore: arrows go down only.
+ROOMS = {
+    "comm": {"comm", "mesh", "errors"},
+    "nn": {"nn", "comm", "mesh", "errors"},
+    "testing": {"testing"},
+}
+
+
+def imports() -> list[tuple[str, str]]:
+    """Return (module, imported module) for every import statement of the core, wherever it stands."""
+    root = Path(shardcore.__file__).parent
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        name = ".".join(("shardcore", *file.relative_to(root).with_suffix("").parts))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found += [(name, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                found.append((name, node.module or ""))
+    return found
+
+
+def test_foreign_libraries_stay_in_integrations() -> None:
+    users = {name for name, imported in imports() if imported.partition(".")[0] in FOREIGN}
+    assert users
+    assert all(name.startswith("shardcore.integrations.") for name in users), users
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_arrows_go_down(room: str) -> None:
+    inside = [(n, i) for n, i in imports() if n.startswith(f"shardcore.{room}.") and i.startswith("shardcore")]
+    upward = [(name, used) for name, used in inside if used.split(".")[1:2] and used.split(".")[1] not in ROOMS[room]]
+    assert inside
+    assert not upward
