@@ -94,12 +94,12 @@ class Group:
 
     Attributes:
         generation: grows with every group of a pool.
-        store: path of the file the ranks meet at; used by one generation only.
+        port: where rank 0 keeps the store at which the ranks meet; used by one generation only.
         timeout: limit of one collective, in seconds.
     """
 
     generation: int
-    store: str
+    port: int
     timeout: float
 
 

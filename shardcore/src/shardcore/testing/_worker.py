@@ -92,7 +92,8 @@ class Worker:
             return
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{group.store}",
+            # Not a file: waits in a FileStore were seen to outlast the time limit of the group.
+            init_method=f"tcp://127.0.0.1:{group.port}",
             rank=self.rank,
             world_size=world,
             timeout=timedelta(seconds=group.timeout),

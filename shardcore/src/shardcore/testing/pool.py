@@ -77,6 +77,7 @@ class WorkerPool:
         self._workers: list[_Handle] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shardcore-pool-")
         self._generation = 0
+        self._port = 0  # where rank 0 keeps the store of the current group
         self._joined: int | None = None  # the world size whose group every one of its ranks is in
 
     def __enter__(self) -> Self:
@@ -168,8 +169,8 @@ class WorkerPool:
         if self._joined != world:
             self._generation += 1
             self._joined = world
-        store = str(Path(self._folder.name, f"store-{self._generation}"))
-        return Group(generation=self._generation, store=store, timeout=self.collective_timeout)
+            self._port = _free_port()
+        return Group(generation=self._generation, port=self._port, timeout=self.collective_timeout)
 
     def _collect(self, world: int, deadline: float) -> tuple[dict[int, Reply], list[Failure]]:
         """Return the replies by rank and the failures; a rank that is in neither did not finish."""
