@@ -1,0 +1,103 @@
+"""The commands, their help and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+import shardcore
+from shardcore.errors import ShardcoreError
+
+__all__ = ["main"]
+
+_EPILOG = """\b
+Exit codes: 0 all is well; 1 what was asked about is not well (a broken pack, a
+plan that does not fit, differing plans); 2 the command line was not understood.
+"""
+
+
+class _Group(click.Group):
+    """Shows errors of shardcore as messages, not as tracebacks."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ShardcoreError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(shardcore.__version__, prog_name="shardcore")
+def main() -> None:
+    """Shard unmodified models over many devices.
+
+    Which models can be sharded is decided by the installed packs (see: shardcore packs). What would be done to a model
+    is shown without weights and without an accelerator (see: shardcore explain).
+    """
+
+
+@main.command(epilog="Exit code 1 if a pack is broken.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def packs(as_json: bool) -> None:
+    """List the installed packs: where they come from, what became of them, which classes they serve.
+
+    SHARDCORE_PACKS and SHARDCORE_DISABLE_PACKS choose among them; blocked packs are listed too.
+    """
+    from shardcore.cli.packs import describe, show
+
+    rows = describe()
+    click.echo(json.dumps(rows, indent=2)) if as_json else show(rows)
+    if any(row["status"] == "broken" for row in rows):
+        raise click.exceptions.Exit(1)
+
+
+@main.command(epilog="Exit code 1 if the policy does not fit, or if the plans given to --diff differ.")
+@click.argument("model", required=False)
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks.")
+@click.option("--dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON (save it for --diff).")
+@click.option(
+    "--diff",
+    nargs=2,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Compare two plans saved with --json.",
+)
+def explain(model: str | None, tp: int, dp: int, as_json: bool, diff: tuple[Path, Path] | None) -> None:
+    """Show what would be done to MODEL, without reading weights and without starting anything.
+
+    MODEL is a folder with a config.json, a config.json, or a class name: of transformers (LlamaForCausalLM) or with its
+    module (package.module.Class). Everything is compiled on the meta device.
+
+    \b
+    Examples:
+      shardcore explain LlamaForCausalLM --tp 4
+      shardcore explain ./checkpoint --tp 2 --json > plan.json
+      shardcore explain --diff before.json after.json
+    """  # noqa: D301  # click reads the control character, not the letters
+    from shardcore.cli import explain as command
+
+    if diff:
+        if model:
+            raise click.UsageError("give either MODEL or --diff, not both")
+        lines = command.difference(*(json.loads(path.read_text()) for path in diff))
+        click.echo("\n".join(lines) or "the plans are equal")
+        raise click.exceptions.Exit(1 if lines else 0)
+    if not model:
+        raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
+    explained = command.explain(model, tp=tp, dp=dp)
+    click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine has, and what will and will not work here, and why."""
+    from shardcore.cli.doctor import examine, show
+
+    findings = examine()
+    click.echo(json.dumps(findings, indent=2)) if as_json else show(findings)
+    if any(finding["state"] == "fails" for finding in findings["checks"]):
+        raise click.exceptions.Exit(1)

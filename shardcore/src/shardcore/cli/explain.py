@@ -1,0 +1,118 @@
+"""``shardcore explain``: the plan for a model, on the meta device."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from shardcore.config import ShardConfig
+from shardcore.integrations.models import meta_model
+from shardcore.plan import ShardPlan, compile_plan
+from shardcore.planner import Collective, collectives, parameter_bytes
+from shardcore.registry import default_registry
+
+__all__ = ["Explained", "difference", "explain", "show"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """A plan and what follows from it."""
+
+    plan: ShardPlan
+    bytes_per_rank: list[int]
+    collectives: list[Collective]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON data."""
+        sent = [
+            {"where": c.where, "phase": c.phase, "operation": c.operation, "payload": c.payload}
+            for c in self.collectives
+        ]
+        return {
+            "plan": self.plan.to_json(),
+            "digest": self.plan.digest,
+            "bytes_per_rank": self.bytes_per_rank,
+            "collectives": sent,
+        }
+
+
+def explain(model: str, *, tp: int, dp: int) -> Explained:
+    """Compile the plan for ``model`` (see `shardcore.integrations.models.meta_model`).
+
+    Raises:
+        ConfigError: there is no such model.
+        NoPolicyError: no installed pack serves it.
+        PlanError: its policy does not fit at these sizes.
+    """
+    native = meta_model(model)
+    match = default_registry().resolve(type(native))
+    config = ShardConfig(tensor_parallel_size=tp, data_parallel_size=dp).resolve(tp * dp)
+    origin = f"{match.pack.distribution} {match.pack.version}"
+    plan = compile_plan(match.load(), native, config, origin=origin)
+    return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan))
+
+
+def show(explained: Explained) -> None:
+    """Print the plan as a tree; plain text without a terminal."""
+    summary = list(_summary(explained))
+    if not sys.stdout.isatty():
+        click.echo("\n".join([explained.plan.render(), *summary]))
+        return
+    from rich.console import Console
+    from rich.tree import Tree
+
+    head, *lines = explained.plan.render().split("\n")
+    tree = Tree(head)
+    branch = tree
+    for line in lines:
+        if line.startswith("    "):
+            branch.add(line.strip())
+        else:
+            branch = tree.add(f"[bold]{line}[/bold]")
+    console = Console()
+    console.print(tree)
+    console.print("\n".join(summary))
+
+
+def _summary(explained: Explained) -> Iterator[str]:
+    low, high = min(explained.bytes_per_rank), max(explained.bytes_per_rank)
+    size = _mebibytes(high) if low == high else f"{_mebibytes(low)} to {_mebibytes(high)}"
+    shards = explained.plan.config.dp_shard_size or 1
+    yield f"parameters per rank: {size}" + (f", divided by {shards} over dp_shard" if shards > 1 else "")
+    counts = Counter((c.phase, c.operation) for c in explained.collectives)
+    sent = ", ".join(
+        f"{count} {operation} {phase}" for (phase, operation), count in sorted(counts.items(), reverse=True)
+    )
+    yield f"collectives per step: {sent or 'none'}"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return what differs between two plans saved as JSON, one line for each place."""
+    return list(_difference("", before, after))
+
+
+def _difference(path: str, before: Any, after: Any) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys([*before, *after]):
+            place = f"{path}.{key}" if path else key
+            if key not in before:
+                yield f"+ {place}: {after[key]}"
+            elif key not in after:
+                yield f"- {place}: {before[key]}"
+            else:
+                yield from _difference(place, before[key], after[key])
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (left, right) in enumerate(zip(before, after, strict=True)):
+            name = left.get("name", left.get("path", index)) if isinstance(left, dict) else index
+            yield from _difference(f"{path}[{name}]", left, right)
+    elif before != after:
+        yield f"! {path}: {before} -> {after}"

@@ -1,0 +1,28 @@
+"""The bytes of parameters that each rank holds, read off a plan."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shardcore.plan import ParameterPlan, ShardPlan
+
+__all__ = ["parameter_bytes"]
+
+
+def parameter_bytes(plan: ShardPlan) -> list[int]:
+    """Return the bytes of parameters on each tensor-parallel rank; data axes divide them further by ``dp_shard``.
+
+    Parameters that a user's callable lays out count whole.
+    """
+    ranks = plan.config.tensor_parallel_size or 1
+    return [sum(_bytes(p, ranks, rank) for p in plan.parameters) for rank in range(ranks)]
+
+
+def _bytes(parameter: ParameterPlan, ranks: int, rank: int) -> int:
+    shape = parameter.shape
+    if parameter.layout is not None and ranks > 1:
+        shape = parameter.layout.shape(shape, ranks, rank)
+    dtype: torch.dtype = getattr(torch, parameter.dtype.removeprefix("torch."))
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,176 @@
+"""The command line without any model library: packs are real distributions in a folder on `sys.path`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from shardcore.cli import main
+from shardcore.cli.explain import difference
+from shardcore.registry import GROUP, default_registry
+
+MODEL = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+class Other(nn.Module):
+    pass
+
+NOT_A_MODEL = 3
+"""
+
+POLICY = """
+from shardcore import Policy
+from shardcore.styles import region, vocab
+
+class NetPolicy(Policy):
+    def module_policy(self):
+        return {"Net": [vocab("embed"), region(col="up", row="down")]}
+"""
+
+PLUGIN = """
+from shardcore.hooks import PolicySpec, hookimpl
+
+@hookimpl
+def shardcore_policies():
+    return [PolicySpec(target="cli_models.Net", policy="shard_net.policy:NetPolicy")]
+"""
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder with a model, the pack that serves it, and room for more."""
+    (tmp_path / "cli_models.py").write_text(MODEL)
+    install(tmp_path, "net", PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    default_registry.cache_clear()
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("cli_models", "shard_net", "shard_bad")]:
+        del sys.modules[name]
+
+
+def install(root, name, plugin, requires=""):
+    package = root / f"shard_{name}"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "plugin.py").write_text(plugin)
+    (package / "policy.py").write_text(POLICY)
+    info = root / f"shard_{name}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: shard-{name}\nVersion: 1.5\n{requires}")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = shard_{name}.plugin\n")
+    importlib.invalidate_caches()
+    default_registry.cache_clear()
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_help_teaches():
+    text = " ".join(run("--help").output.split())
+    assert "see: shardcore packs" in text
+    assert "Exit codes: 0 all is well" in text
+    assert "shardcore explain LlamaForCausalLM --tp 4" in run("explain", "--help").output
+
+
+def test_packs(site):
+    result = run("packs")
+    assert result.exit_code == 0
+    head, *lines = result.output.splitlines()
+    assert head.split("\t") == ["pack", "distribution", "status", "serves", "tested with", "location"]
+    (line,) = [line for line in lines if line.startswith("net\t")]
+    assert line.split("\t")[1:4] == ["shard-net 1.5", "loaded", "Net"]
+    assert line.endswith("plugin.py")
+
+
+def test_packs_as_json(site, monkeypatch):
+    install(site, "old", PLUGIN, 'Provides-Extra: tested\nRequires-Dist: torch<1; extra == "tested"\n')
+    rows = {row["name"]: row for row in json.loads(run("packs", "--json").output)}
+    assert rows["net"]["classes"] == ["cli_models.Net"]
+    assert rows["net"]["tested"] == []
+    (tested,) = rows["old"]["tested"]
+    assert (tested["library"], tested["range"], tested["inside"]) == ("torch", "<1", False)
+    monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "net")
+    rows = {row["name"]: row for row in json.loads(run("packs", "--json").output)}
+    assert rows["net"]["status"] == "blocked"
+
+
+def test_a_broken_pack_is_an_exit_code(site):
+    install(site, "bad", "raise RuntimeError('no luck')\n")
+    result = run("packs")
+    assert result.exit_code == 1
+    assert "broken; RuntimeError: no luck" in result.output
+    assert "pack bad (shard-bad 1.5)\tfails\tRuntimeError: no luck" in run("doctor").output
+
+
+def test_explain(site):
+    result = run("explain", "cli_models.Net", "--tp", "2")
+    assert result.exit_code == 0, result.output
+    assert "Net by shard_net.policy.NetPolicy (shard-net 1.5), tp 2, digest" in result.output
+    assert "weight (12, 8) -> (6, 8)  split on dim 0" in result.output
+    assert "collectives per step: 2 all_reduce forward, 1 all_reduce backward" in result.output
+    assert "parameters per rank: 0.0 MiB" in result.output
+
+
+def test_explain_as_json_and_diff(site):
+    plans = {}
+    for ranks in (2, 4):
+        result = run("explain", "cli_models.Net", "--tp", str(ranks), "--json")
+        plans[ranks] = json.loads(result.output)
+        (site / f"{ranks}.json").write_text(result.output)
+    assert plans[2]["bytes_per_rank"] == [4 * (40 + 48 + 6 + 48 + 8)] * 2
+    assert {c["where"] for c in plans[2]["collectives"]} == {"embed", "up", "down"}
+    same = run("explain", "--diff", str(site / "2.json"), str(site / "2.json"))
+    assert (same.exit_code, same.output) == (0, "the plans are equal\n")
+    other = run("explain", "--diff", str(site / "2.json"), str(site / "4.json"))
+    assert other.exit_code == 1
+    assert "! plan.config.tensor_parallel_size: 2 -> 4" in other.output
+
+
+def test_differences_name_places():
+    before = {"steps": [{"path": "a", "target": "x"}], "gone": 1}
+    after = {"steps": [{"path": "a", "target": "y"}], "new": 2}
+    assert difference(before, after) == ["! steps[a].target: x -> y", "- gone: 1", "+ new: 2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "cli_models.Missing"], "error: no class 'Missing' in module 'cli_models'"),
+        (["explain", "cli_models.NOT_A_MODEL"], "error: cli_models.NOT_A_MODEL is not a model class"),
+        (["explain", "nowhere/config.json"], "error: nowhere/config.json: there is no such file"),
+        (["explain", "cli_models.Other"], "cli_models.Other"),
+    ],
+)
+def test_errors_are_messages(site, arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_command_line_is_checked(site):
+    assert run("explain").exit_code == 2
+    assert "MODEL is missing" in run("explain").output
+    assert run("explain", "cli_models.Net", "--tp", "0").exit_code == 2
+
+
+def test_doctor():
+    result = run("doctor", "--json")
+    findings = json.loads(result.output)
+    assert {"python", "torch", "shardcore"} <= findings["versions"].keys()
+    states = {check["what"]: check for check in findings["checks"]}
+    assert states["gloo"]["state"] in ("works", "missing")
+    assert all(check["why"] for check in findings["checks"])
+    assert {check["state"] for check in findings["checks"]} <= {"works", "missing", "fails"}
