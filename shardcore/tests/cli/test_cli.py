@@ -55,7 +55,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     default_registry.cache_clear()
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("cli_models", "shard_net", "shard_bad")]:
+    for name in [n for n in sys.modules if n.startswith(("cli_models", "shard_net", "shard_bad", "shard_old"))]:
         del sys.modules[name]
 
 

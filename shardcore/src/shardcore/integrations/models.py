@@ -39,11 +39,15 @@ def meta_model(source: str) -> nn.Module:
 
 
 def _from_file(path: Path) -> tuple[Any, Any]:
-    from transformers import AutoConfig
-
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path}: there is no {'config.json in this folder' if path.is_dir() else 'such file'}")
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"{file} is read by transformers, which is not installed; install the model's pack"
+        ) from error
     config = AutoConfig.from_pretrained(str(file))
     names = getattr(config, "architectures", None)
     if not names:

@@ -170,7 +170,7 @@ def swapped_class(native: type[nn.Module], mixin: type[SwappedModule]) -> type[n
         "__qualname__": named.__qualname__,
         "__doc__": named.__doc__,
     }
-    if "forward" in vars(mixin) and mixin.keeps_name:
+    if mixin.keeps_name and mixin.forward is not nn.Module.forward:
         # Libraries look at the signature of a model's forward to decide which arguments it takes.
         namespace["forward"] = _with_signature(mixin, native)
     return type(named.__name__, (mixin, native), namespace)
