@@ -291,7 +291,7 @@ if __name__ == "__main__":
     except SystemExit as end:
         if end.code:
             raise
-    # torch 2.13 with gloo sometimes aborts while Python winds down, after the groups are gone ("terminate called without
-    # an active exception", in plain torch too): all is done and checked here, so there is nothing to wind down.
+    # With gloo, torch 2.13 sometimes aborts while Python winds down after the groups are gone ("terminate called
+    # without an active exception", in plain torch too). All is done and checked: nothing is left to wind down.
     sys.stdout.flush()
     os._exit(0)
