@@ -224,7 +224,7 @@ def differences():
     refused(bare, "tensor model", sync_from=0)
 
 
-def test_norms_keep_their_rows(pool):
+def test_one_module_under_two_rows(pool):
     pool.run(aliases, world=2)
 
 
@@ -240,8 +240,7 @@ def aliases():
 
     class TwicePolicy(Policy):
         def module_policy(self):
-            inside = [region(enter="pair", col="pair.a", row="pair.b"), replicate("pair.c", "pair.d")]
-            return {"Twice": [norm("one"), norm("two"), inside[0]], "Pair": [replicate("c", "d")]}
+            return {"Twice": [norm("one"), norm("two"), replicate("pair")]}
 
     reference = Twice().double()
     randomize(reference)
@@ -250,3 +249,4 @@ def aliases():
     reference(x).square().sum().backward()
     model(x).square().sum().backward()
     assert model.one is model.two
+    assert_same_gradients(reference, model)

@@ -116,7 +116,6 @@ class _Scope:
     row: Row
     path: str
     module: nn.Module
-    matched: bool = False
 
     @property
     def ranks(self) -> int:
@@ -147,12 +146,10 @@ class _Scope:
                     "correct the name for this version of the model, or say optional=True",
                 )
             return None
-        self.matched = True
         return found
 
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> None:
         module = self.module.get_submodule(_dotted(suffix))
-        self.matched = True
         if problem := target.refusal(module, self.ranks, **options):
             self.problem(problem, "correct the row, or use another tensor_parallel_size", suffix)
             for name, parameter in module._parameters.items():
@@ -164,7 +161,6 @@ class _Scope:
             self.claim(suffix, name, layout)
 
     def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
-        self.matched = True
         name = ".".join(filter(None, (self.name(suffix), parameter)))
         claims = self.draft.claims.setdefault(name, [])
         claim = _Claim(name, self.row.text, layout, ".".join((self.path, suffix, parameter)))
@@ -173,7 +169,6 @@ class _Scope:
             claims.append(claim)
 
     def add(self, step: Step) -> None:
-        self.matched = True
         for other in self.draft.steps.values():
             if what := _conflict(step, other):
                 self.problem(what, "keep one of them")

@@ -294,16 +294,13 @@ class Region:
         """Called by the row linear: numbers drawn from here on agree on all ranks again."""
         if torch.compiler.is_compiling() and not self._dropouts.live():
             return
-        self._join()
+        _join(self)
 
     def _fork(self) -> None:
         if self._dropouts.live():
             _fork(self)
         elif not torch.compiler.is_compiling():
             self.context.random.drop(id(self))
-
-    def _join(self) -> None:
-        _join(self)
 
     def _enter(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
