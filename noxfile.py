@@ -1,4 +1,4 @@
-"""The jobs of the workspace: ``nox -s tests``, ``nox -s demo``, ``nox -s lint``.
+"""The jobs of the workspace: ``nox -s tests``, ``nox -s demo``, ``nox -s lint``, ``nox -s docs``.
 
 A pack is a folder below ``packs/``; its ``[tool.shardcore.matrix]`` names the releases that it is tested against, so
 adding a pack edits nothing here.
@@ -26,6 +26,13 @@ TORCH = os.environ.get("SHARDCORE_TORCH", "2.13.0")
 ROOT = Path(__file__).parent
 TOTALS = ROOT / ".nox" / "totals"  # for .ci/run, which prints it after nox's own summary
 TOOLS = ("ruff==0.17.5", "mypy==2.4.1")
+DOCS = (
+    "mkdocs==1.6.1",
+    "mkdocs-material==9.8.1",
+    "mkdocstrings==1.0.8",
+    "mkdocstrings-python==2.0.11",
+    "ruff==0.17.5",  # formats signatures
+)
 
 # The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
 ENV: dict[str, str | None] = {
@@ -79,6 +86,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into ``site``, which git ignores; a warning is an error. Needs no torch."""
+    session.install(*DOCS)
+    session.run("mkdocs", "build", "--strict", "--clean", "--site-dir", "site", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @dataclass(frozen=True)

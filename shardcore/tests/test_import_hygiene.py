@@ -12,6 +12,16 @@ import shardcore
 
 HEAVY = ("torch", "transformers", "timm", "numpy")
 
+REGISTRY = {
+    "shardcore",
+    "shardcore.registry",
+    "shardcore._loading",
+    "shardcore._versions",
+    "shardcore.hooks",
+    "shardcore.errors",
+    "shardcore._env",
+}
+
 
 def loaded_by(statement: str) -> set[str]:
     """Return the modules that a fresh interpreter holds after a statement."""
@@ -38,11 +48,11 @@ def loaded_by(statement: str) -> set[str]:
         ("import shardcore._env", {"shardcore", "shardcore._env", "shardcore.errors"}),
         (
             "import shardcore.registry",
-            {"shardcore", "shardcore.registry", "shardcore.hooks", "shardcore.errors", "shardcore._env"},
+            REGISTRY,
         ),
         (
             "from shardcore.registry import Registry; Registry.discover([])",
-            {"shardcore", "shardcore.registry", "shardcore.hooks", "shardcore.errors", "shardcore._env"},
+            REGISTRY,
         ),
     ],
 )

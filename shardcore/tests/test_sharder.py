@@ -293,9 +293,12 @@ def refusals():
     moved = build()
     moved.register_buffer("steps", torch.tensor(rank))
     _refused(AgreementError, r"differ in tensor steps \(\) torch.int64", model=moved, tp=world)
-    _refused(AgreementError, "differ in the plan", policy=Elsewhere, tp=world)
+    _refused(AgreementError, "differ in step", policy=Elsewhere, tp=world)
     text = _refused(
-        AgreementError, "differ in the configuration", tp=world, partial_gradients="deferred" if rank else "in_backward"
+        AgreementError,
+        "differ in ShardConfig.partial_gradients",
+        tp=world,
+        partial_gradients="deferred" if rank else "in_backward",
     )
     assert "Start every rank from the same environment" in text
     other = build(layers=2 + rank % 2)
@@ -306,7 +309,7 @@ def refusals():
             _refused(LookupError, "no such file", tp=world, **arguments)
         else:
             text = _refused(AgreementError, "rank 1 failed, so no rank was changed", tp=world, **arguments)
-            assert text.endswith("Its error: LookupError: no such file")
+            assert "Its error: LookupError: no such file\nrank 0 did not fail; " in text
     for wrong in ({"policy": object()}, {"policy": TinyPolicy, "nonsense": 3}, {"config": 7}):
         arguments = wrong if rank == 1 else {"policy": TinyPolicy}
         if rank == 1:

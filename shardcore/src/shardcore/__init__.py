@@ -1,4 +1,4 @@
-"""Shard unmodified models over tensor, sequence, pipeline and data parallel ranks.
+"""Shard unmodified models over tensor- and data-parallel ranks.
 
 What to do to a model family comes from *packs*, separately installed packages that are found through entry points.
 Every public name is loaded on first use, so that `import shardcore` and `import shardcore.hooks` load no torch.
@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardcore.checkpointing import GradientCheckpointConfig
     from shardcore.config import ShardConfig
+    from shardcore.data import ShardedDataLoader
     from shardcore.errors import (
         AgreementError,
         AlreadyShardedError,
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
         ShardcoreError,
         ShardcoreWarning,
         StaleOptimizerWarning,
+        UntestedVersionWarning,
         WrapError,
     )
-    from shardcore.former import shard
-    from shardcore.hooks import PolicySpec, hookimpl
+    from shardcore.former import ShardFormer, shard
+    from shardcore.groups import ProcessGroupManager
+    from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
+    from shardcore.launch import launch_from_torch
     from shardcore.mesh import ShardContext
     from shardcore.nn import ParallelModule, reduce_partial_gradients
     from shardcore.plan import ShardPlan, compile_plan
@@ -53,6 +58,7 @@ __all__ = [
     "AmbiguousPolicyError",
     "BrokenPackWarning",
     "ConfigError",
+    "GradientCheckpointConfig",
     "Heads",
     "MissingRanksError",
     "ModelSharder",
@@ -62,24 +68,30 @@ __all__ = [
     "Pack",
     "PackError",
     "ParallelModule",
+    "ParallelModuleSpec",
     "PartlyShardedError",
     "PlanError",
     "Policy",
     "PolicySpec",
+    "ProcessGroupManager",
     "Registry",
     "RegistryError",
     "ShardConfig",
     "ShardContext",
+    "ShardFormer",
     "ShardPlan",
     "ShardcoreError",
     "ShardcoreWarning",
+    "ShardedDataLoader",
     "Stages",
     "StaleOptimizerWarning",
     "SubModuleReplacementDescription",
+    "UntestedVersionWarning",
     "WrapError",
     "compile_plan",
     "get_rng_state",
     "hookimpl",
+    "launch_from_torch",
     "manual_seed",
     "reduce_partial_gradients",
     "set_rng_state",
@@ -93,6 +105,7 @@ _HOME = {
     "AmbiguousPolicyError": "shardcore.errors",
     "BrokenPackWarning": "shardcore.errors",
     "ConfigError": "shardcore.errors",
+    "GradientCheckpointConfig": "shardcore.checkpointing",
     "Heads": "shardcore.policy",
     "MissingRanksError": "shardcore.errors",
     "ModelSharder": "shardcore.sharder",
@@ -102,24 +115,30 @@ _HOME = {
     "Pack": "shardcore.registry",
     "PackError": "shardcore.errors",
     "ParallelModule": "shardcore.nn",
+    "ParallelModuleSpec": "shardcore.hooks",
     "PartlyShardedError": "shardcore.errors",
     "PlanError": "shardcore.errors",
     "Policy": "shardcore.policy",
     "PolicySpec": "shardcore.hooks",
+    "ProcessGroupManager": "shardcore.groups",
     "Registry": "shardcore.registry",
     "RegistryError": "shardcore.errors",
     "ShardConfig": "shardcore.config",
     "ShardContext": "shardcore.mesh",
+    "ShardFormer": "shardcore.former",
     "ShardPlan": "shardcore.plan",
     "ShardcoreError": "shardcore.errors",
     "ShardcoreWarning": "shardcore.errors",
+    "ShardedDataLoader": "shardcore.data",
     "Stages": "shardcore.policy",
     "StaleOptimizerWarning": "shardcore.errors",
     "SubModuleReplacementDescription": "shardcore.policy",
+    "UntestedVersionWarning": "shardcore.errors",
     "WrapError": "shardcore.errors",
     "compile_plan": "shardcore.plan",
     "get_rng_state": "shardcore.random",
     "hookimpl": "shardcore.hooks",
+    "launch_from_torch": "shardcore.launch",
     "manual_seed": "shardcore.random",
     "reduce_partial_gradients": "shardcore.nn",
     "set_rng_state": "shardcore.random",

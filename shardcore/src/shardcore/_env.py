@@ -4,7 +4,7 @@
 |---|---|---|
 | `SHARDCORE_PACKS` | `packs` | the packs that may load: unset means all, empty means none, else a comma list |
 | `SHARDCORE_DISABLE_PACKS` | `disabled_packs` | packs that may not load, a comma list |
-| `SHARDCORE_STRICT` | `strict` | `1`: what would be a warning is an error; `0` (the default): it is not |
+| `SHARDCORE_STRICT` | `strict` | `1`: a warning about a pack is an error; `0` (the default): it is not |
 | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` | `torchrun` | what torchrun tells its workers |
 
 Every reader looks at the environment when it is called; nothing is remembered. This module imports no torch.

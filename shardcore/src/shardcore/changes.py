@@ -1,6 +1,6 @@
 """Carrying out the steps of a plan, in two halves: prepare what can fail, then change what cannot.
 
-To teach the sharder a new kind of step, register a `prepare` for it.
+To teach the sharder a new kind of step, register a `prepare` for it, or a `prepare_locally` if it splits nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,26 @@ from torch import nn
 from shardcore.adoption import adopt_local_parameters, local_problem
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext
-from shardcore.nn import ColumnLinear, GathersOutputs, Layout, Region, RowLinear, SwappedModule
+from shardcore.nn import (
+    ColumnLinear,
+    FusedRMSNorm,
+    GathersOutputs,
+    Layout,
+    Recomputed,
+    Region,
+    RowLinear,
+    SwappedModule,
+)
 from shardcore.nn.base import with_methods
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.layout import distribute
 from shardcore.plan import ShardPlan
 from shardcore.steps import (
+    FreezeForInference,
+    FuseNorm,
     GatherOutputs,
     OpenRegion,
+    Recompute,
     ReplaceMethods,
     ReplaceModule,
     ReplaceParameters,
@@ -31,7 +43,7 @@ from shardcore.steps import (
     Swap,
 )
 
-__all__ = ["Changes", "prepare"]
+__all__ = ["Changes", "prepare", "prepare_locally"]
 
 Commit = Callable[[], None]
 
@@ -43,14 +55,19 @@ class Changes:
     commits: list[Commit] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext) -> Self:
-        """Prepare everything that ``plan`` does to ``model``; the model is not changed."""
-        layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
-        commits: list[Commit] = [
-            functools.partial(_assign, list(_parts(model, layouts, context))),
-            functools.partial(_move_buffers, model, context),
-        ]
-        commits += [prepare(step, model, context) for step in plan.steps]
+    def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> Self:
+        """Prepare everything that ``plan`` does to ``model``; the model is not changed.
+
+        Without a context, or with one tensor-parallel rank, no parameter changes and no step of the plan splits.
+        """
+        commits: list[Commit] = []
+        if context is not None and context.size > 1:
+            layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
+            commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
+            commits.append(functools.partial(_move_buffers, model, context))
+            commits += [prepare(step, model, context) for step in plan.steps]
+        else:
+            commits += [prepare_locally(step, model) for step in plan.steps]
         return cls(commits)
 
     def commit(self) -> None:
@@ -95,7 +112,31 @@ def _move_buffers(model: nn.Module, context: ShardContext) -> None:
 @functools.singledispatch
 def prepare(step: Step, model: nn.Module, context: ShardContext) -> Commit:
     """Do everything about ``step`` that can fail, and return the call that changes the model."""
+    return prepare_locally(step, model)
+
+
+@functools.singledispatch
+def prepare_locally(step: Step, model: nn.Module) -> Commit:
+    """Do what `prepare` does, for a step that splits nothing and so needs no other rank."""
     raise TypeError(f"no way to carry out a step of class {type(step).__name__}")
+
+
+@prepare_locally.register
+def _(step: FuseNorm, model: nn.Module) -> Commit:
+    return functools.partial(FusedRMSNorm.fuse, model.get_submodule(step.path), step.eps)
+
+
+@prepare_locally.register
+def _(step: Recompute, model: nn.Module) -> Commit:
+    return functools.partial(Recomputed.recompute, model.get_submodule(step.path))
+
+
+@prepare_locally.register
+def _(step: FreezeForInference, model: nn.Module) -> Commit:
+    def commit() -> None:
+        model.get_submodule(step.path).requires_grad_(False).eval()
+
+    return commit
 
 
 @prepare.register

@@ -29,7 +29,7 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         **options: of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
             ``shard_placement_fn``, which is not asked about fused weights).
     """
-    replicas, shards = context.mesh["dp_replicate"].size(), context.mesh["dp_shard"].size()
+    replicas, shards = context.axis_size("dp_replicate"), context.axis_size("dp_shard")
     if replicas * shards == 1:
         return model
     if shards == 1:

@@ -12,11 +12,12 @@ ShardcoreError
 ├── AlreadyShardedError (RuntimeError)   the model was sharded before
 ├── PartlyShardedError (RuntimeError)    a policy's own code failed while a model was being changed
 ├── WrapError (TypeError)                a wrapper or a copy that cannot work on a sharded model
-└── MissingRanksError (TimeoutError)     a collective call that only some ranks made
+└── MissingRanksError (TimeoutError)     a collective save that only some ranks joined
 
 ShardcoreWarning (UserWarning)
 ├── StaleOptimizerWarning                an optimizer still holds the parameters from before sharding
-└── BrokenPackWarning                    an installed pack was left out because it failed to load
+├── BrokenPackWarning                    an installed pack was left out because it failed to load
+└── UntestedVersionWarning               a library is outside of the range that a pack was tested with
 
 Every error also derives from the builtin that a caller would expect (in brackets). This module imports nothing.
 """
@@ -43,6 +44,7 @@ __all__ = [
     "ShardcoreError",
     "ShardcoreWarning",
     "StaleOptimizerWarning",
+    "UntestedVersionWarning",
     "WrapError",
 ]
 
@@ -72,7 +74,7 @@ class NoPolicyError(RegistryError, LookupError):
 
 
 class AmbiguousPolicyError(RegistryError, LookupError):
-    """Several packs serve this model class with equal priority."""
+    """Several packs serve this class, of a model or of a module in it, with equal priority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,3 +147,7 @@ class StaleOptimizerWarning(ShardcoreWarning):
 
 class BrokenPackWarning(ShardcoreWarning):
     """An installed pack failed to load and was left out."""
+
+
+class UntestedVersionWarning(ShardcoreWarning):
+    """An installed library is outside of the range that a pack was tested with; under strict it is an error."""

@@ -1,4 +1,4 @@
-"""What users call: `shard`."""
+"""What users call: `shard`, and `ShardFormer` for those who know it from ColossalAI."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import gc
 import warnings
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
-from shardcore._env import torchrun
 from shardcore.agreement import Report, agree
 from shardcore.config import ShardConfig
+from shardcore.data import ShardedDataLoader
 from shardcore.data_parallel import apply_data_parallel
 from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
+from shardcore.groups import ProcessGroupManager
+from shardcore.launch import start_process_group, world_size
 from shardcore.policy import Policy
 from shardcore.sharder import ModelSharder
 
-__all__ = ["shard"]
+__all__ = ["ShardFormer", "shard"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -55,7 +57,7 @@ def shard(
         optimizer: an optimizer made before this call and not stepped yet; its parameter groups are re-pointed in place.
         wrap: apply FSDP2 over the data axes; False leaves that to the caller.
         sync_from: take the weights of this global rank instead of requiring equal ones.
-        **fields: any field of `ShardConfig`; ``tp`` and ``dp`` are short names.
+        **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp`` and ``cp`` are short names.
 
     Raises:
         ConfigError: arguments contradict each other or the number of ranks, or ranks are missing altogether.
@@ -70,16 +72,19 @@ def shard(
         config = ShardConfig.of(config, **fields)
         sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=check)
     except Exception as error:
-        agree(Report.of_error(error), error)  # where ranks can talk already, an error on one is an error on all
+        # Where ranks can talk already, an error on one is an error on all. Who would answer on a group or a mesh of the
+        # caller's cannot be known without a configuration.
+        if not {"device_mesh", "tensor_parallel_process_group"} & fields.keys():
+            agree(Report.of_error(error), error)
         raise
-    _start_process_group(config)
+    start_process_group(config)
     sharder.shard()
     context = sharder.context
     if context is None or sharder.plan is None:
         return model
     if wrap:
         apply_data_parallel(model, context, sharder.plan.stages)
-    changed = context.size > 1 or (wrap and dist.get_world_size() > 1)
+    changed = context.size > 1 or (wrap and context.mesh.size() > 1)
     if optimizer is not None:
         _repoint(optimizer, names, dict(model.named_parameters()))
     elif changed:
@@ -87,30 +92,119 @@ def shard(
     return model
 
 
-def _start_process_group(config: ShardConfig) -> None:
-    """Start the default process group from torchrun's variables.
+class ShardFormer:
+    """Shards models, and divides datasets, by one configuration.
 
-    Raises:
-        ConfigError: several ranks are wanted and there is neither a process group nor torchrun.
+    ```python
+    former = ShardFormer(shard_config=ShardConfig(tensor_parallel_size=2))
+    former.init_distributed()
+    model = former.shard_model(model)
+    loader = former.shard_dataset(dataset, batch_size=8)
+    ```
+
+    `shard` does the same for one model in one line. After Shardformer's ``ShardFormer`` (ColossalAI).
+
+    Args:
+        shard_config: the configuration.
+
+    Attributes:
+        shard_config: the configuration.
+        pg_manager: the process groups; None before `init_distributed`.
     """
-    if dist.is_initialized():
-        return
-    env = torchrun()
-    if env is None:
-        sizes = (config.tensor_parallel_size, config.data_parallel_size, config.dp_replicate_size, config.dp_shard_size)
-        wanted = max(1, *(size or 1 for size in sizes))
-        if wanted > 1:
+
+    def __init__(self, shard_config: ShardConfig) -> None:
+        self.shard_config = ShardConfig.of(shard_config)
+        self.pg_manager: ProcessGroupManager | None = None
+
+    def init_distributed(self) -> ProcessGroupManager:
+        """Start the default process group if there is none, and make the groups of the configuration's mesh.
+
+        Every rank calls it; a second call returns what the first one made.
+
+        Raises:
+            ConfigError: the sizes do not fit the number of ranks, or ranks are missing altogether.
+        """
+        if self.pg_manager is None:
+            config = self.shard_config
+            start_process_group(config)
+            mesh = config.resolve(world_size(config)).mesh() if dist.is_initialized() else None
+            self.pg_manager = ProcessGroupManager(mesh)
+        return self.pg_manager
+
+    def shard_model(
+        self, model: Model, policy: Policy | type[Policy] | None = None, *, optimizer: Optimizer | None = None
+    ) -> Model:
+        """Shard ``model`` in place and return it: `shard` by this configuration.
+
+        Args:
+            model: the unsharded model.
+            policy: a policy or its class, used instead of looking for one among the installed packs.
+            optimizer: an optimizer made before this call; its parameter groups are re-pointed in place.
+
+        Raises:
+            ShardcoreError: what `shard` raises.
+        """
+        mesh = self.init_distributed().mesh
+        config = self.shard_config
+        if mesh is not None and config.tensor_parallel_process_group is None:
+            config = ShardConfig.of(config, device_mesh=mesh)
+        return shard(model, config, policy=policy, optimizer=optimizer)
+
+    def optimize(
+        self, model: Model, policy: Policy | type[Policy] | None = None
+    ) -> tuple[Model, list[dict[int, nn.Parameter]]]:
+        """Shard ``model`` and return it with the parameters that pipeline stages share, by stage.
+
+        Without a pipeline no stage shares anything, and the list is empty: tied weights of one rank are one parameter.
+
+        Raises:
+            ShardcoreError: what `shard` raises.
+        """
+        return self.shard_model(model, policy), []
+
+    def shard_dataset(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> ShardedDataLoader[Any]:
+        """Return a loader over this replica's part of ``dataset``; see `shardcore.data.ShardedDataLoader`.
+
+        Args:
+            dataset: a map-style dataset.
+            batch_size: samples of one batch on one replica.
+            shuffle: draw a new order in every epoch.
+            seed: of the order and of the dataset's randomness; the same on all ranks.
+            drop_last: leave out samples that do not fill a batch on all replicas.
+            **options: of `torch.utils.data.DataLoader`.
+
+        Raises:
+            ConfigError: the configuration has a tensor-parallel process group that does not hold all ranks, so that
+                nobody knows which ranks are replicas.
+            NotSupportedError: the dataset is an `IterableDataset`.
+        """
+        groups = self.init_distributed()
+        group = self.shard_config.tensor_parallel_process_group
+        if group is not None and group.size() < dist.get_world_size():
             raise ConfigError(
-                f"sharding over {wanted} ranks needs that many processes, and this one was started alone. Start it "
-                f"with: torchrun --nproc-per-node {wanted} your_script.py (or call "
-                "torch.distributed.init_process_group first)"
+                f"the {dist.get_world_size()} ranks are not all in tensor_parallel_process_group ({group.size()}), and "
+                "nothing says which of them are replicas; give ShardConfig a device_mesh with an axis 'dp_shard' or "
+                "'dp_replicate'"
             )
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(env.local_rank or 0)
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
+        return ShardedDataLoader(
+            dataset,
+            replicas=groups.size("dp"),
+            replica=groups.rank("dp"),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            **options,
+        )
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:

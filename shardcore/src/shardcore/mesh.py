@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,10 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardcore._stream import RandomStream, mix
 from shardcore.errors import NotSupportedError
 
-__all__ = ["AXES", "PartialGradients", "ShardContext", "as_context", "build_mesh", "context_of", "device_type_of"]
+__all__ = [
+    "AXES",
+    "DATA_AXES",
+    "PartialGradients",
+    "ShardContext",
+    "as_context",
+    "build_mesh",
+    "context_of",
+    "device_type_here",
+    "device_type_of",
+    "group_of",
+]
 
 #: The axes of the mesh, outermost first: tensor-parallel ranks are neighbours.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+#: The axes along which ranks hold replicas with data of their own.
+DATA_AXES = ("dp_replicate", "dp_shard")
 
 #: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.
 PartialGradients = Literal["in_backward", "deferred"]
@@ -83,13 +98,22 @@ class ShardContext:
 
     @property
     def replica(self) -> int:
-        """Which data-parallel replica this rank belongs to, counted over all data axes."""
-        names = self.mesh.mesh_dim_names or ()
+        """Which data-parallel replica this rank belongs to, counted over all data axes.
+
+        Where the mesh has none, because the caller arranges data parallelism, the first global rank of ``tp`` stands
+        for the replica.
+        """
+        axes = [axis for axis in DATA_AXES if axis in (self.mesh.mesh_dim_names or ())]
+        if not axes:
+            return int(self.tp.mesh.flatten()[0])
         index = 0
-        for axis in ("dp_replicate", "dp_shard"):
-            if axis in names:
-                index = index * self.mesh[axis].size() + self.mesh[axis].get_local_rank()
+        for axis in axes:
+            index = index * self.mesh[axis].size() + self.mesh[axis].get_local_rank()
         return index
+
+    def axis_size(self, axis: str) -> int:
+        """Return the number of ranks on an axis; 1 if the mesh does not have it."""
+        return self.mesh[axis].size() if axis in (self.mesh.mesh_dim_names or ()) else 1
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +133,13 @@ def device_type_of(group: ProcessGroup | None = None) -> str:
     return "cuda" if "nccl" in str(get_backend(group)) else "cpu"
 
 
+def device_type_here() -> str:
+    """Return where a model would run: where the default process group does, or else would if it were started."""
+    if dist.is_initialized():
+        return device_type_of()
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
     """Make the mesh of the default process group with `AXES` of the given ``sizes`` (absent axes have size 1).
 
@@ -116,6 +147,25 @@ def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
     """
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     return init_device_mesh(device_type_of(), shape, mesh_dim_names=AXES)
+
+
+def mesh_of_group(group: ProcessGroup) -> DeviceMesh:
+    """Return the one-dimensional mesh, with the axis ``tp``, of the ranks of ``group``."""
+    return DeviceMesh.from_group(group, device_type_of(group), mesh_dim_names=("tp",))
+
+
+def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
+    """Return a process group of all ranks of ``mesh``; None for the default one.
+
+    Every rank of the mesh makes the call: where there is no such group yet, it makes one.
+    """
+    if mesh.size() == dist.get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = [int(rank) for rank in mesh.mesh.flatten()]
+    group: ProcessGroup = dist.new_group(ranks, backend=get_backend(mesh.get_group(0)), use_local_synchronization=True)
+    return group
 
 
 def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext) -> ShardContext:
@@ -135,7 +185,7 @@ def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardCont
                 "group of the tensor-parallel ranks."
             )
         where = where[0]
-    return ShardContext.of(DeviceMesh.from_group(where, device_type_of(where), mesh_dim_names=("tp",)), forks=False)
+    return ShardContext.of(mesh_of_group(where), forks=False)
 
 
 def context_of(model: nn.Module) -> ShardContext | None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.descriptions import rows_of
+from shardcore.draft import Claim, Draft, DraftScope, Modules, report_nested_entries
 from shardcore.errors import PlanError, Problem
-from shardcore.nn import ColumnLinear, Layout, SwappedModule
-from shardcore.policy import HeadCounts, Heads, ModulePolicy, ModulePolicyDescription, Policy, Row, Stages
+from shardcore.mesh import device_type_here
+from shardcore.nn import Layout
+from shardcore.optimizations import Choice, optimize
+from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy, Stages
 from shardcore.rendering import render
-from shardcore.steps import OpenRegion, SetAttribute, Step, Swap, to_data
+from shardcore.steps import FuseNorm, OpenRegion, Step, Swap, to_data
 
 __all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
 
@@ -51,8 +53,9 @@ class ShardPlan:
         origin: the distribution and version that the policy comes from; empty if it was passed by hand.
         config: the configuration it was compiled for.
         parameters: every parameter of the model.
-        steps: what is done to the model, in order. Empty at a tensor-parallel size of 1.
+        steps: what is done to the model, in order. At a tensor-parallel size of 1, only what splits nothing.
         stages: where the model can be cut.
+        choices: what became of the wishes of the configuration that leave a choice.
     """
 
     model: str
@@ -62,6 +65,7 @@ class ShardPlan:
     parameters: tuple[ParameterPlan, ...]
     steps: tuple[Step, ...]
     stages: Stages | None
+    choices: tuple[Choice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON data, the same in every process."""
@@ -86,171 +90,34 @@ class ShardPlan:
         return self.render()
 
 
-@dataclass
-class _Claim:
-    name: str
-    row: str
-    layout: Layout | None
-    asked: str  # the name by which the row reached it
-
-
-@dataclass
-class _Draft:
-    """What planning has gathered so far."""
-
-    model: nn.Module
-    ranks: int
-    heads: HeadCounts | None = None
-    claims: dict[str, list[_Claim]] = field(default_factory=dict)  # by the parameter's full name
-    heads_failed: bool = False  # a check of heads was reported already
-    steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
-    paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
-    problems: list[Problem] = field(default_factory=list)
-
-
-@dataclass
-class _Scope:
-    """`shardcore.policy.Scope` for one row and one module."""
-
-    draft: _Draft
-    row: Row
-    path: str
-    module: nn.Module
-
-    @property
-    def ranks(self) -> int:
-        return self.draft.ranks
-
-    @property
-    def heads(self) -> HeadCounts | None:
-        if self.draft.heads is None and not self.draft.heads_failed:
-            what = "the row needs the numbers of heads, which the policy does not declare"
-            self.problem(what, "add Heads(...) to the policy's checks")
-        return self.draft.heads
-
-    def name(self, suffix: str) -> str:
-        name = ".".join(filter(None, (self.path, _dotted(suffix))))
-        try:
-            # A module under two names is one module: its first name stands for all.
-            return self.draft.paths.get(id(self.draft.model.get_submodule(name)), name)
-        except AttributeError:
-            return name
-
-    def find(self, suffix: str) -> nn.Module | None:
-        try:
-            found = self.module.get_submodule(_dotted(suffix))
-        except AttributeError:
-            if not self.row.optional:
-                self.problem(
-                    _absence(self.module, suffix),
-                    "correct the name for this version of the model, or say optional=True",
-                )
-            return None
-        return found
-
-    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> None:
-        module = self.module.get_submodule(_dotted(suffix))
-        if problem := target.refusal(module, self.ranks, **options):
-            self.problem(problem, "correct the row, or use another tensor_parallel_size", suffix)
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.claim(suffix, name, None)  # said already: not "covered by no row" too
-            return
-        self.add(Swap(path=self.name(suffix), target=target, options=tuple(sorted(options.items()))))
-        for name, layout in target.layouts(module, self.ranks, **options).items():
-            self.claim(suffix, name, layout)
-
-    def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
-        name = ".".join(filter(None, (self.name(suffix), parameter)))
-        claims = self.draft.claims.setdefault(name, [])
-        claim = _Claim(name, self.row.text, layout, ".".join((self.path, suffix, parameter)))
-        # A module under two names may be reached by both, if they say the same.
-        if not any(c.layout == layout and (c.asked != claim.asked or c.row == claim.row) for c in claims):
-            claims.append(claim)
-
-    def add(self, step: Step) -> None:
-        for other in self.draft.steps.values():
-            if what := _conflict(step, other):
-                self.problem(what, "keep one of them")
-        self.draft.steps.setdefault(repr(step), step)
-
-    def problem(self, what: str, todo: str, suffix: str = "") -> None:
-        problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
-        if problem not in self.draft.problems:
-            self.draft.problems.append(problem)
-
-
-def _conflict(step: Step, other: Step) -> str | None:
-    """Say why two steps cannot both be carried out, or return None."""
-    if step.path != other.path or step == other:
-        return None
-    if isinstance(step, SetAttribute) and isinstance(other, SetAttribute) and step.name == other.name:
-        return f"the attribute {step.path}.{step.name} would be set to {other.value!r} and to {step.value!r}"
-    if isinstance(step, OpenRegion) and isinstance(other, OpenRegion):
-        if (step.members, step.row) == (other.members, other.row):
-            return None  # a shared module, reached from several blocks
-        return f"two regions would enter at {step.path}, so its input gradient would be summed twice"
-    return None
-
-
-def _nested_entries(draft: _Draft) -> None:
-    """Report column linears that enter by themselves inside a module where a region is entered already."""
-    entries = {step.path for step in draft.steps.values() if isinstance(step, OpenRegion)}
-    for step in draft.steps.values():
-        if not (
-            isinstance(step, Swap) and issubclass(step.target, ColumnLinear) and dict(step.options).get("enters", True)
-        ):
-            continue
-        inside = [path for path in entries if step.path.startswith(f"{path}.")]
-        if inside:
-            draft.problems.append(
-                Problem(
-                    where=step.path,
-                    row=step.describe(),
-                    what=f"it would enter again what entered the region at {inside[0]}: gradients are summed twice",
-                    todo="make it one of the region's col=, or move the region's enter",
-                )
-            )
-
-
-def _absence(module: nn.Module, suffix: str) -> str:
-    """Say where the way to the submodule ``suffix`` ends, and how it could go on."""
-    *parts, last = _dotted(suffix).split(".")
-    way = []
-    for part in parts:
-        if not isinstance(child := getattr(module, part, None), nn.Module):
-            last = part
-            break
-        module = child
-        way.append(part)
-    owner = f"{type(module).__name__} ({'.'.join(way)})" if way else type(module).__name__
-    names = ", ".join(name for name, _ in module.named_children()) or "none"
-    return f"{owner} has no submodule {last!r}; its children are {names}"
-
-
-def _dotted(suffix: str) -> str:
-    """Return ``layers[0].mlp``, as Shardformer's policies write it, as ``layers.0.mlp``."""
-    return re.sub(r"\[(\d+)\]", r".\1", suffix).lstrip(".")
-
-
 def compile_plan(
-    policy: Policy | type[Policy], model: nn.Module, config: ShardConfig, *, origin: str = ""
+    policy: Policy | type[Policy],
+    model: nn.Module,
+    config: ShardConfig,
+    *,
+    origin: str = "",
+    device_type: str | None = None,
+    modules: Modules | None = None,
 ) -> ShardPlan:
     """Compile ``policy`` against ``model``; nothing is changed, and the model may be on the meta device.
 
     Args:
         policy: a policy or its class.
         model: the unsharded model.
-        config: the configuration; a tensor_parallel_size of None counts as 1.
+        config: the configuration; sizes that are None are derived for as many ranks as it names.
         origin: the distribution and version that the policy comes from.
+        device_type: where the model will run, ``"cuda"`` or ``"cpu"``; by default where `shardcore.shard` would.
+        modules: what packs bring in place of parallel modules (`shardcore.Registry.modules_for`).
 
     Raises:
         PlanError: the policy does not fit; carries every problem.
     """
     policy = policy() if isinstance(policy, type) else policy
+    config = config.resolve(config.ranks)
     policy.set_model(model)
+    policy.set_shard_config(config)
     ranks = config.tensor_parallel_size or 1
-    draft = _Draft(model, ranks)
+    draft = Draft(model, config, ranks, modules=modules)
     row = f"{type(policy).__qualname__}.checks"
     for check in policy.checks:
         if problem := check.problem(model, ranks):
@@ -260,7 +127,8 @@ def compile_plan(
             draft.heads = check.counts(model, ranks)
     draft.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     _plan_rows(draft, policy.module_policy())
-    _nested_entries(draft)
+    report_nested_entries(draft)
+    choices = _optimize(draft, policy, device_type or device_type_here())
     parameters = _parameters(draft)
     if draft.problems:
         raise PlanError(_subject(policy, model, ranks), draft.problems)
@@ -270,16 +138,29 @@ def compile_plan(
         origin=origin,
         config=config,
         parameters=parameters,
-        steps=_ordered(list(draft.steps.values())) if ranks > 1 else (),
+        steps=_ordered([step for step in draft.steps.values() if ranks > 1 or not step.splits]),
         stages=policy.stages,
+        choices=choices,
     )
+
+
+def _optimize(draft: Draft, policy: Policy, device_type: str) -> tuple[Choice, ...]:
+    choices = []
+    for item in list(optimize(policy, draft.model, draft.config, device_type, list(draft.steps.values()))):
+        if isinstance(item, Choice):
+            choices.append(item)
+        elif isinstance(item, Problem):
+            draft.problems.append(item)
+        else:
+            draft.steps.setdefault(repr(item), item)
+    return tuple(choices)
 
 
 def _subject(policy: Policy, model: nn.Module, ranks: int) -> str:
     return f"{type(policy).__qualname__} does not fit {type(model).__qualname__} at tensor_parallel_size {ranks}"
 
 
-def _plan_rows(draft: _Draft, module_policy: ModulePolicy) -> None:
+def _plan_rows(draft: Draft, module_policy: ModulePolicy) -> None:
     modules = list(draft.model.named_modules())
     for key, value in module_policy.items():
         rows = rows_of(value) if isinstance(value, ModulePolicyDescription) else list(value)
@@ -297,14 +178,14 @@ def _plan_rows(draft: _Draft, module_policy: ModulePolicy) -> None:
             )
         for row in rows:
             for path, module in matching:
-                row.plan(_Scope(draft, row, path, module))
+                row.plan(DraftScope(draft, row, path, module))
 
 
 def _matches(module: nn.Module, key: str | type[nn.Module]) -> bool:
     return any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
 
 
-def _parameters(draft: _Draft) -> tuple[ParameterPlan, ...]:
+def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
     """Account for every parameter: claimed under each of its names, once, with one layout."""
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
@@ -339,13 +220,13 @@ def _parameters(draft: _Draft) -> tuple[ParameterPlan, ...]:
     return tuple(plans)
 
 
-def _first_name(draft: _Draft, name: str) -> str:
+def _first_name(draft: Draft, name: str) -> str:
     """Return the name of a parameter in its module's first place."""
     owner, _, short = name.rpartition(".")
     return ".".join(filter(None, (draft.paths[id(draft.model.get_submodule(owner))], short)))
 
 
-def _check_claims(draft: _Draft, names: Sequence[str], claims: Sequence[_Claim]) -> None:
+def _check_claims(draft: Draft, names: Sequence[str], claims: Sequence[Claim]) -> None:
     for name in names:
         own = draft.claims.get(name, [])
         if not own:
@@ -376,13 +257,18 @@ def _check_claims(draft: _Draft, names: Sequence[str], claims: Sequence[_Claim])
 
 
 def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return swaps first: regions are opened between modules that have become parallel."""
+    """Return steps in the order in which they build on each other.
+
+    A norm is fused before it is made to read replicated parameters; regions are opened between modules that have become
+    parallel.
+    """
     regions: dict[str, Step] = {}
     for step in steps:
         if isinstance(step, OpenRegion):
             regions.setdefault(step.path, step)
     return (
+        *(s for s in steps if isinstance(s, FuseNorm)),
         *(s for s in steps if isinstance(s, Swap)),
-        *(s for s in steps if not isinstance(s, Swap | OpenRegion)),
+        *(s for s in steps if not isinstance(s, FuseNorm | Swap | OpenRegion)),
         *regions.values(),
     )

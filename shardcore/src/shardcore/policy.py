@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from shardcore.config import ShardConfig
+from shardcore.errors import NotSupportedError
 from shardcore.nn import Layout, ParallelModule, SwappedModule
-from shardcore.steps import Step
+from shardcore.steps import Recompute, Step
 
 __all__ = [
     "Check",
@@ -60,6 +62,10 @@ class Scope(Protocol):
     module: nn.Module
 
     @property
+    def config(self) -> ShardConfig:
+        """The resolved configuration."""
+
+    @property
     def ranks(self) -> int:
         """The number of tensor-parallel ranks."""
 
@@ -73,8 +79,11 @@ class Scope(Protocol):
     def find(self, suffix: str) -> nn.Module | None:
         """Return a submodule; if there is none, record a problem (unless the row is optional) and return None."""
 
-    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> None:
-        """Plan a class swap and claim the parameters that it lays out."""
+    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
+        """Plan a class swap and claim the parameters that it lays out.
+
+        Returns ``target``, or what a pack brings in its place.
+        """
 
     def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
         """Claim one parameter of a submodule; ``None`` leaves its layout to a user's callable."""
@@ -90,7 +99,7 @@ class Scope(Protocol):
 class Row(ABC):
     """One line of a policy: a style and the submodules it applies to.
 
-    To add a word to the vocabulary, subclass it, implement `plan`, and add a constructor to `shardcore.styles`.
+    To add a word to the vocabulary, subclass it in `shardcore.rows`, and add a constructor to `shardcore.styles`.
 
     Attributes:
         text: the row as its author wrote it, for messages.
@@ -234,8 +243,8 @@ class Policy(ABC):
     """Describes how one model class is sharded.
 
     A subclass implements `module_policy` and usually sets `checks` and `stages`. It never asks which parallelism is on:
-    an axis of size one makes its rows do nothing. Compiling calls `set_model` and `module_policy` only; `preprocess`
-    and `postprocess` run while the model is being changed.
+    an axis of size one makes its rows do nothing. Compiling calls the `set_` methods and those that
+    describe; `preprocess` and `postprocess` run while the model is being changed.
 
     After Shardformer's ``Policy`` (ColossalAI).
     """
@@ -244,13 +253,20 @@ class Policy(ABC):
     checks: ClassVar[tuple[Check, ...]] = ()
     #: Where the model can be cut into blocks and stages.
     stages: ClassVar[Stages | None] = None
+    #: The names in ``ShardConfig.extra_kwargs`` that the policy reads.
+    extra_kwargs: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
         self.model: Any = None
+        self.shard_config = ShardConfig()
 
     def set_model(self, model: nn.Module) -> None:
         """Make ``model`` available to the other methods as ``self.model``."""
         self.model = model
+
+    def set_shard_config(self, shard_config: ShardConfig) -> None:
+        """Make the configuration available as ``self.shard_config``, for the sake of its ``extra_kwargs``."""
+        self.shard_config = shard_config
 
     def preprocess(self) -> nn.Module | None:
         """Change ``self.model`` before it is sharded (for example, resize an embedding); by default nothing."""
@@ -267,3 +283,23 @@ class Policy(ABC):
     def postprocess(self) -> nn.Module | None:
         """Change ``self.model`` after it was sharded; by default nothing."""
         return None
+
+    def flash_attention(self, device_type: str, *, asked: bool) -> Step:
+        """Return the step that makes ``self.model`` use flash attention.
+
+        Args:
+            device_type: where the model will run, ``"cuda"`` or ``"cpu"``.
+            asked: the user asked for it (``enable_flash_attention=True``), and did not leave it to ``"auto"``.
+
+        Raises:
+            NotSupportedError: it is impossible; the message is the reason.
+        """
+        raise NotSupportedError(f"{type(self).__qualname__} knows no other attention for its model")
+
+    def recompute(self, path: str, block: nn.Module) -> Step:
+        """Return the step by which ``block``, at ``path``, recomputes its activations in the backward.
+
+        Raises:
+            NotSupportedError: it is impossible; the message is the reason.
+        """
+        return Recompute(path=path)

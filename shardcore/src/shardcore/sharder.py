@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from shardcore.agreement import Report, agree, checksums
+from shardcore.agreement import Report, agree, checksums, in_words
 from shardcore.changes import Changes
 from shardcore.config import ShardConfig
 from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
-from shardcore.mesh import ShardContext, build_mesh, context_of, set_alone, set_context
+from shardcore.launch import world_size
+from shardcore.mesh import ShardContext, context_of, group_of, set_alone, set_context
 from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
-from shardcore.registry import default_registry
+from shardcore.registry import Registry, default_registry
+from shardcore.steps import to_data
 
 __all__ = ["ModelSharder"]
 
@@ -74,8 +77,16 @@ class ModelSharder:
         self.context: ShardContext | None = None
         self._policy = policy
         self._origin = ""
+        self._registry: Registry | None = None  # where the policy was found; None for one that was given
         self._sync_from = sync_from
         self._check = check
+
+    @functools.cached_property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that shard the model together; None for the default process group."""
+        if self.config.device_mesh is not None:
+            return group_of(self.config.device_mesh)
+        return self.config.tensor_parallel_process_group
 
     @property
     def policy(self) -> Policy:
@@ -86,9 +97,11 @@ class ModelSharder:
             AmbiguousPolicyError: several do.
         """
         if self._policy is None:
-            match = default_registry().resolve(type(self.model))
+            registry = default_registry()
+            match = registry.resolve(type(self.model))
             self._origin = f"{match.pack.distribution} {match.pack.version}"
             self._policy = match.load()()
+            self._registry = registry
         return self._policy
 
     def compile(self) -> ShardPlan:
@@ -103,32 +116,43 @@ class ModelSharder:
         if self._check is not None:
             self._check()
         policy = self.policy
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        config = self.config.resolve(world)
-        return compile_plan(policy, self.model, config, origin=self._origin)
+        return self._compile(policy, self.config.resolve(world_size(self.config)))
 
     def shard(self) -> nn.Module:
         """Shard the model in place and return it.
 
         Raises:
             ShardcoreError: before anything was changed, on every rank, if any rank could not go on or the ranks differ.
-            PartlyShardedError: the policy's own code failed while the model was being changed.
+            PartlyShardedError: the code of the policy or of a pack failed while the model was being changed.
         """
         context = self.agree()
-        if context is None:
-            set_alone(self.model)
-            return self.model
+        self._observe("before")
         try:
-            if type(self.policy).preprocess is not Policy.preprocess:
-                self._together(self._preprocess, changing=True)
-                changes = self._together(functools.partial(self._prepare, context), changing=True)
-            else:
-                changes = self._together(functools.partial(self._prepare, context))
-            self._together(functools.partial(self._change, context, changes), changing=True)
+            self._apply(context)
+            self._observe("after")
         except PartlyShardedError as error:
             _mark_broken(self.model, error)
             raise
         return self.model
+
+    def _apply(self, context: ShardContext | None) -> None:
+        if context is None:
+            self._prepare(None).commit()
+            set_alone(self.model)
+            return
+        if type(self.policy).preprocess is not Policy.preprocess:
+            self._together(self._preprocess, changing=True)
+            changes = self._together(functools.partial(self._prepare, context), changing=True)
+        else:
+            changes = self._together(functools.partial(self._prepare, context))
+        self._together(functools.partial(self._change, context, changes), changing=True)
+
+    def _observe(self, when: Literal["before", "after"]) -> None:
+        """Call the observing hooks of the packs; a policy that was given bypasses them, like all of discovery."""
+        if self._registry is None:
+            return
+        observe = functools.partial(self._registry.observe, when, self.model, self.plan)
+        self._together(observe, changing=when == "after")
 
     def agree(self) -> ShardContext | None:
         """Compile, and make sure that all ranks hold the same; returns None where there is nothing to shard."""
@@ -138,29 +162,23 @@ class ModelSharder:
             tensors = checksums(self.model, values=self._sync_from is None)
             items = (
                 ("the policy's origin", f"{self.plan.policy} of {self._origin or 'no pack'}"),
-                ("the configuration", str(self.plan.config)),
+                ("the packs that bring modules or observe", self._active_packs()),
+                *((f"ShardConfig.{name}", str(value)) for name, value in to_data(self.plan.config).items()),
                 ("the argument sync_from", str(self._sync_from)),
                 ("the training mode", str(self.model.training)),
-                ("the plan", self.plan.digest),
+                *in_words(self.plan),
                 *((f"tensor {name}", value) for name, value in tensors),
             )
             own = Report(items=items, seed=torch.initial_seed())
         except Exception as error:
             failure, own = error, Report.of_error(error)
-        reports = agree(own, failure)
+        reports = agree(own, failure, group=self.group)
         if len(reports) == 1 or self.plan is None:
             return None
         config = self.plan.config
         if self._sync_from is not None:
-            _broadcast(self.model, self._sync_from)
-        mesh = build_mesh(
-            {
-                "dp_replicate": config.dp_replicate_size or 1,
-                "dp_shard": config.dp_shard_size or 1,
-                "tp": config.tensor_parallel_size or 1,
-            }
-        )
-        self.context = ShardContext.of(mesh, seed=reports[0].seed, partial_gradients=config.partial_gradients)
+            _broadcast(self.model, self._sync_from, self.group)
+        self.context = ShardContext.of(config.mesh(), seed=reports[0].seed, partial_gradients=config.partial_gradients)
         return self.context
 
     def replace_model_class(self) -> None:
@@ -187,16 +205,22 @@ class ModelSharder:
         if self.context is not None:
             self._together(functools.partial(self._prepare, self.context)).commit()
 
+    def _active_packs(self) -> str:
+        packs = self._registry.active if self._registry else ()
+        return ", ".join(map(str, packs)) or "none"
+
     def _preprocess(self) -> None:
         """Let the policy change the model, and compile again for what it has become."""
         self._run_users_code(self.policy.preprocess)
         if self.plan is not None:
-            self.plan = compile_plan(self.policy, self.model, self.plan.config, origin=self._origin)
+            self.plan = self._compile(self.policy, self.plan.config)
 
-    def _prepare(self, context: ShardContext) -> Changes:
-        if self.plan is None or context.size == 1:
-            return Changes()
-        return Changes.of(self.model, self.plan, context)
+    def _compile(self, policy: Policy, config: ShardConfig) -> ShardPlan:
+        modules = self._registry.modules_for(config) if self._registry else None
+        return compile_plan(policy, self.model, config, origin=self._origin, modules=modules)
+
+    def _prepare(self, context: ShardContext | None) -> Changes:
+        return Changes() if self.plan is None else Changes.of(self.model, self.plan, context)
 
     def _change(self, context: ShardContext, changes: Changes) -> None:
         self.replace_model_class()
@@ -219,7 +243,7 @@ class ModelSharder:
         except Exception as error:
             failure, own = error, Report.of_error(error)
         try:
-            agree(own, failure, changing=changing)
+            agree(own, failure, changing=changing, group=self.group)
         except PartlyShardedError:
             raise
         except Exception as error:
@@ -270,10 +294,10 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _broadcast(model: nn.Module, source: int) -> None:
+def _broadcast(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
-            dist.broadcast(tensor.detach(), source)
+            dist.broadcast(tensor.detach(), source, group=group)
 
 
 def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:

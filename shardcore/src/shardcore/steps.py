@@ -15,15 +15,18 @@ import json
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from shardcore.nn import ParallelModule, SwappedModule
 
 __all__ = [
+    "FreezeForInference",
+    "FuseNorm",
     "GatherOutputs",
     "OpenRegion",
+    "Recompute",
     "ReplaceMethods",
     "ReplaceModule",
     "ReplaceParameters",
@@ -40,6 +43,9 @@ Options = tuple[tuple[str, Any], ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(ABC):
     """One thing done to the module ``path`` (its full name in the model)."""
+
+    #: Whether the step splits something over ranks, so that one rank alone has no use for it.
+    splits: ClassVar[bool] = True
 
     path: str
 
@@ -134,6 +140,44 @@ class ReplaceModule(Step):
 
     target: type[ParallelModule]
     options: Options = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuseNorm(Step):
+    """A root-mean-square norm computes with `torch.nn.functional.rms_norm`.
+
+    Attributes:
+        eps: the attribute of the module that holds the constant below the root.
+    """
+
+    splits: ClassVar[bool] = False
+    eps: str
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return "torch's fused rms_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute(Step):
+    """The module's activations are recomputed in the backward."""
+
+    splits: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return "recomputed in the backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreezeForInference(Step):
+    """The model is put into eval mode, and its parameters need no gradient."""
+
+    splits: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return "eval mode, no gradients"
 
 
 def to_data(value: Any) -> Any:

@@ -7,22 +7,17 @@
 
 All names are relative to the module that the row is listed under; ``""`` is that module itself. Sizes that leave a rank
 without any element are replicated by themselves; what cannot be split otherwise is reported when the plan is compiled.
-A new word is a new `shardcore.policy.Row` with a constructor here.
+A new word is a new `shardcore.policy.Row` in `shardcore.rows` with a constructor here.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
-
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, SwappedModule, VocabEmbedding, Whole
-from shardcore.nn.layout import last_rank_is_empty
-from shardcore.policy import HeadCounts, Row, Scope
-from shardcore.steps import GatherOutputs, OpenRegion, SetAttribute, Swap
+from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
+from shardcore.policy import HeadCounts, Row
+from shardcore.rows import AttributeRow, HeadRow, NormRow, OutputsRow, RegionRow, ReplicateRow, SwapRow
 
 __all__ = [
     "attribute",
@@ -42,7 +37,7 @@ __all__ = [
 
 def vocab(*names: str, optional: bool = False) -> Row:
     """Split embeddings over their rows (vocabulary)."""
-    return _Swaps(text=_text("vocab", *names), optional=optional, names=names, target=VocabEmbedding)
+    return SwapRow(text=_text("vocab", *names), optional=optional, names=names, target=VocabEmbedding)
 
 
 def col(*names: str, gather_output: bool = False, optional: bool = False) -> Row:
@@ -52,35 +47,42 @@ def col(*names: str, gather_output: bool = False, optional: bool = False) -> Row
     """
     options = (("gather_output", gather_output),)
     text = _text("col", *names, gather_output=gather_output or None)
-    return _Swaps(text=text, optional=optional, names=names, target=ColumnLinear, options=options)
+    return SwapRow(text=text, optional=optional, names=names, target=ColumnLinear, options=options)
 
 
 def row(*names: str, parallel_input: bool = True, optional: bool = False) -> Row:
     """Split linears over their input features; the outputs are summed over the ranks."""
     options = (("parallel_input", parallel_input),)
     text = _text("row", *names, parallel_input=None if parallel_input else False)
-    return _Swaps(text=text, optional=optional, names=names, target=RowLinear, options=options)
+    return SwapRow(text=text, optional=optional, names=names, target=RowLinear, options=options)
 
 
 def head(*names: str, optional: bool = False) -> Row:
     """Split output heads over the vocabulary; the logits are gathered."""
-    return _HeadRow(text=_text("head", *names), optional=optional, names=names)
+    return HeadRow(text=_text("head", *names), optional=optional, names=names)
 
 
-def norm(*names: str, optional: bool = False) -> Row:
-    """Norms outside regions: they keep their forward, on replicated parameters."""
-    return _Swaps(text=_text("norm", *names), optional=optional, names=names, target=Replicated)
+def norm(*names: str, rms: str | None = None, optional: bool = False) -> Row:
+    """Norms outside regions: they keep their forward, on replicated parameters.
+
+    Args:
+        *names: the norms.
+        rms: the attribute with the constant below the root, if the norms are root-mean-square norms written out in
+            Python (``weight * x / sqrt(mean(x**2) + eps)``): ``enable_fused_normalization`` then runs torch's.
+        optional: they may be absent.
+    """
+    return NormRow(text=_text("norm", *names, rms=rms), optional=optional, names=names, rms=rms)
 
 
 def replicate(*names: str, optional: bool = False) -> Row:
     """Modules (with everything below them) or bare parameters that every rank holds whole."""
-    return _ReplicateRow(text=_text("replicate", *names), optional=optional, names=names)
+    return ReplicateRow(text=_text("replicate", *names), optional=optional, names=names)
 
 
 def partial(*names: str, optional: bool = False) -> Row:
     """Replicated modules that local heads read (norms on queries and keys): their gradients are summed."""
     options = (("partial", True),)
-    return _Swaps(text=_text("partial", *names), optional=optional, names=names, target=Replicated, options=options)
+    return SwapRow(text=_text("partial", *names), optional=optional, names=names, target=Replicated, options=options)
 
 
 def region(
@@ -108,7 +110,7 @@ def region(
     text = _text(
         "region", enter=enter, arg=arg, col=col, kv=kv or None, row=row, unit=None if unit == "column" else unit
     )
-    return _RegionRow(
+    return RegionRow(
         text=text, optional=optional, enter=enter, arg=arg, col=_tuple(col), kv=_tuple(kv), row=row, unit=unit
     )
 
@@ -124,7 +126,7 @@ def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = 
     """
     shown = value.__name__ if inspect.isfunction(value) else repr(value)
     text = f"attribute({name!r}, {shown})"
-    return _AttributeRow(text=text, optional=optional, name=name, value=value, literal=literal)
+    return AttributeRow(text=text, optional=optional, name=name, value=value, literal=literal)
 
 
 def outputs(*, attentions: Literal["heads"] | None = None, optional: bool = False) -> Row:
@@ -134,7 +136,7 @@ def outputs(*, attentions: Literal["heads"] | None = None, optional: bool = Fals
         attentions: ``"heads"`` if attention weights (B, heads, S, S) hold this rank's heads only.
         optional: the module may be absent.
     """
-    return _OutputsRow(text=_text("outputs", attentions=attentions), optional=optional, attentions=attentions)
+    return OutputsRow(text=_text("outputs", attentions=attentions), optional=optional, attentions=attentions)
 
 
 def local_heads(heads: HeadCounts) -> int:
@@ -155,213 +157,3 @@ def _text(word: str, *names: Any, **named: Any) -> str:
 
 def _tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Swaps(Row):
-    """The named modules, each swapped for ``target``; one that is too small for the ranks is replicated instead."""
-
-    names: tuple[str, ...]
-    target: type[SwappedModule]
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def plan(self, scope: Scope) -> None:
-        for name in self.names:
-            module = scope.find(name)
-            if module is None:
-                continue
-            small = _split_size(module, self.target)
-            if small is not None and last_rank_is_empty(small, scope.ranks):
-                scope.swap(name, Replicated)
-            else:
-                scope.swap(name, self.target, **dict(self.options))
-
-
-def _split_size(module: nn.Module, target: type[SwappedModule]) -> int | None:
-    """Return the size that splitting ``module`` cuts, or None if nothing is cut."""
-    for kind, native, size in (
-        (VocabEmbedding, nn.Embedding, "num_embeddings"),
-        (ColumnLinear, nn.Linear, "out_features"),
-        (RowLinear, nn.Linear, "in_features"),
-    ):
-        if issubclass(target, kind) and isinstance(module, native):
-            return int(getattr(module, size))
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeadRow(Row):
-    names: tuple[str, ...]
-
-    def plan(self, scope: Scope) -> None:
-        for name in self.names:
-            module = scope.find(name)
-            if not isinstance(module, nn.Linear):
-                if module is not None:
-                    scope.swap(name, ColumnLinear)  # records what is wrong with it
-            elif last_rank_is_empty(module.out_features, scope.ranks):
-                scope.swap(name, Replicated)
-            else:
-                scope.swap(name, ColumnLinear, gather_output=True, enters=False)
-                path = scope.name(name)
-                scope.add(OpenRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReplicateRow(Row):
-    names: tuple[str, ...]
-
-    def plan(self, scope: Scope) -> None:
-        for name in self.names:
-            owner, _, parameter = name.rpartition(".")
-            if _bare_parameter(scope.module, owner, parameter):
-                scope.claim(owner, parameter, Whole())
-                scope.add(Swap(path=scope.name(owner), target=Replicated))
-                continue
-            module = scope.find(name)
-            for below, submodule in module.named_modules() if module is not None else ():
-                if any(p is not None for p in submodule._parameters.values()):
-                    scope.swap(".".join(filter(None, (name, below))), Replicated)
-
-
-def _bare_parameter(module: nn.Module, owner: str, parameter: str) -> bool:
-    try:
-        return module.get_submodule(owner)._parameters.get(parameter) is not None
-    except AttributeError:
-        return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RegionRow(Row):
-    enter: str | None
-    arg: str | None
-    col: tuple[str, ...]
-    kv: tuple[str, ...]
-    row: str
-    unit: str
-
-    def plan(self, scope: Scope) -> None:
-        found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
-        linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
-        for name in found.keys() - linears.keys():
-            if found[name] is not None:
-                scope.swap(name, ColumnLinear)  # records what is wrong with it
-        if len(linears) < len(found) or not self._fits(scope, linears):
-            for name, linear in linears.items():
-                for parameter in linear._parameters:
-                    scope.claim(name, parameter, None)  # said already: not "covered by no row" too
-            return
-        width = linears[self.col[0]].out_features
-        if self.unit == "column" and last_rank_is_empty(width, scope.ranks):
-            for name in linears:
-                scope.swap(name, Replicated)
-            return
-        entry = self._entry(scope)
-        for name in self.col:
-            scope.swap(name, ColumnLinear, enters=entry is None)
-        for name in self.kv:
-            heads = scope.heads
-            scope.swap(name, ColumnLinear, enters=entry is None, copies=heads.copies if heads else 1)
-        scope.swap(self.row, RowLinear)
-        if entry is not None:
-            scope.add(entry)
-
-    def _fits(self, scope: Scope, linears: dict[str, nn.Linear]) -> bool:
-        """Record what does not fit together; sizes of heads were checked by the policy's ``Heads``."""
-        last = linears[self.row]
-        fits = True
-        for name in self.col:
-            if linears[name].out_features != last.in_features:
-                fits = False
-                scope.problem(
-                    f"it has out_features {linears[name].out_features}, but {self.row} at the end of its region has "
-                    f"in_features {last.in_features}; equal sizes are needed so that both are cut at the same places",
-                    "check which linears belong to this region",
-                    name,
-                )
-        if self.unit != "head" and not self.kv:
-            return fits
-        heads = scope.heads
-        if heads is None:
-            return False
-        for names, count in ((self.col, heads.query), (self.kv, heads.kv)):
-            for name in names:
-                if linears[name].out_features % count:
-                    fits = False
-                    scope.problem(
-                        f"its {linears[name].out_features} output features are not whole heads: the configuration "
-                        f"counts {count}",
-                        "check Heads(...) in the policy's checks, or unit=",
-                        name,
-                    )
-        return fits
-
-    def _entry(self, scope: Scope) -> OpenRegion | None:
-        """Return where the region is entered, or None if its several column linears enter by themselves."""
-        members = tuple(scope.name(name) for name in (*self.col, *self.kv))
-        place = self.enter if self.enter is not None else self.col[0]
-        if self.enter is None and len(members) > 1:
-            return None
-        module = scope.find(place)
-        argument = None if module is None else _argument(module, self.arg)
-        if module is not None and argument is None:
-            scope.problem(
-                f"{type(module).__name__}.forward has no argument {self.arg!r}"
-                if self.arg
-                else f"{type(module).__name__}.forward names no argument",
-                "name the entering argument with arg=",
-                place,
-            )
-        if argument is None:
-            return None
-        path = scope.name(place)
-        return OpenRegion(path=path, argument=argument, members=members, row=scope.name(self.row), block=scope.name(""))
-
-
-def _argument(module: nn.Module, name: str | None) -> tuple[str, int] | None:
-    """Return name and position of an argument of ``module.forward`` (the first by default), or None."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-    wanted = name or (names[0] if names else None)
-    return (wanted, names.index(wanted)) if wanted in names else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AttributeRow(Row):
-    name: str
-    value: Any | Callable[[HeadCounts], Any]
-    literal: bool = False
-
-    def plan(self, scope: Scope) -> None:
-        owner, _, name = self.name.rpartition(".")
-        module = scope.find(owner)
-        if module is None:
-            return
-        if not hasattr(module, name):
-            scope.problem(
-                f"{type(module).__name__} has no attribute {name!r}; setting it would create one that nothing reads",
-                "remove the row, or name the attribute that this version of the model uses",
-                owner,
-            )
-            return
-        value = self.value
-        if inspect.isfunction(value) and not self.literal:
-            if scope.heads is None:
-                return
-            value = value(scope.heads)
-        scope.add(SetAttribute(path=scope.name(owner), name=name, value=value))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OutputsRow(Row):
-    attentions: str | None
-
-    def plan(self, scope: Scope) -> None:
-        if self.attentions == "heads" and "forward" in vars(scope.module):
-            scope.problem(
-                f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
-                "instead of the one that gathers outputs",
-                "set it on a subclass, or after shard()",
-            )
-        elif self.attentions == "heads" and scope.heads is not None:
-            scope.add(GatherOutputs(path=scope.name(""), dims=(("attentions", 1, scope.heads.query),)))

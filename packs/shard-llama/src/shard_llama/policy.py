@@ -26,11 +26,11 @@ class LlamaModelPolicy(PretrainedPolicy):
         return {
             "LlamaModel": [
                 vocab("embed_tokens"),
-                norm("norm"),
+                norm("norm", rms="variance_epsilon"),
                 outputs(attentions="heads"),
             ],
             "LlamaDecoderLayer": [
-                norm("input_layernorm", "post_attention_layernorm"),
+                norm("input_layernorm", "post_attention_layernorm", rms="variance_epsilon"),
                 region(
                     enter="self_attn",
                     col="self_attn.q_proj",

@@ -58,6 +58,9 @@ def packs(as_json: bool) -> None:
 @click.argument("model", required=False)
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks.")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON (save it for --diff).")
 @click.option(
     "--diff",
@@ -65,7 +68,9 @@ def packs(as_json: bool) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Compare two plans saved with --json.",
 )
-def explain(model: str | None, tp: int, dp: int, as_json: bool, diff: tuple[Path, Path] | None) -> None:
+def explain(
+    model: str | None, tp: int, dp: int, settings: tuple[str, ...], as_json: bool, diff: tuple[Path, Path] | None
+) -> None:
     """Show what would be done to MODEL, without reading weights and without starting anything.
 
     MODEL is a folder with a config.json, a config.json, or a class name: of transformers (LlamaForCausalLM) or with its
@@ -74,6 +79,7 @@ def explain(model: str | None, tp: int, dp: int, as_json: bool, diff: tuple[Path
     \b
     Examples:
       shardcore explain LlamaForCausalLM --tp 4
+      shardcore explain ./checkpoint --tp 2 --set enable_all_optimization=true
       shardcore explain ./checkpoint --tp 2 --json > plan.json
       shardcore explain --diff before.json after.json
     """  # noqa: D301  # click reads the control character, not the letters
@@ -87,7 +93,7 @@ def explain(model: str | None, tp: int, dp: int, as_json: bool, diff: tuple[Path
         raise click.exceptions.Exit(1 if lines else 0)
     if not model:
         raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
-    explained = command.explain(model, tp=tp, dp=dp)
+    explained = command.explain(model, tp=tp, dp=dp, settings=settings)
     click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from shardcore.config import ShardConfig
+from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.planner import Collective, collectives, parameter_bytes
@@ -41,20 +43,42 @@ class Explained:
         }
 
 
-def explain(model: str, *, tp: int, dp: int) -> Explained:
+def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = ()) -> Explained:
     """Compile the plan for ``model`` (see `shardcore.integrations.models.meta_model`).
 
+    Args:
+        model: the model.
+        tp: tensor-parallel ranks.
+        dp: data-parallel ranks.
+        settings: further fields of the configuration, as ``name=value``.
+
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, or a setting is not one.
+        NotSupportedError: a later release will support a setting.
         NoPolicyError: no installed pack serves it.
         PlanError: its policy does not fit at these sizes.
     """
     native = meta_model(model)
-    match = default_registry().resolve(type(native))
-    config = ShardConfig(tensor_parallel_size=tp, data_parallel_size=dp).resolve(tp * dp)
+    registry = default_registry()
+    match = registry.resolve(type(native))
+    config = ShardConfig.of(tp=tp, dp=dp, **dict(map(_setting, settings))).resolve(tp * dp)
     origin = f"{match.pack.distribution} {match.pack.version}"
-    plan = compile_plan(match.load(), native, config, origin=origin)
+    plan = compile_plan(match.load(), native, config, origin=origin, modules=registry.modules_for(config))
     return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Return the field and the value of ``name=value``; what is no Python literal is a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{text!r} is no setting; wanted name=value, such as enable_flash_attention=auto")
+    plain = {"true": True, "false": False, "none": None}
+    if value.lower() in plain:
+        return name, plain[value.lower()]
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def show(explained: Explained) -> None:

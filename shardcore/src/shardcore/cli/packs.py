@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import warnings
 from typing import Any
 
-import importlib_metadata
-
+from shardcore._versions import tested
 from shardcore.cli.tables import show_table
 from shardcore.errors import BrokenPackWarning
 from shardcore.registry import Pack, Registry
@@ -32,7 +32,10 @@ def _row(pack: Pack) -> dict[str, Any]:
         "status": pack.status,
         "error": f"{type(pack.error).__name__}: {pack.error}" if pack.error else None,
         "classes": sorted(spec.target for spec in pack.specs),
-        "tested": _tested(pack.distribution),
+        "modules": [dataclasses.asdict(spec) for spec in pack.modules],
+        "conformance_cases": list(pack.cases),
+        "observes": sorted(pack.observers),
+        "tested": [dataclasses.asdict(found) for found in tested(pack.distribution)],
     }
 
 
@@ -44,29 +47,6 @@ def _location(pack: Pack) -> str | None:
     return spec.origin if spec else None
 
 
-def _tested(distribution: str) -> list[dict[str, str | bool | None]]:
-    """Return the ranges that the pack's ``tested`` extra names, against what is installed."""
-    from packaging.requirements import Requirement
-
-    try:
-        requires = importlib_metadata.requires(distribution) or []
-    except importlib_metadata.PackageNotFoundError:
-        return []
-    found = []
-    for requirement in map(Requirement, requires):
-        if requirement.marker is None or 'extra == "tested"' not in str(requirement.marker):
-            continue
-        try:
-            installed: str | None = importlib_metadata.version(requirement.name)
-        except importlib_metadata.PackageNotFoundError:
-            installed = None
-        inside = installed is not None and requirement.specifier.contains(installed, prereleases=True)
-        found.append(
-            {"library": requirement.name, "range": str(requirement.specifier), "installed": installed, "inside": inside}
-        )
-    return found
-
-
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the packs as a table."""
     columns = ("pack", "distribution", "status", "serves", "tested with", "location")
@@ -75,16 +55,19 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     status = row["status"] if row["error"] is None else f"{row['status']}\n{row['error']}"
-    tested = [
-        f"{t['library']} {t['range']} ({t['installed'] or 'not installed'}{'' if t['inside'] else ', outside'})"
-        for t in row["tested"]
-    ]
-    classes = "\n".join(name.rpartition(".")[2] for name in row["classes"])
+    serves = [name.rpartition(".")[2] for name in row["classes"]]
+    serves += [f"{spec['target'].rpartition('.')[2]} by {spec['module']}" for spec in row["modules"]]
     return (
         row["name"],
         f"{row['distribution']} {row['version']}",
         status,
-        classes,
-        "\n".join(tested),
+        "\n".join(serves),
+        "\n".join(map(_range, row["tested"])),
         row["location"] or "",
     )
+
+
+def _range(found: dict[str, Any]) -> str:
+    state = found["installed"] or "not installed"
+    outside = ", outside" if found["installed"] and not found["inside"] else ""
+    return f"{found['library']} {found['range']} ({state}{outside})"

@@ -12,10 +12,13 @@ from transformers import PreTrainedModel
 
 from shardcore.errors import NotSupportedError
 from shardcore.integrations import _saving
+from shardcore.integrations._attention import choose_flash_attention
+from shardcore.integrations._checkpointing import recompute_layer
 from shardcore.mesh import context_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.base import once
 from shardcore.policy import Policy
+from shardcore.steps import Step
 
 __all__ = ["PretrainedPolicy"]
 
@@ -90,3 +93,11 @@ class PretrainedPolicy(Policy):
     def new_model_class(self) -> type[nn.Module] | None:
         """Return the model's class with `generate` and `save_pretrained` for sharded models."""
         return _sharded_class(type(self.model))
+
+    def flash_attention(self, device_type: str, *, asked: bool) -> Step:
+        """See `Policy.flash_attention`: flash-attn 3 or 2, through transformers' ``attn_implementation``."""
+        return choose_flash_attention(self.model, device_type, asked=asked)
+
+    def recompute(self, path: str, block: nn.Module) -> Step:
+        """See `Policy.recompute`: transformers' own way, which also leaves the cache alone."""
+        return recompute_layer(path, block)

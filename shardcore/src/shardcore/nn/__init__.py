@@ -9,8 +9,10 @@ from shardcore.nn.fused import FusedColumnLinear
 from shardcore.nn.guard import StreamGuarded
 from shardcore.nn.layout import Layout, Segments, Split, Whole
 from shardcore.nn.linear import ColumnLinear, RowLinear
+from shardcore.nn.norm import FusedRMSNorm
 from shardcore.nn.outputs import GathersOutputs
 from shardcore.nn.partial import reduce_partial_gradients
+from shardcore.nn.recompute import Recomputed
 from shardcore.nn.region import Region
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
@@ -18,9 +20,11 @@ from shardcore.nn.root import ShardedModel
 __all__ = [
     "ColumnLinear",
     "FusedColumnLinear",
+    "FusedRMSNorm",
     "GathersOutputs",
     "Layout",
     "ParallelModule",
+    "Recomputed",
     "Region",
     "Replicated",
     "RowLinear",

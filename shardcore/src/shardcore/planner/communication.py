@@ -31,7 +31,7 @@ class Collective:
 
 
 def collectives(plan: ShardPlan) -> list[Collective]:
-    """Return the collectives of one forward and backward, in the order of the plan.
+    """Return the collectives of one forward and backward (under ``inference_only``: of one forward), in plan order.
 
     Column linears that enter by themselves are counted once each; at run time those called with the same tensor share
     one.
@@ -43,7 +43,7 @@ def collectives(plan: ShardPlan) -> list[Collective]:
             found += _region(step, swaps)
         elif isinstance(step, Swap):
             found += _swap(step)
-    return found
+    return [c for c in found if c.phase == "forward"] if plan.config.inference_only else found
 
 
 def _region(step: OpenRegion, swaps: dict[str, Swap]) -> Iterator[Collective]:

@@ -1,0 +1,125 @@
+"""What mkdocs does not do by itself: text taken from the sources, the list of decisions, and missing docstrings.
+
+A page may hold these lines, which are replaced by what the sources say, read without importing them:
+
+    {{ docstring shardcore.hooks }}     the docstring of a module, as Markdown
+    {{ verbatim shardcore.errors }}     the docstring of a module, as it stands
+    {{ words shardcore.styles }}        a table of the public functions of a module: how each is called, what it does
+    {{ file PATH LANGUAGE }}            a file of the repository, as a block of code
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "shardcore" / "src"
+
+# A warning of this logger is an error of `mkdocs build --strict`.
+log = logging.getLogger("mkdocs.plugins.shardcore")
+
+_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|file) ([^{}]+) \}\}$", re.MULTILINE)
+_REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """Add one page for each decision to the navigation."""
+    pages = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "adr").glob("*.md"))
+    config.nav.append({"Decisions": pages})
+    return config
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Put in what the page takes from the sources, and warn of public names that have no docstring."""
+    for name in _REFERENCE.findall(markdown):
+        if not documented(name):
+            log.warning("%s: %s has no docstring", page.file.src_uri, name)
+    return expand(markdown)
+
+
+def expand(markdown: str) -> str:
+    """Replace every directive of a page."""
+    return _DIRECTIVE.sub(lambda match: _KINDS[match[1]](*match[2].split()), markdown)
+
+
+def tree(module: str) -> ast.Module:
+    """Parse a module of shardcore by its dotted name."""
+    path = SOURCE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def as_markdown(module: str) -> str:
+    """Return the docstring of a module, with code blocks of list items indented as Markdown wants them."""
+    text = ast.get_docstring(tree(module)) or ""
+    return re.sub(r"^ {7}(?=\S| )", " " * 8, text, flags=re.MULTILINE)
+
+
+def verbatim(module: str) -> str:
+    """Return the docstring of a module in a block that is shown as it stands."""
+    return f"```text\n{ast.get_docstring(tree(module))}\n```"
+
+
+def file(path: str, language: str) -> str:
+    """Return a file of the repository in a block of code."""
+    return f"```{language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n```"
+
+
+def words(module: str) -> str:
+    """Return a Markdown table of the public functions of a module, in the order of the file."""
+    parsed = tree(module)
+    rows = [
+        f"| `{node.name}` | `{_call(node)}` | {_summary(node)} |"
+        for node in parsed.body
+        if isinstance(node, ast.FunctionDef) and node.name in public(parsed)
+    ]
+    return "\n".join(["| word | call | what it says |", "|---|---|---|", *rows])
+
+
+def _call(node: ast.FunctionDef) -> str:
+    """Return how a function is called, without annotations."""
+    arguments = ast.unparse(node.args)
+    bare = ast.parse(f"def f({arguments}): ...").body[0]
+    assert isinstance(bare, ast.FunctionDef)  # what was just written
+    every = [*bare.args.posonlyargs, *bare.args.args, *bare.args.kwonlyargs]
+    for argument in [*every, *filter(None, (bare.args.vararg, bare.args.kwarg))]:
+        argument.annotation = None
+    return f"{node.name}({ast.unparse(bare.args)})".replace("|", "\\|")
+
+
+def _summary(node: ast.FunctionDef) -> str:
+    return (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
+def public(module: ast.Module) -> list[str]:
+    """Return the names in ``__all__``."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def documented(name: str) -> bool:
+    """Tell whether a name that a reference page shows has a docstring, or is an alias or a value."""
+    module, _, short = name.rpartition(".")
+    try:
+        body = tree(module).body
+    except (FileNotFoundError, NotADirectoryError):
+        return True  # a module itself, or a name that mkdocstrings will not find either
+    for statement in body:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef) and statement.name == short:
+            return bool(ast.get_docstring(statement))
+    for node in ast.walk(ast.Module(body=body, type_ignores=[])):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                if (alias.asname or alias.name) == short and node.module.startswith("shardcore"):
+                    return documented(f"{node.module}.{alias.name}")
+    return True
+
+
+_KINDS: dict[str, Callable[..., str]] = {"docstring": as_markdown, "verbatim": verbatim, "words": words, "file": file}

@@ -1,0 +1,87 @@
+"""What packs require and were tested with, against what is installed. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import importlib_metadata
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion
+
+__all__ = ["Tested", "installed", "is_met", "tested"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tested:
+    """A library that a pack was tested with.
+
+    Attributes:
+        library: the name of its distribution.
+        range: the releases that the pack names, as a PEP 440 specifier.
+        installed: the version that is installed, or None.
+        inside: whether that is in the range; False if there is none.
+    """
+
+    library: str
+    range: str
+    installed: str | None
+    inside: bool
+
+
+def tested(distribution: str) -> list[Tested]:
+    """Return what the `tested` extra of an installed distribution names, as far as its metadata can be read."""
+    try:
+        lines = importlib_metadata.requires(distribution) or []
+    except importlib_metadata.PackageNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        if (requirement := _of_the_extra(line)) is not None:
+            version = installed(requirement.name)
+            inside = version is not None and _contains(requirement, version)
+            range_ = ",".join(sorted(map(str, requirement.specifier), key=_bound)) or "(any)"
+            found.append(Tested(library=requirement.name, range=range_, installed=version, inside=inside))
+    return found
+
+
+def is_met(requires: str | None) -> bool:
+    """Whether what is installed meets a requirement; one whose marker excludes this environment asks for nothing."""
+    if requires is None:
+        return True
+    requirement = Requirement(requires)
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return True
+    version = installed(requirement.name)
+    return version is not None and _contains(requirement, version)
+
+
+def installed(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return importlib_metadata.version(distribution)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+def _of_the_extra(line: str) -> Requirement | None:
+    """Return the requirement if it counts here with the extra `tested`, and does not without it."""
+    try:
+        requirement = Requirement(line)
+    except InvalidRequirement:
+        return None
+    marker = requirement.marker
+    if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": "tested"}):
+        return None
+    return requirement
+
+
+def _contains(requirement: Requirement, version: str) -> bool:
+    try:
+        return requirement.specifier.contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _bound(specifier: str) -> tuple[bool, str]:
+    """Sort floors before ceilings: metadata keeps no order."""
+    return not specifier.startswith((">", "=", "~")), specifier

@@ -1,0 +1,181 @@
+"""Loading data over the data axes: the same batches on all ranks of one replica, others on every other replica."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from shardcore.errors import ConfigError, NotSupportedError
+
+__all__ = ["ShardedDataLoader"]
+
+Item = TypeVar("Item")
+
+_END = object()
+
+# What has to be the same where a position is taken up again, besides the number of samples before it.
+_SAME = ("seed", "shuffle", "drop_last", "samples_in_dataset")
+
+
+class _Sampler(DistributedSampler[Item]):
+    """A `DistributedSampler` whose next pass may begin later than at the first sample."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        begin, self.begin = self.begin, 0
+        return itertools.islice(super().__iter__(), begin, None)
+
+
+class ShardedDataLoader(DataLoader[Item]):
+    """A `torch.utils.data.DataLoader` over the data axes whose position can be saved and taken up again.
+
+    Each replica sees its part of the dataset (`torch.utils.data.DistributedSampler`); all tensor-parallel ranks of one
+    replica get the same batches, whatever their own generators hold: randomness in the dataset comes from ``seed``, the
+    epoch, the batch and the replica. An epoch that was gone through makes the next one: ``set_epoch`` is needed only to
+    jump.
+
+    Args:
+        dataset: a map-style dataset.
+        replicas: the number of replicas.
+        replica: which one this rank belongs to.
+        batch_size: samples of one batch on one replica.
+        shuffle: draw a new order in every epoch.
+        seed: of the order and of the dataset's randomness; the same on all ranks.
+        drop_last: leave out samples that do not fill a batch on all replicas. Otherwise the first samples are repeated
+            so that all replicas have equally many, as `DistributedSampler` does it.
+        **options: of `torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``, ``pin_memory``, ...).
+
+    Raises:
+        NotSupportedError: the dataset is an `IterableDataset`, which has no order that could be divided.
+    """
+
+    sampler: _Sampler[Item]
+
+    def __init__(
+        self,
+        dataset: Dataset[Item],
+        *,
+        replicas: int = 1,
+        replica: int = 0,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise NotSupportedError(
+                f"{type(dataset).__name__} is an IterableDataset, which only its own code can divide: let it skip the "
+                f"samples of the other replicas (this rank belongs to replica {replica} of {replicas}) and pass it to "
+                "torch.utils.data.DataLoader"
+            )
+        for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
+            raise ConfigError(
+                f"shard_dataset makes the {name} itself, from shuffle= and seed=; leave it out, or make a "
+                "torch.utils.data.DataLoader with a sampler of your own"
+            )
+        sampler: _Sampler[Item] = _Sampler(
+            dataset, num_replicas=replicas, rank=replica, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        self._seed = seed
+        self._done = 0  # batches of this epoch that were handed out
+        self._begin = 0  # where the next pass begins
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            generator=torch.Generator(),
+            **options,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
+        """Go through the rest of the epoch, or through a whole one."""
+        epoch, begin = self.sampler.epoch, self._begin
+        self._begin, self._done = 0, begin
+        self.sampler.begin = begin * (self.batch_size or 1)
+        self.generator.manual_seed(self._seed_of(epoch))
+        batches = super().__iter__()
+        while True:
+            with self._randomness(epoch):
+                batch = next(batches, _END)
+            if batch is _END:
+                break
+            self._done += 1
+            yield batch
+        self._done = 0
+        self.set_epoch(epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Jump to an epoch, counted from 0; the order of a shuffled one depends on it."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: where the next batch would come from. Does not depend on the number of ranks."""
+        return {
+            "epoch": self.sampler.epoch,
+            "samples": self._done * self._stride,
+            **self._settings(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a position again; the next pass begins there.
+
+        The number of replicas and the batch size may have changed, as long as the position lies between two batches.
+
+        Raises:
+            ConfigError: the position belongs to another dataset or order, or lies inside a batch.
+        """
+        for name, mine in self._settings().items():
+            if state.get(name) != mine:
+                raise ConfigError(f"the saved position has {name} {state.get(name)!r}, and this loader {mine!r}")
+        if state["samples"] % self._stride:
+            raise ConfigError(
+                f"the saved position lies after {state['samples']} samples, which are no whole batches of "
+                f"{self.batch_size} on {self.sampler.num_replicas} replicas; use a batch size that divides them"
+            )
+        self.set_epoch(state["epoch"])
+        self._begin = self._done = state["samples"] // self._stride
+
+    @property
+    def _stride(self) -> int:
+        """Samples that one batch takes on all replicas together."""
+        return (self.batch_size or 1) * self.sampler.num_replicas
+
+    def _settings(self) -> dict[str, Any]:
+        values = (self._seed, self.sampler.shuffle, self.sampler.drop_last, len(self.dataset))  # type: ignore[arg-type]  # map-style
+        return dict(zip(_SAME, values, strict=True))
+
+    def _seed_of(self, *place: int) -> int:
+        """Return a seed for a place in the data of this replica, the same on all its ranks."""
+        return random.Random(repr((self._seed, self.sampler.rank, *place))).getrandbits(62)
+
+    @contextlib.contextmanager
+    def _randomness(self, epoch: int) -> Iterator[None]:
+        """Let the dataset draw numbers that depend on the batch alone, and leave this process's generators as they are.
+
+        Workers are seeded by the loader's generator instead.
+        """
+        if self.num_workers:
+            yield
+            return
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        seed = self._seed_of(epoch, self._done)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])

@@ -1,0 +1,79 @@
+"""Starting the default process group from what torchrun says."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardcore._env import torchrun
+from shardcore.config import ShardConfig
+from shardcore.errors import ConfigError
+
+__all__ = ["launch_from_torch", "start_process_group", "world_size"]
+
+
+def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
+    """Start the default process group from torchrun's variables and seed the generators, as a script's first call.
+
+    ```python
+    shardcore.launch_from_torch()      # under: torchrun --nproc-per-node 2 train.py
+    ```
+
+    `shardcore.shard` starts the process group by itself; this is for scripts that need it before, and for those that
+    come from ColossalAI, whose function of the same name it follows. A process group that runs already is kept.
+
+    Args:
+        backend: of the process group; by default NCCL where CUDA is available, else gloo.
+        seed: given to the generators of Python, numpy and torch, the same on every rank.
+
+    Raises:
+        ConfigError: the process was not started by torchrun.
+    """
+    if not dist.is_initialized():
+        if torchrun() is None:
+            raise ConfigError(
+                "launch_from_torch() found neither RANK nor WORLD_SIZE in the environment; start the script with: "
+                "torchrun --nproc-per-node 2 your_script.py"
+            )
+        _start(backend)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # the generator that users' code draws from
+    torch.manual_seed(seed)
+
+
+def start_process_group(config: ShardConfig) -> None:
+    """Start the default process group for ``config``, unless it runs already or one rank is all there is.
+
+    Raises:
+        ConfigError: several ranks are wanted and there is neither a process group nor torchrun.
+    """
+    if dist.is_initialized():
+        return
+    if torchrun() is None:
+        if (wanted := config.ranks) > 1:
+            raise ConfigError(
+                f"sharding over {wanted} ranks needs that many processes, and this one was started alone. Start it "
+                f"with: torchrun --nproc-per-node {wanted} your_script.py (or call "
+                "torch.distributed.init_process_group first)"
+            )
+        return
+    _start(None)
+
+
+def world_size(config: ShardConfig) -> int:
+    """Return the number of ranks that a sharding by ``config`` has: those of its mesh or group, or all there are."""
+    if config.device_mesh is not None:
+        return config.device_mesh.size()
+    return dist.get_world_size(config.tensor_parallel_process_group) if dist.is_initialized() else 1
+
+
+def _start(backend: str | None) -> None:
+    env = torchrun()
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "nccl" in backend and env is not None:
+        torch.cuda.set_device(env.local_rank or 0)
+    dist.init_process_group(backend)

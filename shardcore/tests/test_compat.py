@@ -1,0 +1,373 @@
+"""The names and the snippets of Shardformer, ColoTensor and the tensor-parallel RFC.
+
+The snippets are the originals; an import line names shardcore, and ``cuda`` and ``nccl`` are ``cpu`` and ``gloo`` here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import TensorDataset
+
+import shardcore
+from shardcore import compat
+from shardcore.errors import NotSupportedError
+from shardcore.testing.parity import assert_close
+
+DOCS = Path(__file__).parents[2] / "docs" / "compat.md"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).to(torch.float64)
+
+
+def _x():
+    return torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+IMPORTS = """
+import torch
+from typing import Any, Callable, Dict, List
+import shardcore as colossalai
+from shardcore import ShardConfig, ShardFormer, Policy, ParallelModule, ModelSharder
+from shardcore import ModulePolicyDescription, SubModuleReplacementDescription
+from shardcore.compat import Linear1D_Col, Linear1D_Row
+"""
+
+
+def _run(snippet, **names):
+    """Run a snippet after its import lines, which ``names`` adapt further."""
+    space = {"__name__": "snippet"}
+    exec(compile(IMPORTS, "imports", "exec"), space)
+    space |= names
+    snippet = snippet.replace("'cuda'", "'cpu'").replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+    exec(compile(snippet, "snippet", "exec"), space)
+    return SimpleNamespace(**space)
+
+
+WRITE_YOUR_OWN = """
+class MyPolicy(Policy):
+    # implement your own policy
+    def module_policy(self):
+        return {
+            "Block": ModulePolicyDescription(
+                attribute_replacement={"num_heads": 2},
+                param_replacement=[],
+                sub_module_replacement=[
+                    SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col, kwargs=None),
+                    SubModuleReplacementDescription(suffix="down", target_module=Linear1D_Row),
+                ],
+            )
+        }
+"""
+
+USE_IT = """
+# use customized policy to shard model
+my_policy = MyPolicy()
+shard_former.shard_model(model, my_policy)
+"""
+
+USER_FACING = """
+shard_former = ShardFormer(shard_config=shard_config)
+shard_former.init_distributed()
+model = shard_former.shard_model(model, policy=policy)
+dataloader = shard_former.shard_dataset(dataset)
+"""
+
+QUICK_START = """
+# launch colossalai
+colossalai.launch_from_torch()
+
+shard_config = ShardConfig(tensor_parallel_size=2,
+                           data_parallel_size=1,
+                           gather_output=True)
+shard_former = ShardFormer(shard_config=shard_config)
+shard_former.init_distributed()
+"""
+
+
+def customized_policy():
+    reference, model = _model(), _model()
+    done = _run(QUICK_START + WRITE_YOUR_OWN + USE_IT, model=model)
+    assert done.colossalai is shardcore
+    assert_close(reference(_x()), model(_x()), "output")
+    assert model[0].num_heads == 2
+    assert isinstance(model[0].up, compat.Linear1D_Col)
+
+
+def user_facing_api():
+    data = TensorDataset(torch.arange(6))
+    done = _run(
+        IMPORTS
+        + WRITE_YOUR_OWN
+        + "shard_config = ShardConfig(tensor_parallel_size=2)\npolicy = MyPolicy()"
+        + USER_FACING,
+        model=_model(),
+        dataset=data,
+    )
+    assert [int(batch[0]) for batch in done.dataloader] == list(range(6))
+    assert done.shard_former.pg_manager is not None
+    assert_close(_model()(_x()), done.model(_x()), "output")
+
+
+WITHOUT_BOOSTER = """
+if dist.get_world_size() > 1:
+    tp_group = dist.new_group(backend="nccl")
+
+    # First create configuration for Shardformer
+    shard_config = ShardConfig(
+        tensor_parallel_process_group=tp_group,
+        enable_tensor_parallelism=True,
+        enable_all_optimization=True
+    )
+
+    # Then create ShardFormer object with created config
+    shard_former = ShardFormer(shard_config=shard_config)
+
+    # Finally shard the model using ShardFormer.optimize method
+    model, _ = shard_former.optimize(model)
+"""
+
+
+def without_the_booster():
+    native = _model()
+
+    # `optimize(model)` looks for a pack; here a policy is put into the place of what is installed.
+    class WithPolicy(shardcore.ShardFormer):
+        def optimize(self, model, policy=_run(WRITE_YOUR_OWN).MyPolicy):  # noqa: B008
+            return super().optimize(model, policy)
+
+    done = _run(WITHOUT_BOOSTER, dist=dist, model=native, ShardFormer=WithPolicy)
+    assert done._ == []
+    assert done.model is native
+    assert_close(_model()(_x()), native(_x()), "output")
+
+
+REPLACE_MODULE = """
+# replace module
+my_linear = Linear1D_Col.from_native_module(my_linear, process_group)
+"""
+
+
+def replace_a_module():
+    torch.manual_seed(0)
+    native = nn.Linear(8, 12).to(torch.float64)
+    wanted = native(_x())
+    done = _run(REPLACE_MODULE, my_linear=native, process_group=dist.group.WORLD)
+    half = dist.get_rank() * 6
+    assert_close(wanted[:, half : half + 6], done.my_linear(_x()), "output")
+
+
+REPLACE_PARAMETERS = """
+def shard_rowwise(weight, process_group):
+    return weight.chunk(process_group.size())[process_group.rank()].clone()
+
+def example_replace_weight(module: torch.nn.Module, process_group):
+    weight = module.weight
+    new_weight = shard_rowwise(weight, process_group)
+    module.weight = torch.nn.Parameter(new_weight)
+
+class ByHand(Policy):
+    def preprocess(self) -> torch.nn.Module:
+        self.model.seen = ["preprocess"]
+        return self.model
+
+    def module_policy(self):
+        return {"Linear": ModulePolicyDescription(
+            attribute_replacement={"out_features": 6},
+            param_replacement=[example_replace_weight],
+            sub_module_replacement=[],
+        )}
+
+    def new_model_class(self):
+        class Net_(type(self.model)):
+            def forward(self, x):
+                return super().forward(x) * 1
+        return Net_
+
+    def postprocess(self) -> torch.nn.Module:
+        self.model.seen.append("postprocess")
+        return self.model
+
+sharder = ModelSharder(model, ShardConfig(tensor_parallel_size=2), ByHand)
+sharder.shard()
+"""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 12, bias=False)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def four_stages():
+    torch.manual_seed(0)
+    model = Net().to(torch.float64)
+    weight = model.linear.weight.detach().clone()
+    _run(REPLACE_PARAMETERS, model=model)
+    assert model.seen == ["preprocess", "postprocess"]
+    assert type(model).__name__ in ("Net", "Net_")
+    assert isinstance(model.linear.weight, DTensor)
+    assert torch.equal(model.linear.weight.full_tensor(), weight)
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [customized_policy, user_facing_api, without_the_booster, replace_a_module, four_stages],
+    ids=lambda function: function.__name__,
+)
+def test_snippets_of_shardformer(pool, snippet):
+    pool.run(snippet, world=2, process_group=snippet is not customized_policy)
+
+
+def colo_tensor():
+    snippet = _blocks()["The example of ColoTensor's page"]
+    done = _run(snippet)
+    assert done.t1.placements == (Shard(0),)
+    assert tuple(done.t1.shape) == (2, 3, 2)
+    assert tuple(done.t1.to_local().shape) == (1, 3, 2)
+    assert torch.equal(done.t1.redistribute(placements=[Replicate()]).to_local()[..., :1], done.local_tensor)
+
+
+def test_the_equivalent_of_colo_tensors_example(pool):
+    pool.run(colo_tensor, world=4)
+
+
+class DemoModel(nn.Module):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            return self.out(self.q(x) * self.k(x) + self.v(x))
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    def __init__(self):
+        super().__init__()
+        self.attn = self.Attention()
+        self.layer_norm = nn.LayerNorm(8)
+        self.mlp = self.Mlp()
+
+    def forward(self, x):
+        return self.mlp(self.layer_norm(self.attn(x)))
+
+
+def rfc():
+    torch.manual_seed(0)
+    model = DemoModel().to(torch.float64)
+    wanted = model(_x())
+    blocks = _blocks()
+    done = _run(blocks["The RFC's customized module, by a policy"], customized_model=model)
+    assert_close(wanted, done.customized_model(_x()), "output")
+    single = _run(
+        blocks["and its single layers, by PyTorch"], init_device_mesh=init_device_mesh, torch=torch, world_size=2
+    )
+    for layer, placement in ((single.layer_one, Shard(0)), (single.layer_two, Shard(1)), (single.pair[0], Shard(0))):
+        assert layer.weight.placements == (placement,)
+
+
+def test_the_equivalents_of_the_rfcs_examples(pool):
+    pool.run(rfc, world=2)
+
+
+def _blocks():
+    """Return the snippets of the page by the line before each."""
+    found = re.findall(r"([^\n]+)\n\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return {line.rstrip(":"): code for line, code in found}
+
+
+def page_snippets():
+    blocks = _blocks()
+    own = next(code for code in blocks.values() if "class MyPolicy" in code)
+    done = _run(blocks["The snippet without the `Booster`"].rsplit("\n", 2)[0], dist=dist)
+    model = _model()
+    _run(own, model=model, shard_former=done.shard_former)
+    assert_close(_model()(_x()), model(_x()), "output")
+
+
+def test_the_pages_own_snippets(pool):
+    pool.run(page_snippets, world=2)
+
+
+@pytest.mark.parametrize("name", compat.__all__)
+def test_every_alias_is_there_and_listed(name):
+    assert getattr(compat, name) is not None
+    assert f"`{name}" in DOCS.read_text()
+
+
+@pytest.mark.parametrize("name", ["Booster", "HybridParallelPlugin", "Embedding1D", "PipelineStageManager"])
+def test_names_of_later_releases_say_so(name):
+    with pytest.raises(
+        NotSupportedError, match=rf"{name} is not in shardcore 0\.1\.0; it is planned for release 0\.[45]"
+    ):
+        getattr(compat, name)
+    assert f"`{name}`" in DOCS.read_text()
+    with pytest.raises(ImportError):
+        from shardcore.compat import NoSuchName  # noqa: F401
+
+
+# Every name of the documents that the page answers; what is not here is prose.
+NAMES = re.findall(
+    r"\S+",
+    """
+colossalai.shardformer colossalai.launch_from_torch ShardConfig ShardFormer Shard pg_manager shard_config
+init_distributed shard_model optimize shard_dataset ProcessGroupManager process_group_manager BertForMaskedLM BertConfig
+BertForMaskedLM_ MyPolicy Policy set_model preprocess module_policy new_model_class postprocess ModulePolicyDescription
+attribute_replacement param_replacement sub_module_replacement SubModuleReplacementDescription
+ParamReplacementDescription suffix target_module kwargs ParallelModule from_native_module Linear1D_Col ModelSharder
+replace_model_class replace_module _replace_module ShardPolicy shard_rowwise example_replace_weight
+tensor_parallel_size data_parallel_size pipeline_parallel_size tensor_parallel_mode inference_only gather_output
+use_flash_attention tensor_parallel_process_group pipeline_stage_manager enable_tensor_parallelism
+enable_fused_normalization enable_flash_attention enable_jit_fused enable_sequence_parallelism enable_sequence_overlap
+gradient_checkpoint_config GradientCheckpointConfig enable_all_optimization fp8_communication parallel_output
+extra_kwargs PipelineStageManager Booster HybridParallelPlugin execute_pipeline return_loss return_outputs tp_size
+pp_size num_microbatches microbatch_size zero_stage precision initial_scale hybrid_parallel model_type target_f1
+finetune.py _criterion output_transform_fn train_epoch train_dataloader_iter flash_attn xFormers cutlass_op apex
+num_heads LlamaDecoderLayer GPT2ForSequenceClassification ViTForImageClassification ChatGLMConfig ChatGLMModel
+ChatGLMForConditionalGeneration chatglm2_6b RoBERTa ALBERT ERNIE GPT-Neo GPT-J BEiT Swin OPT BLOOM T5 GPT-2 Whisper SAM
+BLIP-2 Falcon GLM ViT LLaMA BERT Qwen ColoTensor ColoParameter ColoTensorSpec ProcessGroup tp_degree dp_degree
+tp_world_size ShardSpec num_partitions ReplicaSpec ComputeSpec ComputePattern ComputePattern.TP1D set_dist_spec
+to_replicate from_torch_tensor colossalai.launch free_port print_rank_0 name_parameters mp.spawn run_dist_tests
+test_dist_cases run_func ParallelStyle _prepare_input _prepare_output RowwiseParallel ColwiseParallel PairwiseParallel
+PairwiseParallelStyle parallelize_module parallelize_plan parallel_plan ParallelPlan tp_mesh_dim
+torch.distributed.tensor_parallel DeviceMesh get_dim_groups device_mesh_2D FullyShardedDataParallel _parallelize_mlp
+_parallelize_multihead_attn _parallelize_linear MakeInputReplicated MakeInputShard MakeOutputReplicated DemoModel
+SimpleModel AttentionModule CustomizedMLP nn.MultiheadAttention nn.Transformer LazyInitContext
+""",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_lists_every_name(name):
+    assert re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)|\.{re.escape(name)}(?!\w)", DOCS.read_text()), name

@@ -1,0 +1,211 @@
+"""Loaders over the data axes: who sees what, and taking up a position again."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
+
+import shardcore
+from shardcore.config import ShardConfig
+from shardcore.data import ShardedDataLoader
+from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.former import ShardFormer
+
+
+class Numbers(Dataset):
+    """The numbers below ``count``, as floats; with noise, drawn from the generators of Python, numpy and torch."""
+
+    def __init__(self, count=20, noise=False):
+        self.count, self.noise = count, noise
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        extra = (random.random() + np.random.random() + torch.rand(()).item()) / 4 if self.noise else 0.0
+        return index + extra
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def _values(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def _flat(batches):
+    return [value for batch in batches for value in batch]
+
+
+def test_replicas_divide_the_dataset():
+    parts = [_values(ShardedDataLoader(Numbers(), replicas=2, replica=r, batch_size=3)) for r in (0, 1)]
+    assert parts[0] == [[0, 2, 4], [6, 8, 10], [12, 14, 16], [18]]
+    assert sorted(_flat(parts[0]) + _flat(parts[1])) == list(range(20))
+
+
+def test_every_pass_is_the_next_epoch():
+    loader = ShardedDataLoader(Numbers(), batch_size=4, shuffle=True, seed=3)
+    first, second = _values(loader), _values(loader)
+    assert first != second
+    assert sorted(_flat(first)) == sorted(_flat(second)) == list(range(20))
+    loader.set_epoch(0)
+    assert _values(loader) == first
+    assert len(loader) == 5
+
+
+def test_a_pass_that_was_left_begins_anew():
+    loader = ShardedDataLoader(Numbers(), batch_size=4, shuffle=True)
+    whole = _values(loader)
+    loader.set_epoch(0)
+    next(iter(loader))
+    assert _values(loader) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_position_is_taken_up_again(workers, shuffle):
+    options = {"batch_size": 2, "shuffle": shuffle, "num_workers": workers}
+    loader = ShardedDataLoader(Numbers(), **options)
+    _values(loader)
+    expected = _values(loader)
+    loader.set_epoch(1)
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        if len(seen) == 3:
+            state = loader.state_dict()
+            break
+    again = ShardedDataLoader(Numbers(), **options)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert seen + _values(again) == expected
+    assert again.state_dict()["epoch"] == 2
+    assert len(_values(again)) == 10
+
+
+def test_a_position_does_not_depend_on_the_number_of_replicas():
+    loader = ShardedDataLoader(Numbers(24), replicas=2, replica=1, batch_size=3, shuffle=True)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    assert state["samples"] == 12
+    rest = []
+    for replica in range(4):
+        other = ShardedDataLoader(Numbers(24), replicas=4, replica=replica, batch_size=1, shuffle=True)
+        other.load_state_dict(state)
+        rest += _flat(_values(other))
+    done = []
+    for replica in range(2):
+        begun = iter(ShardedDataLoader(Numbers(24), replicas=2, replica=replica, batch_size=3, shuffle=True))
+        done += next(begun).tolist() + next(begun).tolist()
+    assert sorted(done + rest) == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "the saved position has seed 0, and this loader 1"),
+        ({"shuffle": True}, "the saved position has shuffle False, and this loader True"),
+        ({"dataset": Numbers(21)}, "the saved position has samples_in_dataset 20, and this loader 21"),
+        (
+            {"batch_size": 4},
+            (
+                "the saved position lies after 3 samples, which are no whole batches of 4 on 1 replicas; use a batch "
+                "size that divides them"
+            ),
+        ),
+    ],
+)
+def test_positions_that_do_not_fit(change, message):
+    loader = ShardedDataLoader(Numbers(), batch_size=3)
+    next(iter(loader))
+    other = ShardedDataLoader(**{"dataset": Numbers(), "batch_size": 3, **change})
+    with pytest.raises(ConfigError) as caught:
+        other.load_state_dict(loader.state_dict())
+    assert str(caught.value) == message
+
+
+def test_what_cannot_be_divided():
+    with pytest.raises(NotSupportedError, match="Stream is an IterableDataset, which only its own code can divide"):
+        ShardedDataLoader(Stream(), replicas=2)
+    with pytest.raises(ConfigError, match="shard_dataset makes the sampler itself"):
+        ShardedDataLoader(Numbers(), sampler=[1, 2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_datasets_randomness_is_its_own(workers):
+    def run(seed, replica=0, epoch=0):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        loader = ShardedDataLoader(
+            Numbers(8, noise=True), replica=replica, replicas=2, batch_size=2, num_workers=workers
+        )
+        loader.set_epoch(epoch)
+        values = _flat(_values(loader))
+        return [value % 1 for value in values], (random.random(), np.random.random(), float(torch.rand(())))
+
+    (one, after), (two, _) = run(1), run(2)
+    assert one == two  # however the ranks are seeded
+    assert len(set(one)) == 4
+    assert run(1, replica=1)[0] != one
+    assert run(1, epoch=1)[0] != one
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    if not workers:
+        assert after == (random.random(), np.random.random(), float(torch.rand(())))
+
+
+def shared(tp, dp):
+    former = ShardFormer(ShardConfig(tensor_parallel_size=tp, data_parallel_size=dp))
+    torch.manual_seed(dist.get_rank())
+    loader = former.shard_dataset(Numbers(10, noise=True), batch_size=2, shuffle=True)
+    mine = _values(loader)
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (former.pg_manager.rank("dp"), mine))
+    for replica, values in everybody:
+        assert (values == mine) == (replica == former.pg_manager.rank("dp"))
+    assert former.pg_manager.size("dp") == dp == len({replica for replica, _ in everybody})
+    seen = [int(v) for replica in range(dp) for v in _flat(next(b for r, b in everybody if r == replica))]
+    assert set(seen) == set(range(10))
+
+
+def test_ranks_of_one_replica_get_the_same(pool):
+    pool.run(shared, 2, 2, world=4)
+    pool.run(shared, 2, 1, world=2)
+
+
+def groups():
+    former = ShardFormer(ShardConfig(tensor_parallel_size=2, dp_replicate_size=1, dp_shard_size=2))
+    manager = former.init_distributed()
+    assert manager is former.init_distributed() is former.pg_manager
+    assert repr(manager) == "ProcessGroupManager(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2)"
+    rank = dist.get_rank()
+    assert dist.get_process_group_ranks(manager.get("tp")) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(manager.get("dp")) == [rank % 2, rank % 2 + 2]
+    assert (manager.size("tp"), manager.rank("tp"), manager.size("dp"), manager.rank("dp")) == (
+        2,
+        rank % 2,
+        2,
+        rank // 2,
+    )
+    with pytest.raises(ConfigError, match="the mesh has no axis 'ep'; its axes are pp, dp_replicate"):
+        manager.get("ep")
+
+
+def test_process_groups(pool):
+    pool.run(groups, world=4)
+
+
+def test_one_rank_alone_has_no_groups():
+    former = ShardFormer(ShardConfig())
+    manager = former.init_distributed()
+    assert (manager.mesh, manager.size("tp"), manager.rank("dp"), manager.axes) == (None, 1, 0, ())
+    with pytest.raises(ConfigError, match="this process runs alone; start it with torchrun"):
+        manager.get("tp")
+    assert _values(former.shard_dataset(Numbers(3))) == [[0], [1], [2]]
+    assert shardcore.ShardedDataLoader is ShardedDataLoader

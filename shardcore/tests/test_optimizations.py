@@ -1,0 +1,358 @@
+"""What the switches of a configuration add to a plan, and that it computes the same."""
+
+from __future__ import annotations
+
+import copy
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tiny import TinyPolicy, batch, build, randomize, shard
+from torch import nn
+
+import shardcore
+from shardcore.checkpointing import GradientCheckpointConfig
+from shardcore.config import ShardConfig
+from shardcore.errors import NotSupportedError, PlanError
+from shardcore.nn import FusedRMSNorm, Recomputed
+from shardcore.nn.region import Region
+from shardcore.optimizations import Choice
+from shardcore.plan import compile_plan
+from shardcore.policy import Policy, Stages
+from shardcore.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
+from shardcore.styles import norm, region
+from shardcore.testing.parity import assert_close, assert_same_gradients
+
+
+def _plan(policy=TinyPolicy, model=None, tp=2, **fields):
+    return compile_plan(policy, build() if model is None else model, ShardConfig.of(tp=tp, **fields))
+
+
+def _problems(policy=TinyPolicy, model=None, **fields):
+    with pytest.raises(PlanError) as caught:
+        _plan(policy, model, **fields)
+    return [str(problem) for problem in caught.value.problems]
+
+
+class RootMeanSquare(nn.Module):
+    """Such a norm written out, as in transformers."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = 1e-3
+
+    def forward(self, x):
+        kept = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+        kept = kept * torch.rsqrt(kept.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * kept.to(x.dtype)
+
+
+class RmsBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = RootMeanSquare(16)
+        self.up = nn.Linear(16, 24)
+        self.down = nn.Linear(24, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class RmsNet(nn.Module):
+    def __init__(self, blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(RmsBlock() for _ in range(blocks))
+        self.last = nn.LayerNorm(16)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class RmsPolicy(Policy):
+    stages = Stages(blocks="blocks", last="last")
+    rms = "epsilon"
+
+    def module_policy(self):
+        return {
+            "RmsNet": [norm("last")],
+            "RmsBlock": [norm("norm", rms=self.rms), region(col="up", row="down")],
+        }
+
+
+def _net(dtype=torch.float64):
+    net = RmsNet().to(dtype)
+    randomize(net)
+    return net
+
+
+def _x(seed=0, dtype=torch.float64):
+    return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def _compare(reference, sharded, tolerance=1e-9):
+    dtype = next(reference.parameters()).dtype
+    x, y = _x(dtype=dtype).requires_grad_(), _x(dtype=dtype).requires_grad_()
+    wanted, got = reference(x), sharded(y)
+    assert_close(wanted, got, "output", tolerance)
+    (wanted * _x(1, dtype)).sum().backward()
+    (got * _x(1, dtype)).sum().backward()
+    assert_close(x.grad, y.grad, "input gradient", tolerance)
+    assert_same_gradients(reference, sharded, tolerance)
+
+
+# Fused norms.
+
+
+def test_norms_that_are_written_out_are_fused():
+    plan = _plan(RmsPolicy, _net(), enable_fused_normalization=True)
+    assert [s.path for s in plan.steps if isinstance(s, FuseNorm)] == [f"blocks.{i}.norm" for i in range(3)]
+    assert plan.choices == (Choice(wish="enable_fused_normalization", outcome="torch's rms_norm for 3 modules"),)
+    assert "enable_fused_normalization: torch's rms_norm for 3 modules" in plan.render()
+    assert "torch's fused rms_norm" in plan.render()
+    assert not [s for s in _plan(RmsPolicy, _net()).steps if isinstance(s, FuseNorm)]
+
+
+def test_torchs_own_norms_are_fused_already():
+    plan = _plan(enable_fused_normalization=True)
+    assert [choice.outcome for choice in plan.choices] == ["nothing to do: torch's own norms are fused"]
+
+
+def test_a_norm_without_a_fused_form():
+    class Unnamed(RmsPolicy):
+        rms = None
+
+    (problem, *_) = _problems(Unnamed, _net(), enable_fused_normalization=True)
+    assert problem.startswith(
+        "blocks.0.norm: enable_fused_normalization=True, but no fused form of RootMeanSquare is known"
+    )
+    assert not [s for s in _plan(Unnamed, _net(), enable_fused_normalization="auto").steps if isinstance(s, FuseNorm)]
+
+    class Misnamed(RmsPolicy):
+        rms = "eps"
+
+    (problem, *_) = _problems(Misnamed, _net(), enable_fused_normalization="auto")
+    assert problem.startswith("blocks.0.norm: RootMeanSquare has no attribute 'eps'")
+
+
+def fused_norms():
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.bfloat16, 2e-2)):
+        reference = _net(dtype)
+        twin = copy.deepcopy(reference)
+        sharded = shard(copy.deepcopy(reference), RmsPolicy, enable_fused_normalization=True)
+        assert all(isinstance(block.norm, FusedRMSNorm) for block in sharded.blocks)
+        assert all(type(block.norm).__name__ == "RootMeanSquare" for block in sharded.blocks)
+        assert type(twin.blocks[0].norm) is RootMeanSquare
+        _compare(reference, sharded, tolerance)
+        with mock.patch.object(F, "rms_norm", wraps=F.rms_norm) as fused:
+            sharded(_x(dtype=dtype))
+        assert fused.call_count == 3
+
+
+def test_fused_norms_compute_the_same(pool):
+    pool.run(fused_norms, world=2)
+
+
+def test_one_rank_alone_gets_its_wishes_too():
+    reference = _net()
+    net = shardcore.shard(
+        copy.deepcopy(reference),
+        policy=RmsPolicy,
+        enable_fused_normalization=True,
+        gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=1),
+    )
+    assert all(isinstance(block.norm, FusedRMSNorm) for block in net.blocks)
+    assert [isinstance(block, Recomputed) for block in net.blocks] == [True, False, False]
+    _compare(reference, net)
+
+
+def test_a_weight_of_another_dtype():
+    module = RootMeanSquare(16).to(torch.float32)
+    wanted = module(_x().to(torch.bfloat16))
+    FusedRMSNorm.fuse(module, "epsilon")
+    got = module(_x().to(torch.bfloat16))
+    assert got.dtype == wanted.dtype == torch.float32
+    assert_close(wanted, got, "output", 1e-2)
+
+
+# Recomputed blocks.
+
+
+@pytest.mark.parametrize(("config", "count"), [({"num_ckpt_layers": 2}, 2), ({"gradient_checkpointing_ratio": 0.5}, 1)])
+def test_the_first_blocks_are_recomputed(config, count):
+    plan = _plan(RmsPolicy, _net(), gradient_checkpoint_config=GradientCheckpointConfig(**config))
+    assert [s.path for s in plan.steps if isinstance(s, Recompute)] == [f"blocks.{i}" for i in range(count)]
+    assert "recomputed in the backward" in plan.render()
+
+
+def test_blocks_that_cannot_be_recomputed():
+    class Nowhere(RmsPolicy):
+        stages = None
+
+    wish = GradientCheckpointConfig(num_ckpt_layers=1)
+    (problem,) = _problems(Nowhere, _net(), gradient_checkpoint_config=wish)
+    assert "Nowhere does not say where the model's blocks are" in problem
+    (problem,) = _problems(RmsPolicy, _net(), gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=4))
+    assert "num_ckpt_layers is 4, but the model has 3 blocks" in problem
+
+
+def recomputation(dropout):
+    counts = []
+    for config in (None, GradientCheckpointConfig(num_ckpt_layers=1)):
+        reference = build(dropout=dropout)
+        sharded = shardcore.shard(
+            copy.deepcopy(reference), policy=TinyPolicy, tp=dist.get_world_size(), gradient_checkpoint_config=config
+        )
+        shardcore.manual_seed(sharded, 5)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
+            loss = sharded(batch(0), labels=batch(1))
+        loss.backward()
+        counts.append(
+            (sum(kept), float(loss.detach()), {n: p.grad.full_tensor() for n, p in sharded.named_parameters()})
+        )
+        if not dropout:
+            reference(batch(0), labels=batch(1)).backward()
+            assert_same_gradients(reference, sharded)
+    (more, loss, grads), (less, again, same) = counts
+    assert less < 0.75 * more
+    assert loss == pytest.approx(again, rel=1e-12)
+    for name, grad in grads.items():
+        assert_close(grad, same[name], name)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputation_changes_memory_only(pool, dropout):
+    pool.run(recomputation, dropout, world=2)
+
+
+def test_blocks_are_not_recomputed_in_eval_mode():
+    net = shardcore.shard(
+        _net(), policy=RmsPolicy, gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=3)
+    )
+    calls = []
+    net.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    net.eval()(_x()).sum().backward()
+    assert len(calls) == 1
+    net.train()(_x()).sum().backward()
+    assert len(calls) == 3
+
+
+# Inference.
+
+
+def test_inference_plans_nothing_for_a_backward():
+    plan = _plan(inference_only=True)
+    assert not [s for s in plan.steps if isinstance(s, OpenRegion)]
+    assert [s for s in plan.steps if isinstance(s, FreezeForInference)]
+    assert "eval mode, no gradients" in plan.render()
+
+
+def inference():
+    reference = build(dropout=0.2).eval()
+    sharded = shard(build(dropout=0.2), inference_only=True)
+    assert not sharded.training
+    assert not any(p.requires_grad for p in sharded.parameters())
+    hooks = [h for m in sharded.modules() for h in m._forward_pre_hooks.values()]
+    assert not any(isinstance(hook, Region) for hook in hooks)
+    got = sharded(batch())
+    assert got.grad_fn is None
+    assert_close(reference(batch()), got, "logits")
+    # A gradient that somebody asks for all the same is right.
+    inputs = [torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in (0, 1)]
+    for model, x in zip((reference, sharded), inputs, strict=True):
+        model(inputs=x.requires_grad_()).square().sum().backward()
+    assert_close(inputs[0].grad, inputs[1].grad, "input gradient")
+
+
+def test_inference_computes_the_same(pool):
+    pool.run(inference, world=2)
+    pool.run(inference, world=4)
+
+
+def speed():
+    models = [shard(build(), inference_only=only).eval() for only in (True, False)]
+    ids = batch()
+    best = [float("inf")] * 2
+    for _ in range(60):
+        for i, model in enumerate(models):
+            dist.barrier()
+            begin = time.thread_time()
+            for _ in range(3):
+                with torch.no_grad():
+                    model(ids)
+            best[i] = min(best[i], time.thread_time() - begin)
+    return best
+
+
+def test_inference_is_not_slower(pool):
+    # Its own work (CPU time, minimum of 60 rounds) against that of the model that could train.
+    only, both = pool.run(speed, world=2)[0]
+    assert only <= 1.05 * both, (only, both)
+
+
+# What a policy does in its own way.
+
+
+class Attentive(TinyPolicy):
+    reason = None
+
+    def flash_attention(self, device_type, *, asked):
+        if self.reason:
+            raise NotSupportedError(self.reason)
+        return SetAttribute(path="model", name="checkpoint", value=f"{device_type}, {asked}")
+
+
+def test_flash_attention_is_the_policys():
+    plan = compile_plan(Attentive, build(), ShardConfig.of(tp=2, enable_flash_attention=True), device_type="cuda")
+    assert SetAttribute(path="model", name="checkpoint", value="cuda, True") in plan.steps
+    assert [str(choice) for choice in plan.choices] == ["enable_flash_attention: checkpoint = 'cuda, True'"]
+
+
+def test_flash_attention_that_is_impossible():
+    class Without(Attentive):
+        reason = "the moon is full"
+
+    (problem,) = _problems(Without, enable_flash_attention=True)
+    assert problem == (
+        "(the model itself): flash attention is impossible: the moon is full\n"
+        "    row: ShardConfig.enable_flash_attention=True\n"
+        "    next: mend that, or say enable_flash_attention='auto' to use it wherever it is possible"
+    )
+    plan = _plan(Without, enable_all_optimization=True)
+    assert "enable_flash_attention: off: the moon is full" in plan.render()
+    assert "enable_jit_fused: off: planned for release 0.3" in plan.render()
+    (problem,) = _problems(use_flash_attention=True)
+    assert "TinyPolicy knows no other attention for its model" in problem
+
+
+def test_choices_are_part_of_the_plan():
+    plain, auto = _plan(), _plan(enable_all_optimization=True)
+    assert plain.choices == ()
+    assert plain.digest != auto.digest
+
+
+class Reading(TinyPolicy):
+    extra_kwargs = frozenset({"window"})
+
+    def module_policy(self):
+        assert self.shard_config.extra_kwargs.get("window", 3) == 3
+        return super().module_policy()
+
+
+def test_extra_settings_reach_the_policy():
+    assert _plan(Reading, extra_kwargs={"window": 3})
+    (problem,) = _problems(Reading, extra_kwargs={"window": 3, "widnow": 4})
+    assert problem.startswith("(the model itself): Reading does not read it; what it reads: window")
+    (problem,) = _problems(extra_kwargs={"window": 3})
+    assert "TinyPolicy does not read it; what it reads: none" in problem
+
+
+def test_a_plan_keeps_its_resolved_configuration():
+    config = _plan().config
+    assert (config.tensor_parallel_size, config.data_parallel_size, config.enable_flash_attention) == (2, 1, False)

@@ -1,0 +1,173 @@
+"""Sharding over a process group or a mesh that the caller made."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch.distributed as dist
+from tiny import TinyPolicy, batch, build
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardcore
+from shardcore.config import ShardConfig
+from shardcore.errors import AgreementError, ConfigError, NotSupportedError
+from shardcore.former import ShardFormer
+from shardcore.mesh import context_of
+from shardcore.testing.parity import assert_close, assert_same_gradients
+
+
+def _same(reference, sharded, ids):
+    wanted, got = reference(ids, labels=ids.roll(1, 1)), sharded(ids, labels=ids.roll(1, 1))
+    assert_close(wanted, got, "loss")
+    wanted.backward()
+    got.backward()
+    assert_same_gradients(reference, sharded)
+
+
+def two_groups():
+    """Two pairs of ranks, each with a model of its own and a call of its own."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    which = dist.get_rank() // 2
+    reference = build(seed=which)
+    sharded = shardcore.shard(copy.deepcopy(reference), policy=TinyPolicy, tensor_parallel_process_group=pairs[which])
+    context = context_of(sharded)
+    assert (context.size, context.rank, context.replica) == (2, dist.get_rank() % 2, 2 * which)
+    assert context.group is pairs[which]
+    _same(reference, sharded, batch(which))
+
+
+def test_a_group_of_some_ranks(pool):
+    pool.run(two_groups, world=4)
+
+
+def one_group_fails():
+    """A failure in one pair is an error on both of its ranks, and none on the other pair."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    model = build(seed=1 if rank == 3 else 0)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    shard = {"policy": TinyPolicy, "tensor_parallel_process_group": pairs[rank // 2]}
+    if rank < 2:
+        shardcore.shard(model, **shard)
+        assert context_of(model) is not None
+        return
+    with pytest.raises(AgreementError, match=r"ranks 2 and 3 differ in tensor .* on rank 2, .* on rank 3"):
+        shardcore.shard(model, **shard)
+    assert all((p == before[name]).all() for name, p in model.named_parameters())
+
+
+def test_errors_stay_in_their_group(pool):
+    pool.run(one_group_fails, world=4)
+
+
+def sync_in_a_group():
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    sharded = shardcore.shard(
+        build(seed=rank), policy=TinyPolicy, tensor_parallel_process_group=pairs[rank // 2], sync_from=rank // 2 * 2 + 1
+    )
+    _same(build(seed=rank // 2 * 2 + 1), sharded, batch(0))
+
+
+def test_weights_come_from_a_rank_of_the_group(pool):
+    pool.run(sync_in_a_group, world=4)
+
+
+def on_a_mesh(shape, names):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    reference = build()
+    sharded = shardcore.shard(copy.deepcopy(reference), policy=TinyPolicy, device_mesh=mesh)
+    context = context_of(sharded)
+    assert context.mesh is mesh
+    replicas = mesh.size() // mesh["tp"].size()
+    ids = batch(0, rows=4)
+    rows = 4 // replicas
+    own = ids[rows * context.replica : rows * (context.replica + 1)]
+    reference(ids, labels=ids.roll(1, 1)).backward()
+    sharded(own, labels=own.roll(1, 1)).backward()
+    assert_same_gradients(reference, sharded)
+
+
+def test_a_mesh_of_the_caller(pool):
+    pool.run(on_a_mesh, (2, 2), ("dp_shard", "tp"), world=4)
+    pool.run(on_a_mesh, (2, 2), ("dp_replicate", "tp"), world=4)
+    pool.run(on_a_mesh, (1, 1, 2), ("pp", "dp_shard", "tp"), world=2)
+
+
+def on_part_of_the_world():
+    """A mesh of a slice of the ranks, the others do something else."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "tp"))
+    reference = build(seed=dist.get_rank() // 2)
+    sharded = shardcore.shard(copy.deepcopy(reference), policy=TinyPolicy, device_mesh=whole["tp"])
+    assert context_of(sharded).replica == dist.get_rank() // 2 * 2
+    _same(reference, sharded, batch(dist.get_rank() // 2))
+
+
+def test_a_slice_of_a_mesh(pool):
+    pool.run(on_part_of_the_world, world=4)
+
+
+def contradictions():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    pair = mesh["tp"].get_group()
+    for fields, message in (
+        ({"device_mesh": mesh, "tensor_parallel_size": 4}, "tensor_parallel_size is 4, but device_mesh says 2; leave"),
+        ({"device_mesh": mesh, "data_parallel_size": 1}, "data_parallel_size is 1, but device_mesh says 2; leave the"),
+        ({"device_mesh": mesh, "dp_replicate_size": 2}, "dp_replicate_size is 2, but device_mesh says 1; leave the"),
+        (
+            {"tensor_parallel_process_group": pair, "tensor_parallel_size": 4},
+            "tensor_parallel_size is 4, but tensor_parallel_process_group says 2; leave the size None",
+        ),
+        (
+            {"tensor_parallel_process_group": pair, "data_parallel_size": 2},
+            "data_parallel_size is 2, but tensor_parallel_process_group says 1; leave the size None",
+        ),
+        ({"device_mesh": mesh, "tensor_parallel_process_group": pair}, "both say which ranks are tensor-parallel"),
+        ({"device_mesh": mesh, "enable_tensor_parallelism": False}, "=False contradicts device_mesh; leave it None"),
+        (
+            {"device_mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))},
+            r"device_mesh has the axes \('dp',\); wanted 'tp' and, before it",
+        ),
+        (
+            {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))},
+            r"device_mesh has the axes \('tp', 'dp_shard'\); wanted 'tp' and, before it",
+        ),
+        ({"device_mesh": init_device_mesh("cpu", (4,))}, r"device_mesh has the axes \(unnamed\); wanted 'tp'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ShardConfig(**fields)
+    for axis, release in (("pp", "0.4"), ("cp", "0.5")):
+        deep = init_device_mesh("cpu", (2, 2), mesh_dim_names=(axis, "tp"))
+        with pytest.raises(NotSupportedError, match=f"axis '{axis}'.*planned for release {release}"):
+            ShardConfig(device_mesh=deep)
+    former = ShardFormer(ShardConfig(tensor_parallel_process_group=pair))
+    with pytest.raises(ConfigError, match=r"the 4 ranks are not all in tensor_parallel_process_group \(2\)"):
+        former.shard_dataset([1, 2, 3])
+    outside = dist.new_group([0])
+    if dist.get_rank():
+        with pytest.raises(ConfigError, match="must be a process group that this rank belongs to, or None"):
+            ShardConfig(tensor_parallel_process_group=outside)
+
+
+def test_contradictions_with_a_mesh_or_a_group(pool):
+    pool.run(contradictions, world=4)
+
+
+def former_on_its_mesh():
+    reference = build()
+    former = ShardFormer(shard_config=ShardConfig(tensor_parallel_size=2, data_parallel_size=2))
+    manager = former.init_distributed()
+    sharded, shared = former.optimize(copy.deepcopy(reference), TinyPolicy)
+    assert shared == []
+    context = context_of(sharded)
+    assert context.mesh is manager.mesh
+    ids = batch(0, rows=4)
+    own = ids[2 * context.replica : 2 * context.replica + 2]
+    reference(ids, labels=ids.roll(1, 1)).backward()
+    sharded(own, labels=own.roll(1, 1)).backward()
+    assert_same_gradients(reference, sharded)
+
+
+def test_a_former_shards_on_the_mesh_it_made(pool):
+    pool.run(former_on_its_mesh, world=4)

@@ -1,0 +1,54 @@
+"""What everybody pays for discovery. The smallest of ten runs counts: a busy machine only adds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from packs import VARIABLES, install, serves
+
+import shardcore
+
+RUNS = 10
+PACKS = 20
+
+
+def python(*arguments, path=()):
+    """Run a fresh interpreter and return (seconds, its output, what it wrote to stderr)."""
+    source = Path(shardcore.__file__).parents[1]
+    # What is imported is compiled once, as by any installer.
+    unset = (*VARIABLES, "PYTHONDONTWRITEBYTECODE")
+    environ = {name: value for name, value in os.environ.items() if name not in unset}
+    environ["PYTHONPATH"] = os.pathsep.join(map(str, filter(None, (*path, source, os.environ.get("PYTHONPATH")))))
+    start = time.perf_counter()
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environ)
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0, done.stderr
+    return seconds, done.stdout, done.stderr
+
+
+def imported():
+    """Return the milliseconds that `import shardcore.hooks` takes with all that it imports, as -X importtime says."""
+    _, _, log = python("-X", "importtime", "-c", "import shardcore.hooks")
+    (microseconds,) = re.findall(r"\| +(\d+) \| shardcore\.hooks$", log, re.MULTILINE)
+    return int(microseconds) / 1000
+
+
+def test_hooks_are_imported_in_50_milliseconds():
+    assert min(imported() for _ in range(RUNS)) < 50
+
+
+def test_twenty_packs_are_listed_in_300_milliseconds(tmp_path):
+    for number in range(PACKS):
+        requires = ["torch>=2", 'torch>=2,<99; extra == "tested"']
+        install(tmp_path, f"p{number}", serves(f"shard_p{number}", f"models.M{number}"), requires=requires)
+    command = ("-c", "from shardcore.cli import main; main(['packs'])")
+    runs = [python(*command, path=[tmp_path]) for _ in range(RUNS)]
+    lines = runs[0][1].splitlines()
+    assert sum(line.startswith("p") and "\tloaded\t" in line and "torch >=2,<99 (" in line for line in lines) == PACKS
+    assert min(seconds for seconds, _, _ in runs) < 0.3

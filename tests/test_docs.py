@@ -1,0 +1,177 @@
+"""The documentation says everything that is public, and what it shows is true; needs no mkdocs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import shardcore
+from shardcore import compat, hooks, nn, styles
+from shardcore.cli import main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+_LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(
+    r"^(?:<!-- run: (?P<worlds>[\d ]+) ranks -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
+)
+
+
+def _site() -> types.ModuleType:
+    """Load docs/_site.py, which puts text from the sources into the pages."""
+    spec = importlib.util.spec_from_file_location("shardcore_docs_site", DOCS / "_site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+def _text(page: Path) -> str:
+    return str(_site().expand(page.read_text(encoding="utf-8")))
+
+
+def _everything() -> str:
+    return "\n".join(map(_text, PAGES))
+
+
+def _blocks(page: Path) -> list[tuple[str, str, set[int]]]:
+    """Return (language, code, numbers of ranks to run it on) of each block of code."""
+    found = _CODE.finditer(_text(page))
+    return [(m["language"], m["code"], {int(n) for n in (m["worlds"] or "").split()}) for m in found]
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = set(re.findall(r"^::: shardcore\.(\w+)$", "\n".join(map(_text, (DOCS / "reference").glob("*.md"))), re.M))
+    assert set(shardcore.__all__) - shown == set()
+
+
+def test_every_parallel_module_and_alias_is_in_the_reference():
+    page = (DOCS / "reference" / "modules.md").read_text(encoding="utf-8")
+    elsewhere = set(shardcore.__all__)
+    assert {n for n in nn.__all__ if n not in elsewhere and f"::: shardcore.nn.{n}\n" not in page} == set()
+    aliases = {n for n in compat.__all__ if n != getattr(compat, n).__name__}
+    assert {n for n in aliases if f"| `{n}` | `shardcore.nn.{getattr(compat, n).__name__}` |" not in page} == set()
+
+
+@pytest.mark.parametrize("name", shardcore.__all__)
+def test_every_public_name_has_a_docstring(name):
+    value = getattr(shardcore, name)
+    assert value.__doc__
+    assert not (isinstance(value, type) and value.__doc__.startswith(f"{name}("))  # written by dataclass
+
+
+def test_every_hook_is_in_the_reference():
+    declared = {name for name in hooks.__all__ if name.startswith("shardcore_")}
+    assert declared == {name for name in vars(hooks) if name.startswith("shardcore_")}
+    shown = (DOCS / "reference" / "hooks.md").read_text(encoding="utf-8")
+    assert {name for name in declared if f"::: shardcore.hooks.{name}\n" not in shown} == set()
+
+
+def test_every_word_is_in_the_docs():
+    table = _text(DOCS / "packs.md")
+    assert {word for word in styles.__all__ if f"| `{word}` | `{word}(" not in table} == set()
+
+
+def test_every_environment_variable_is_in_the_guide():
+    source = (Path(shardcore.__file__).parent / "_env.py").read_text(encoding="utf-8")
+    constants = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    variables = {value for value in constants if isinstance(value, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)*", value)}
+    assert {"SHARDCORE_PACKS", "SHARDCORE_STRICT", "RANK"} <= variables
+    guide = (DOCS / "guide.md").read_text(encoding="utf-8")
+    assert {name for name in variables if f"`{name}`" not in guide} == set()
+
+
+def test_every_command_and_option_is_in_the_docs():
+    text = (DOCS / "cli.md").read_text(encoding="utf-8")
+    for name, command in main.commands.items():
+        section = text.partition(f"\n## shardcore {name}\n")[2].partition("\n## ")[0]
+        assert section, name
+        options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        assert {option for option in options if option not in section} == set(), name
+
+
+def test_commands_that_the_docs_show_are_understood():
+    plain = "".join(code for page in PAGES for language, code, _ in _blocks(page) if not language)
+    shown = [line.partition("#")[0].split() for line in re.findall(r"^shardcore .*$", plain, re.M)]
+    assert len(shown) > 5
+    for _, command, *arguments in shown:
+        known = {option for parameter in main.commands[command].params for option in parameter.opts}
+        assert {word for word in arguments if word.startswith("--")} <= known, (command, arguments)
+
+
+def test_the_plan_that_the_docs_show_is_the_plan():
+    pytest.importorskip("transformers")
+    shown = [code for language, code, _ in _blocks(DOCS / "cli.md") if language == "text"]
+    result = CliRunner().invoke(main, ["explain", "LlamaForCausalLM", "--tp", "4"])
+    printed = [re.sub(r"(digest|shard-llama) [\w.]+", r"\1", line) for line in result.output.splitlines()]
+    for line in "".join(shown).splitlines():
+        assert re.sub(r"(digest|shard-llama) [\w.]+", r"\1", line) in printed
+
+
+def test_the_error_that_the_docs_show_is_the_error():
+    pytest.importorskip("transformers")
+    (shown,) = [code for language, code, _ in _blocks(DOCS / "guide.md") if language == "text"]
+    result = CliRunner().invoke(main, ["explain", "LlamaForCausalLM", "--tp", "3"])
+    assert shown.strip() in result.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_code_parses(page):
+    for language, code, worlds in _blocks(page):
+        assert language == "python" or not worlds
+        if language == "python":
+            ast.parse(code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page):
+    for target in _LINK.findall(_text(page)):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        found = (page.parent / path).resolve() if path else page
+        assert found.is_file(), target
+        if anchor and not anchor.startswith("shardcore."):
+            assert anchor in {_anchor(line) for line in re.findall(r"^#+ (.*)$", _text(found), re.M)}, target
+        elif anchor:
+            assert f"::: {anchor}\n" in f"{_text(found)}\n", target
+
+
+def _anchor(heading: str) -> str:
+    """Return the anchor of a heading, as Markdown makes it."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
+
+
+@pytest.mark.parametrize(("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4)])
+def test_code_runs(pool, page, world, tmp_path):
+    pytest.importorskip("transformers")
+    code = [code for _, code, worlds in _blocks(DOCS / page) if world in worlds]
+    assert code
+    pool.run(_run, code, str(tmp_path), world=world, timeout=100)
+
+
+def _run(blocks: list[str], folder: str) -> None:
+    """Run the blocks of a page one after the other, as one program."""
+    program: dict[str, Any] = {"__name__": "shardcore_docs"}
+    with contextlib.chdir(folder):
+        for number, block in enumerate(blocks, 1):
+            try:
+                exec(compile(block, f"block {number}", "exec"), program)
+            except Exception as error:
+                error.add_note(block)
+                raise
