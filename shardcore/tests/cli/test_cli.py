@@ -26,6 +26,10 @@ class Net(nn.Module):
 class Other(nn.Module):
     pass
 
+class NeedsSize(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+
 NOT_A_MODEL = 3
 """
 
@@ -138,6 +142,19 @@ def test_explain_as_json_and_diff(site):
     assert "! plan.config.tensor_parallel_size: 2 -> 4" in other.output
 
 
+def test_settings_reach_the_plan(site):
+    settings = ["inference_only=true", "enable_flash_attention=auto", "enable_fused_normalization=False"]
+    result = run("explain", "cli_models.Net", "--tp", "2", "--device", "cuda", *(f"--set={s}" for s in settings))
+    assert result.exit_code == 0, result.output
+    assert "enable_flash_attention: off: NetPolicy knows no other attention for its model" in result.output
+    assert "eval mode, no gradients" in result.output
+    assert "collectives per step: 2 all_reduce forward\n" in result.output
+    for value, words in (("0.5", "gradient_checkpointing_ratio=0.5"), ("2", "num_ckpt_layers=2")):
+        result = run("explain", "cli_models.Net", "--set", f"gradient_checkpoint_config={value}")
+        assert result.exit_code == 1  # its policy names no blocks
+        assert words in result.output
+
+
 def test_differences_name_places():
     before = {"steps": [{"path": "a", "target": "x"}], "gone": 1}
     after = {"steps": [{"path": "a", "target": "y"}], "new": 2}
@@ -151,10 +168,20 @@ def test_differences_name_places():
         (["explain", "cli_models.NOT_A_MODEL"], "error: cli_models.NOT_A_MODEL is not a model class"),
         (["explain", "nowhere/config.json"], "error: nowhere/config.json: there is no such file"),
         (["explain", "cli_models.Other"], "cli_models.Other"),
+        (["explain", "cli_models.NeedsSize"], "cli_models.NeedsSize: NeedsSize could not be built: TypeError: "),
+        (["explain", "cli_models.Net", "--set", "nonsense"], "'nonsense' is no setting; wanted name=value, such as "),
+        (["explain", "cli_models.Net", "--set", "colour=red"], "unknown configuration field 'colour'."),
+        (["explain", "cli_models.Net", "--set", "fp8_communication=true"], "it is planned for release 0.5"),
+        (["explain", "cli_models.Net", "--set", "inference_only=maybe"], "must be True or False, got 'maybe'"),
+        (["explain", "cli_models.Net", "--set", "enable_flash_attention=true"], "flash attention is impossible: "),
+        (["explain", "cli_models.Net", "--set", "tp=2"], "tensor_parallel_size 2 times data_parallel_size 1 is 2"),
+        (["explain", "--diff", "{site}/cli_models.py", "{site}/cli_models.py"], "cli_models.py is no JSON file: "),
+        (["explain", "--diff", "{site}/empty.json", "{site}/empty.json"], "empty.json holds no plan; save one with: "),
     ],
 )
 def test_errors_are_messages(site, arguments, message):
-    result = run(*arguments)
+    (site / "empty.json").write_text("{}")
+    result = run(*(argument.format(site=site) for argument in arguments))
     assert result.exit_code == 1
     assert message in result.output
     assert "Traceback" not in result.output

@@ -61,6 +61,7 @@ def packs(as_json: bool) -> None:
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Where it would run [default: what is here].")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON (save it for --diff).")
 @click.option(
     "--diff",
@@ -69,7 +70,13 @@ def packs(as_json: bool) -> None:
     help="Compare two plans saved with --json.",
 )
 def explain(
-    model: str | None, tp: int, dp: int, settings: tuple[str, ...], as_json: bool, diff: tuple[Path, Path] | None
+    model: str | None,
+    tp: int,
+    dp: int,
+    settings: tuple[str, ...],
+    device: str | None,
+    as_json: bool,
+    diff: tuple[Path, Path] | None,
 ) -> None:
     """Show what would be done to MODEL, without reading weights and without starting anything.
 
@@ -79,7 +86,8 @@ def explain(
     \b
     Examples:
       shardcore explain LlamaForCausalLM --tp 4
-      shardcore explain ./checkpoint --tp 2 --set enable_all_optimization=true
+      shardcore explain ./checkpoint --tp 2 --set enable_all_optimization=true --device cuda
+      shardcore explain ./checkpoint --tp 2 --set gradient_checkpoint_config=0.5
       shardcore explain ./checkpoint --tp 2 --json > plan.json
       shardcore explain --diff before.json after.json
     """  # noqa: D301  # click reads the control character, not the letters
@@ -88,12 +96,12 @@ def explain(
     if diff:
         if model:
             raise click.UsageError("give either MODEL or --diff, not both")
-        lines = command.difference(*(json.loads(path.read_text()) for path in diff))
+        lines = command.difference(*map(command.read_plan, diff))
         click.echo("\n".join(lines) or "the plans are equal")
         raise click.exceptions.Exit(1 if lines else 0)
     if not model:
         raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
-    explained = command.explain(model, tp=tp, dp=dp, settings=settings)
+    explained = command.explain(model, tp=tp, dp=dp, settings=settings, device=device)
     click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
 
 

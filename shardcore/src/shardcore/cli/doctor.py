@@ -37,6 +37,8 @@ def _checks() -> Iterator[dict[str, str]]:
     import torch
     import torch.distributed as dist
 
+    from shardcore.comm.strided import torch_lacks
+
     if not dist.is_available():
         yield _finding("torch.distributed", "fails", "this torch was built without it; install another build of torch")
         return
@@ -48,6 +50,11 @@ def _checks() -> Iterator[dict[str, str]]:
     cores = os.cpu_count() or 1
     yield _finding("CPU cores", "works", f"{cores}; set OMP_NUM_THREADS so that ranks do not compete for them")
     yield _attention(count)
+    lacks = torch_lacks()
+    yield _finding(
+        "fused column linears", "missing" if lacks else "works", lacks or "one weight for several projections"
+    )
+    yield _finding("sequence, pipeline and context parallelism", "missing", "planned for the releases 0.3, 0.4 and 0.5")
     yield from (_pack(row) for row in describe())
 
 

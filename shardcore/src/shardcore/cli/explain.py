@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
+from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
@@ -18,7 +21,7 @@ from shardcore.plan import ShardPlan, compile_plan
 from shardcore.planner import Collective, collectives, parameter_bytes
 from shardcore.registry import default_registry
 
-__all__ = ["Explained", "difference", "explain", "show"]
+__all__ = ["Explained", "difference", "explain", "read_plan", "show"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class Explained:
         }
 
 
-def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = ()) -> Explained:
+def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = (), device: str | None = None) -> Explained:
     """Compile the plan for ``model`` (see `shardcore.integrations.models.meta_model`).
 
     Args:
@@ -51,6 +54,7 @@ def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = ()) -> Ex
         tp: tensor-parallel ranks.
         dp: data-parallel ranks.
         settings: further fields of the configuration, as ``name=value``.
+        device: where the model would run, ``"cuda"`` or ``"cpu"``; by default what this machine has.
 
     Raises:
         ConfigError: there is no such model, or a setting is not one.
@@ -61,24 +65,32 @@ def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = ()) -> Ex
     native = meta_model(model)
     registry = default_registry()
     match = registry.resolve(type(native))
-    config = ShardConfig.of(tp=tp, dp=dp, **dict(map(_setting, settings))).resolve(tp * dp)
+    config = ShardConfig.of(ShardConfig.of(tp=tp, dp=dp), **dict(map(_setting, settings))).resolve(tp * dp)
     origin = f"{match.pack.distribution} {match.pack.version}"
-    plan = compile_plan(match.load(), native, config, origin=origin, modules=registry.modules_for(config))
+    plan = compile_plan(
+        match.load(), native, config, origin=origin, modules=registry.modules_for(config), device_type=device
+    )
     return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan))
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Return the field and the value of ``name=value``; what is no Python literal is a string."""
+    """Return the field and the value of ``name=value``; what is no Python literal is a string.
+
+    For ``gradient_checkpoint_config`` a whole number counts blocks, and any other is a ratio.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ConfigError(f"{text!r} is no setting; wanted name=value, such as enable_flash_attention=auto")
     plain = {"true": True, "false": False, "none": None}
-    if value.lower() in plain:
-        return name, plain[value.lower()]
     try:
-        return name, ast.literal_eval(value)
+        parsed = plain[value.lower()] if value.lower() in plain else ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name, value
+        parsed = value
+    if name == "gradient_checkpoint_config" and isinstance(parsed, float):
+        parsed = GradientCheckpointConfig(gradient_checkpointing_ratio=parsed)
+    elif name == "gradient_checkpoint_config" and type(parsed) is int:
+        parsed = GradientCheckpointConfig(num_ckpt_layers=parsed)
+    return name, parsed
 
 
 def show(explained: Explained) -> None:
@@ -117,6 +129,23 @@ def _summary(explained: Explained) -> Iterator[str]:
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Return a plan that was saved with ``--json``.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{path} is no JSON file: {error}; save a plan with: shardcore explain MODEL --json"
+        ) from error
+    if not isinstance(data, dict) or "plan" not in data:
+        raise ConfigError(f"{path} holds no plan; save one with: shardcore explain MODEL --json")
+    return data
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

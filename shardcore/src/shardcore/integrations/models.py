@@ -23,7 +23,7 @@ def meta_model(source: str) -> nn.Module:
             transformers model).
 
     Raises:
-        ConfigError: there is no such thing, or the configuration names no architecture.
+        ConfigError: there is no such thing, it cannot be built, or the configuration names no architecture.
     """
     path = Path(source)
     if path.is_dir() or path.suffix == ".json" or "/" in source:
@@ -31,10 +31,16 @@ def meta_model(source: str) -> nn.Module:
     else:
         cls = _class(source)
         config = None
-    with torch.device("meta"):
-        if config is None and (config_class := getattr(cls, "config_class", None)) is not None:
-            config = config_class()
-        model: nn.Module = cls(config) if config is not None else cls()
+    try:
+        with torch.device("meta"):
+            if config is None and (config_class := getattr(cls, "config_class", None)) is not None:
+                config = config_class()
+            model: nn.Module = cls(config) if config is not None else cls()
+    except Exception as error:
+        raise ConfigError(
+            f"{source}: {cls.__name__} could not be built: {type(error).__name__}: {error}. Give a folder or a "
+            "config.json that fits the class, or a class that needs no arguments"
+        ) from error
     return model
 
 
@@ -48,7 +54,11 @@ def _from_file(path: Path) -> tuple[Any, Any]:
         raise ConfigError(
             f"{file} is read by transformers, which is not installed; install the model's pack"
         ) from error
-    config = AutoConfig.from_pretrained(str(file))
+    try:
+        config = AutoConfig.from_pretrained(str(file))
+    except Exception as error:
+        first = " ".join(str(error).split())[:300]
+        raise ConfigError(f"transformers cannot read {file}: {type(error).__name__}: {first}") from error
     names = getattr(config, "architectures", None)
     if not names:
         raise ConfigError(f'{file} names no architecture; add "architectures": ["LlamaForCausalLM"], or another')
