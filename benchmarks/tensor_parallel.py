@@ -1,25 +1,23 @@
-"""Tensor parallelism on two ranks: shardcore against the unsharded model, transformers' own TP and torch's.
+"""Tensor parallelism on two ranks of this machine: shardcore against the unsharded model, transformers' TP and torch's.
 
-    python benchmarks/tensor_parallel.py            # two gloo ranks with one thread each; about five minutes
+    python benchmarks/tensor_parallel.py --help
 
-All systems run in one process group and take turns, round by round, so that a noisy machine is noisy for all of them.
-One step is forward, loss and backward of the same batch. T1 is the unsharded step while both ranks run it at once, as
-two cores would without tensor parallelism; the efficiency of a system is T1 / (2 * T2).
-
-Column and row pairs are timed as CPU time in one process with the `fake` process group: pure host cost, no transfers.
+All systems run in one process group and take turns, so that a noisy machine is noisy for all of them. Results and what
+was tried: ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
 
 import datetime
-import gc
+import importlib.metadata
 import json
 import os
 import platform
+import socket
 import statistics
 import tempfile
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,319 +25,211 @@ import click
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from pairs import PLAIN, Cost, host_costs
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
+from sharding import measure_memory, measure_plan
+from steps import Result, compare, expected_collectives
+from systems import BATCHES, SHAPES, missing, quiet, save
 
-SIZES: dict[str, dict[str, int]] = {
-    "main": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "intermediate_size": 2752,
-        "vocab_size": 8192,
-    },
-    "host-bound": {
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-    },
-}
-BATCHES = {"main": (4, 128), "host-bound": (1, 16)}  # (rows, tokens)
-STEPS = {"main": 1, "host-bound": 20}  # steps timed together in one round
-PORT = "29571"
+PARTS = ("steps", "pair", "plan", "memory")
+
+_errors = Console(stderr=True)
+
+_HELP = """Measure tensor parallelism on two gloo ranks of this machine, one thread each.
+
+\b
+steps   one training step (forward, loss, backward) of the same Llama under
+        every system, in alternating rounds. T1 is the unsharded step while
+        both ranks run it at once, as two cores would without tensor
+        parallelism; T2 the sharded step. T1/(2 T2) is 1 if nothing is lost.
+pair    CPU time of one column and one row linear on a process group that
+        transfers nothing: pure host cost, little disturbed by other load.
+plan    time and collectives of shard() on a 1 B Llama on meta.
+memory  peak memory of each rank while a 0.6 GB Llama is sharded and saved.
+
+Step times mean nothing on a busy machine: look at the load in the header. A
+full run takes three to five minutes.
+
+\b
+Examples:
+  python benchmarks/tensor_parallel.py --json results.json
+  python benchmarks/tensor_parallel.py --only pair
+  python benchmarks/tensor_parallel.py --only steps --size main --rounds 3
+"""  # \b tells click to leave the lines of a paragraph alone
 
 
-class Traffic(TorchDispatchMode):
-    """Counts collectives and the bytes that they reduce or gather."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operation."""
-        name = str(func)
-        if name.startswith(("c10d.", "_c10d_functional.")) and "wait" not in name:
-            self.calls += 1
-            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]
-            flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else [item])]
-            self.bytes += max((t.nbytes for t in flat if isinstance(t, torch.Tensor)), default=0)
-        return func(*args, **(kwargs or {}))
+def _say(text: str) -> None:
+    """Tell what is going on, on stderr: tables alone go to stdout."""
+    _errors.print(f"[dim]{datetime.datetime.now():%H:%M:%S}  {text}[/dim]", highlight=False)
 
 
-@dataclass
-class Result:
-    """Seconds of one system, by round, and what it sends in one step."""
-
-    seconds: list[float] = field(default_factory=list)
-    calls: int = 0
-    bytes: int = 0
-
-    @property
-    def median(self) -> float:
-        """Median over the rounds."""
-        return statistics.median(self.seconds)
+def _say_nothing(text: str) -> None:
+    pass
 
 
-def build(size: str, folder: str) -> dict[str, nn.Module]:
-    """Return the same model under every system."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import shard_llama.policy
-    import shardcore
-
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES[size], tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa")
-    native = LlamaForCausalLM(config).train()
-    if dist.get_rank() == 0:
-        native.save_pretrained(folder)
-    dist.barrier()
-    models = {"unsharded": native}
-    models["shardcore"] = shardcore.shard(
-        LlamaForCausalLM.from_pretrained(folder), tp=2, policy=shard_llama.policy.LlamaForCausalLMPolicy
+def _on_rank(rank: int, job: Callable[..., Any], port: int, results: str, arguments: tuple[Any, ...]) -> None:
+    """Be one of two ranks with one thread each: run ``job`` and leave what it returns in a file."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)
     )
-    models["transformers TP"] = transformers_tp(folder)
-    for name in ("torch per linear", "torch per block"):
-        models[name] = torch_tp(LlamaForCausalLM.from_pretrained(folder), per_block=name.endswith("block"))
-    return {name: model.train() for name, model in models.items()}
-
-
-def transformers_tp(folder: str) -> nn.Module:
-    """Return the model sharded by transformers itself, while loading."""
-    from transformers import DistributedConfig, LlamaForCausalLM
-
-    model: nn.Module = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
-    return model
-
-
-def torch_tp(model: Any, *, per_block: bool) -> nn.Module:
-    """Return the model sharded by torch's `parallelize_module`.
-
-    Args:
-        model: an unsharded Llama.
-        per_block: activations become DTensors once for each block (`PrepareModuleInput`) instead of in each linear.
-    """
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for layer in model.model.layers:
-        plan: dict[str, Any] = {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-        plan |= {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
-        plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-        if per_block:
-            entry = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
-            plan["mlp"] = PrepareModuleInput(**entry)
-            plan["self_attn"] = PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": Replicate()},
-                desired_input_kwarg_layouts={"hidden_states": Replicate()},
-            )
-        parallelize_module(layer, mesh, plan)
-    parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Replicate()))
-    parallelize_module(model.model.embed_tokens, mesh, RowwiseParallel(input_layouts=Replicate()))
-    return model  # type: ignore[no-any-return]  # a transformers model
-
-
-def step(model: nn.Module, ids: torch.Tensor) -> float:
-    """Run forward, loss and backward once, and return the loss."""
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return float(loss.detach())
-
-
-def compare(size: str, rounds: int, folder: str) -> dict[str, Result]:
-    """Time every system in alternating rounds."""
-    models = build(size, folder)
-    torch.manual_seed(1)
-    ids = torch.randint(0, SIZES[size]["vocab_size"], BATCHES[size])
-    results = {name: Result() for name in models}
-    losses: dict[str, float] = {}
-    for name, model in models.items():
-        losses[name] = step(model, ids)
-        with Traffic() as traffic:
-            step(model, ids)
-        results[name].calls, results[name].bytes = traffic.calls, traffic.bytes
-    reference = losses["unsharded"]
-    for name, loss in losses.items():
-        if abs(loss - reference) > 1e-4 * abs(reference):
-            raise SystemExit(f"{name} computes another loss: {loss}, unsharded {reference}")
-    gc.disable()
-    for number in range(rounds):
-        names = list(models)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(STEPS[size]):
-                step(models[name], ids)
-            dist.barrier()  # both ranks have finished: the slower one counts
-            results[name].seconds.append((time.perf_counter() - start) / STEPS[size])
-    gc.enable()
-    return results
-
-
-def worker(rank: int, size: str, rounds: int, folder: str) -> None:
-    """Be one of the two ranks."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300))
-    results = compare(size, rounds, folder)
-    if rank == 0:
-        rows = {n: {"seconds": r.seconds, "calls": r.calls, "bytes": r.bytes} for n, r in results.items()}
-        (Path(folder) / "results.json").write_text(json.dumps(rows))
+
+    with quiet():
+        found = job(*arguments, _say if rank == 0 else _say_nothing)
+    Path(results, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-class Pair(nn.Module):
-    """A column and a row linear, small enough that only the host matters."""
-
-    def __init__(self, inner: int = 32) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, inner, bias=False)
-        self.down = nn.Linear(inner, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 16)."""
-        return self.down(self.up(x))  # type: ignore[no-any-return]  # modules return Any
+def on_two_ranks(job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run ``job(*arguments, say)`` in two new processes and return what it returned on each."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as results:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        mp.spawn(_on_rank, (job, port, results, arguments), nprocs=2)  # type: ignore[no-untyped-call]
+        return [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(2)]
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        grad = grads[0].clone()
-        dist.all_reduce(grad)
-        return grad
+def _steps(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> dict[str, Any]:
+    if dist.get_rank() == 0:
+        save(Path(folder), size)
+    dist.barrier()
+    return {name: result.to_json() for name, result in compare(size, rounds, folder, say).items()}
 
 
-class _Exit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0]
-
-
-class PlainPair(Pair):
-    """The pair by hand, on plain local parameters: the least that tensor parallelism can cost."""
-
-    def __init__(self) -> None:
-        super().__init__(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., 16)."""
-        return _Exit.apply(self.down(self.up(_Enter.apply(x))))  # type: ignore[no-any-return,no-untyped-call]
-
-
-def pairs() -> dict[str, nn.Module]:
-    """Return the pair under every system, on a process group that transfers nothing."""
-    from shardcore.mesh import ShardContext
-    from shardcore.nn import ColumnLinear, Region, RowLinear
-    from shardcore.nn.dropout import DropoutSites
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    context = ShardContext.of(mesh)
-    ours = Pair()
-    ColumnLinear.from_native_module(ours.up, context, enters=False)
-    RowLinear.from_native_module(ours.down, context)
-    ours.register_forward_pre_hook(Region(context, ("x", 0), [ours.up], DropoutSites([ours])), with_kwargs=True)
-    theirs = parallelize_module(Pair(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    plain = PlainPair()
-    return {"unsharded": Pair(), "plain local parameters": plain, "shardcore": ours, "DTensor activations": theirs}
-
-
-def host_cost(rounds: int) -> dict[str, float]:
-    """Return the median CPU time of one pair, forward and backward, in microseconds."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    torch.set_num_threads(1)
-    x = torch.randn(2, 4, 16, requires_grad=True)
-
-    def run(model: nn.Module, steps: int) -> float:
-        start = time.process_time()
-        for _ in range(steps):
-            model(x).sum().backward()
-            model.zero_grad(set_to_none=True)
-        return (time.process_time() - start) / steps * 1e6
-
-    models = pairs()
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for model in models.values():
-        run(model, 100)
-    for _ in range(rounds):
-        for name, model in models.items():
-            times[name].append(run(model, 200))
-    dist.destroy_process_group()
-    return {name: statistics.median(values) for name, values in times.items()}
+def table(title: str, *columns: str) -> Table:
+    """Return an empty table whose first column is text and the others numbers."""
+    new = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        new.add_column(column, justify="right" if i else "left")
+    return new
 
 
 def step_table(size: str, results: dict[str, Result]) -> Table:
-    """Return the table of one size."""
-    rows, tokens = BATCHES[size]
-    shape = SIZES[size]
-    title = f"{size}: hidden {shape['hidden_size']}, {shape['num_hidden_layers']} layers, {rows} x {tokens}"
-    table = Table(title=title)
-    for column in ("system", "median ms", "min ms", "T1 / (2 T2)", "collectives", "MB"):
-        table.add_column(column, justify="left" if column == "system" else "right")
-    alone = results["unsharded"].median
+    """Step time and traffic of every system, at one size."""
+    (rows, tokens), shape = BATCHES[size], SHAPES[size]
+    layers = shape["num_hidden_layers"]
+    title = f"{size}: hidden {shape['hidden_size']}, {layers} layers, {rows} x {tokens} tokens, float32"
+    shown = table(title, "system", "median ms", "min ms", "T1/(2 T2)", "by min", "collectives", "expected", "MB")
+    alone = results["unsharded"]
     for name, r in results.items():
-        efficiency = "" if name == "unsharded" else f"{alone / (2 * r.median):.3f}"
-        times = (f"{r.median * 1e3:.1f}", f"{min(r.seconds) * 1e3:.1f}")
-        table.add_row(name, *times, efficiency, str(r.calls), f"{r.bytes / 1e6:.1f}")
-    return table
+        efficiency = ("", "")
+        if name != "unsharded":
+            efficiency = (f"{alone.median / (2 * r.median):.3f}", f"{alone.least / (2 * r.least):.3f}")
+        times = (f"{r.median * 1e3:.1f}", f"{r.least * 1e3:.1f}")
+        expected = str(expected_collectives(name, layers))
+        shown.add_row(name, *times, *efficiency, str(r.calls), expected, f"{r.bytes / 1e6:.1f}")
+    return shown
 
 
-def measure(size: str, rounds: int) -> dict[str, Result]:
-    """Run one size on two ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (size, rounds, folder), nprocs=2)  # type: ignore[no-untyped-call]  # untyped in torch
-        data = json.loads((Path(folder) / "results.json").read_text())
-    return {name: Result(**values) for name, values in data.items()}
-
-
-@click.command()
-@click.option("--rounds", default=10, show_default=True, help="Alternating rounds of every system.")
-@click.option("--size", "sizes", multiple=True, type=click.Choice(list(SIZES)), help="Model sizes; all by default.")
-def main(rounds: int, sizes: tuple[str, ...]) -> None:
-    """Time tensor parallelism on two ranks of this machine."""
-    import transformers
-
-    console = Console(width=110)
-    console.print(
-        f"{datetime.date.today()}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}, {os.cpu_count()} cores, {rounds} rounds"
-    )
-    for size in sizes or SIZES:
-        console.print(step_table(size, measure(size, rounds)))
-    table = Table(title="host time of a column and row pair, forward and backward")
-    table.add_column("system")
-    table.add_column("CPU us", justify="right")
-    table.add_column("against plain", justify="right")
-    costs = host_cost(rounds)
+def pair_table(costs: dict[str, Cost]) -> Table:
+    """CPU time of a column and row pair."""
+    shown = table(
+        "a column and row pair, CPU us: forward and backward (train), forward under no_grad (infer)",
+        "system", "train median", "train min", "against plain", "infer median", "infer min", "against plain",
+    )  # fmt: skip
+    plain = costs[PLAIN]
     for name, cost in costs.items():
-        table.add_row(name, f"{cost:.0f}", f"{cost / costs['plain local parameters']:.2f}")
-    console.print(table)
+        training, inference = cost.training, cost.inference
+        shown.add_row(
+            name,
+            *(
+                f"{statistics.median(training):.0f}",
+                f"{min(training):.0f}",
+                f"{Cost.ratio(training, plain.training):.2f}",
+            ),
+            *(f"{statistics.median(inference):.0f}", f"{min(inference):.0f}"),
+            f"{Cost.ratio(inference, plain.inference):.2f}",
+        )
+    return shown
+
+
+def plan_table(rows: list[dict[str, Any]]) -> Table:
+    """Time to compile and to apply a plan on meta."""
+    shown = table(
+        "shard() of a Llama on meta, two ranks; it compiles, agrees and applies",
+        "layers", "parameters", "compile ms", "shard() ms", "first shard() ms", "collectives",
+    )  # fmt: skip
+    for row in rows:
+        times = [f"{row[key] * 1e3:.0f}" for key in ("compile_seconds", "shard_seconds", "shard_seconds_first")]
+        shown.add_row(str(row["layers"]), f"{row['parameters'] / 1e9:.2f} B", *times, str(row["collectives"]))
+    return shown
+
+
+def memory_table(rows: list[dict[str, Any]]) -> Table:
+    """Peak memory of each rank."""
+    first = rows[0]
+    shown = table(
+        f"resident memory above the start, MB; the model has {first['model'] / 1e6:.0f}, its largest parameter "
+        f"{first['largest_parameter'] / 1e6:.0f}, a file {first['file'] / 1e6:.0f}",
+        "rank", "peak while sharding", "change after sharding", "peak while saving",
+    )  # fmt: skip
+    for row in rows:
+        values = (row["peak_sharding"], row["change_after_sharding"], row["peak_saving"])
+        shown.add_row(str(row["rank"]), *(f"{value / 1e6:.0f}" for value in values))
+    return shown
+
+
+def header(rounds: int) -> dict[str, Any]:
+    """What has to be known to compare two runs."""
+    names = ("torch", "transformers", "accelerate", "shardcore", "shard-llama")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "from source"
+    return {
+        "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
+        **versions,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "rounds": rounds,
+    }
+
+
+@click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--rounds", default=10, show_default=True, type=click.IntRange(1), help="Turns of every system; quote 8 or more."
+)
+@click.option("--size", "sizes", multiple=True, type=click.Choice(list(SHAPES)), help="A model size; all by default.")
+@click.option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="A part; all by default.")
+@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Also write everything here.")
+def main(rounds: int, sizes: tuple[str, ...], parts: tuple[str, ...], target: Path | None) -> None:
+    """Run the parts that were asked for and print a table of each."""
+    if problem := missing():
+        raise click.ClickException(problem)
+    # For the processes started below: torch counts the waits that DTensor activations leave out, at their end.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    console = Console(width=120)
+    data: dict[str, Any] = {"header": header(rounds)}
+    console.print(", ".join(f"{key} {value}" for key, value in data["header"].items()), highlight=False)
+    parts = parts or PARTS
+    if "steps" in parts:
+        for size in sizes or SHAPES:
+            with tempfile.TemporaryDirectory() as folder:
+                found, _ = on_two_ranks(_steps, size, rounds, folder)
+            data[f"steps {size}"] = found
+            console.print(step_table(size, {name: Result.of_json(r) for name, r in found.items()}))
+    if "plan" in parts:
+        data["plan"], _ = on_two_ranks(measure_plan, max(3, rounds // 2))
+        console.print(plan_table(data["plan"]))
+    if "memory" in parts:
+        data["memory"] = on_two_ranks(measure_memory)
+        console.print(memory_table(data["memory"]))
+    if "pair" in parts:
+        _say(f"pair: {10 * rounds} turns")
+        with ProcessPoolExecutor(1, mp.get_context("spawn")) as fresh:
+            costs = fresh.submit(host_costs, rounds).result()
+        data["pair"] = {name: {"training": c.training, "inference": c.inference} for name, c in costs.items()}
+        console.print(pair_table(costs))
+    if target:
+        target.write_text(json.dumps(data, indent=1))
+        console.print(f"written: {target}")
 
 
 if __name__ == "__main__":

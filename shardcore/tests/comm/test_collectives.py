@@ -104,6 +104,8 @@ def inputs_survive():
     leaf = torch.ones(5, dtype=torch.float64, requires_grad=True)
     reduce_from_tp(leaf * 2, group, fresh=True).sum().backward()
     assert leaf.grad.tolist() == [2.0] * 5
+    for fresh in (False, True):
+        assert reduce_from_tp(torch.full((2,), 1 + 2j), group, fresh=fresh).tolist() == [world * (1 + 2j)] * 2
 
 
 def costs():

@@ -9,6 +9,7 @@ from fused_net import BATCH, IN, adamw, assert_equal, batch, make_context, make_
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.comm import strided
 from shardcore.errors import NotSupportedError
@@ -55,16 +56,25 @@ def every_gradient_case(region):
 
 def count_collectives(region):
     net = shard_net(make_net(3), make_context((2,)), region)
-    sizes = []
-    original = dist.all_reduce
-    try:
-        dist.all_reduce = lambda x, *a, **k: (sizes.append(x.numel()), original(x, *a, **k))[1]
+    with _AllReduces() as forward:
         out = net(batch(0))
-        forward = len(sizes)
+    with _AllReduces() as backward:
         out.sum().backward()
-    finally:
-        dist.all_reduce = original
-    return sizes[:forward], sorted(sizes[forward:])
+    return forward.sizes, sorted(backward.sizes)
+
+
+class _AllReduces(TorchDispatchMode):
+    """Notes the numbers of elements that are summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            assert func is torch.ops.c10d.allreduce_.default
+            self.sizes += [t.numel() for t in args[0]]
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("region", [False, True], ids=["alone", "region"])

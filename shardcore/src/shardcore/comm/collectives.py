@@ -47,12 +47,33 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * step, size), min((index + 1) * step, size)
 
 
+def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    options.asyncOp = asynchronous
+    return options
+
+
+_SUM = _sum_options(asynchronous=False)
+_SUM_ASYNCHRONOUSLY = _sum_options(asynchronous=True)
+
+
+def start_all_reduce(x: Tensor, group: ProcessGroup) -> dist.Work:
+    """Start the sum of ``x`` over ``group``, in place; eager mode only.
+
+    This and `all_reduce` make the call that `torch.distributed.all_reduce` ends in: its checks cost 13 us each time.
+    """
+    return group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM_ASYNCHRONOUSLY)
+
+
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum ``x`` over ``group``: in place in eager mode, into a new tensor when compiling."""
     if torch.compiler.is_compiling():
         out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
         return out
-    dist.all_reduce(x, group=group)
+    work = group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM)
+    if work is not None:  # None where the backend has put the sum on the current stream
+        work.wait()
     return x
 
 
@@ -109,8 +130,7 @@ class _ReduceInPlace(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -12,20 +12,20 @@ from torch.autograd import Function
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
 
-__all__ = ["autocast_dtype", "bias_gradient", "cast", "flat", "local_linear", "weight_gradient"]
+__all__ = ["autocast", "bias_gradient", "cast", "flat", "local_linear", "weight_gradient"]
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast would run a linear in, or None where it leaves the dtype alone."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(kind)
+def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands of a linear in the dtype that autocast, which is on, would run it in."""
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
 
 
-def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return ``x`` in ``dtype`` (None leaves it as it is)."""
-    return x if dtype is None or x.dtype == dtype else x.to(dtype)
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in ``dtype``."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -46,26 +46,23 @@ def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
 class _LocalLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = autocast_dtype(x)
+        ctx.dtype, ctx.weight, ctx.bias = x.dtype, weight, bias
         w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
-        ctx.dtypes = (x.dtype, w.dtype, None if b is None else b.dtype)
-        ctx.specs = (spec_of(weight), None if bias is None else spec_of(bias))
-        x, w = cast(x, dtype), cast(w, dtype)
+        if torch.is_autocast_enabled(x.device.type):
+            x, w, b = autocast(x, w, b)
         ctx.save_for_backward(x, w)
-        return F.linear(x, w, None if b is None else cast(b, dtype))
+        return F.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         refuse_double_backward()
         (grad,) = grads
         x, w = ctx.saved_tensors
-        gx = gw = gb = None
-        if ctx.needs_input_grad[0]:
-            gx = cast(grad @ w, ctx.dtypes[0])
-        if ctx.needs_input_grad[1]:
-            gw = with_spec(weight_gradient(grad, x, ctx.dtypes[1]), ctx.specs[0])
-        if ctx.needs_input_grad[2]:
-            gb = with_spec(bias_gradient(grad, ctx.dtypes[2]), ctx.specs[1])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        weight, bias = ctx.weight, ctx.bias
+        gx = cast(grad @ w, ctx.dtype) if needs_x else None
+        gw = with_spec(weight_gradient(grad, x, weight.dtype), spec_of(weight)) if needs_weight else None
+        gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias)) if needs_bias else None
         return gx, gw, gb
 
 

@@ -17,51 +17,88 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
+from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
 from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
 from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.dropout import DropoutSites
-from shardcore.nn.functional import autocast_dtype, bias_gradient, cast, flat, weight_gradient
+from shardcore.nn.functional import autocast, bias_gradient, cast, flat, weight_gradient
 
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
 __all__ = ["Region", "deferred_linear", "entered", "take_rows"]
 
+# The number of the backward that is running; torch has no public name for it.
+_backward_task = torch._C._current_graph_task_id
+
 _OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
 _MEMO = "_shardcore_entered"  # on a tensor that was entered by its linears: its entered form
+
+
+class _Member(NamedTuple):
+    """What this rank uses of a member's parameters while the region is open."""
+
+    place: int  # of the weight among the parameters of the region; the bias has the next one
+    weight: Tensor
+    bias: Tensor | None
 
 
 class _Call(NamedTuple):
     """One call of a member, as its backward left it."""
 
-    place: int  # of the member's weight among the parameters of enter
+    member: _Member
     grad: Tensor  # (..., out/tp)
     x: Tensor  # (..., in)
-    weight: Tensor  # (out/tp, in)
-    task: int  # the backward it belongs to
+    weight: Tensor  # (out/tp, in), in the dtype of the product
 
 
-class _Member(NamedTuple):
-    """What a member needs while the region is open."""
+class _Open:
+    """An open region: its calls fill up during a backward and are taken by enter's."""
 
-    place: int
-    weight: Tensor
-    bias: Tensor | None
+    def __init__(self, context: ShardContext) -> None:
+        self.context = context
+        self.members: dict[int, _Member] = {}
+        self.parameters: list[Tensor] = []  # of all members
+        self.rows: list[Runs | None] = []  # that this rank uses of each, where it holds others too
+        self._calls: list[_Call] = []
+        self._task: int | None = None
+
+    def add(self, member: ColumnLinear) -> None:
+        """Let a column linear take part."""
+        weight, bias = member.weight, member.bias
+        # FSDP2 on the linear itself has not gathered it yet: it will run outside the fast path.
+        if (spec := spec_of(weight)) is None or spec.mesh.ndim != 1:
+            return
+        used = None if bias is None else _used(bias, member.bias_rows)
+        self.members[id(member)] = _Member(len(self.parameters), _used(weight, member.rows), used)
+        self.parameters.append(weight)
+        self.rows.append(member.rows)
+        if bias is not None:
+            self.parameters.append(bias)
+            self.rows.append(member.bias_rows)
+
+    def put(self, call: _Call) -> None:
+        """Leave a call for the backward of enter."""
+        task = _backward_task()
+        if task != self._task:  # a backward that raised half-way left its calls behind
+            self._task, self._calls = task, []
+        self._calls.append(call)
+
+    def take(self) -> list[_Call]:
+        """Return the calls of the backward that is running."""
+        calls, self._calls = self._calls, []
+        return calls if self._task == _backward_task() else []
 
 
-class _Open(NamedTuple):
-    """An open region: calls fill up during the backward and are emptied by enter's."""
-
-    members: dict[int, _Member]
-    calls: list[_Call]
+def _used(parameter: Tensor, rows: Runs | None) -> Tensor:
+    held = local_tensor(parameter)
+    return held if rows is None else take_rows(held.detach(), rows)
 
 
 def take_rows(held: Tensor, rows: Runs) -> Tensor:
@@ -70,125 +107,99 @@ def take_rows(held: Tensor, rows: Runs) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _Read(NamedTuple):
-    """How enter reads one parameter: whole, or the rows that this rank needs of what all ranks hold."""
-
-    rows: Runs | None
-
-    def take(self, local: Tensor) -> Tensor:
-        return local.detach() if self.rows is None else take_rows(local.detach(), self.rows)
-
-    def put(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        if self.rows is None:
-            return grad
-        whole = grad.new_zeros(shape)
-        parts = grad.split([stop - start for start, stop in self.rows])
-        for (start, stop), part in zip(self.rows, parts, strict=True):
-            whole[start:stop] = part
-        return whole
+def _spread(grad: Tensor, rows: Runs, shape: torch.Size) -> Tensor:
+    """Return zeros of ``shape`` with ``grad`` in the runs ``rows``: the inverse of `take_rows`."""
+    whole = grad.new_zeros(shape)
+    parts = grad.split([stop - start for start, stop in rows])
+    for (start, stop), part in zip(rows, parts, strict=True):
+        whole[start:stop] = part
+    return whole
 
 
 class _Enter(Function):
-    """Identity forward; backward: the all-reduce of the input gradient beside the weight gradients of all members."""
+    """Identity forward; backward: the all-reduce of the input gradient, beside all parameter gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, context: ShardContext, calls: list[_Call], reads: list[_Read], x: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, region: _Open, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.context, ctx.calls, ctx.reads = context, calls, reads
-        ctx.x_dtype = x.dtype
-        locals_ = [local_tensor(p) for p in parameters]
-        ctx.specs = [spec_of(p) for p in parameters]
-        ctx.shapes = [(p.shape, p.dtype) for p in locals_]
-        return x.view_as(x), *(read.take(p) for read, p in zip(reads, locals_, strict=True))
+        ctx.region, ctx.dtype = region, x.dtype
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gx: Tensor | None, *parameter_grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_double_backward()
-        # A backward that raised half-way leaves calls behind: they belong to no other.
-        task = _backward_task()
-        calls = [call for call in ctx.calls if call.task == task]
-        ctx.calls.clear()
-        work = None
-        if ctx.needs_input_grad[3]:
-            gx = _input_gradient(gx, calls, ctx.x_dtype)
-            if gx is not None:
-                work = dist.all_reduce(gx, group=ctx.context.group, async_op=True)
-        grads = list(parameter_grads)  # of biases; those of weights come from the calls
-        for call in calls:
-            if ctx.needs_input_grad[4 + call.place]:
-                grad = weight_gradient(call.grad, call.x, ctx.shapes[call.place][1])
-                before = grads[call.place]
-                grads[call.place] = grad if before is None else before + grad
-        finished = _finish(grads, ctx)
+        region: _Open = ctx.region
+        calls = region.take()
+        needs = ctx.needs_input_grad  # of (region, x, *parameters)
+        gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[1] else None
+        work = None if gx is None else start_all_reduce(gx, region.context.group)
+        finished = _parameter_gradients(region, calls, needs[2:])
         if work is not None:
             work.wait()
-        return None, None, None, gx, *finished
+        return None, gx, *finished
 
 
 def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.dtype) -> Tensor | None:
     """Sum the input gradients of all calls, and of whoever else used the tensor, into a tensor of its own."""
-    total: Tensor | None = None
-    for call in calls:
-        grad = flat(call.grad)
-        if total is None:
-            total = cast(grad @ call.weight, dtype)
-        elif total.dtype == grad.dtype:
-            total.addmm_(grad, call.weight)
-        else:
-            total += grad @ call.weight
-    if total is None:
+    if not calls:
         return None if extra is None else extra.clone(memory_format=torch.contiguous_format)
-    total = total.view(calls[0].x.shape)
+    total = cast(calls[0].grad @ calls[0].weight, dtype)
+    for call in calls[1:]:
+        if dtype == call.grad.dtype:
+            flat(total).addmm_(flat(call.grad), call.weight)
+        else:
+            total += call.grad @ call.weight
     return total if extra is None else total.add_(extra)
 
 
-def _finish(grads: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
-    """Wrap finished gradients, and sum those of parameters that all ranks hold and each reads in part."""
-    out: list[Tensor | None] = list(grads)
+def _parameter_gradients(region: _Open, calls: Sequence[_Call], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients of all parameters, summed over the calls, as DTensors."""
+    grads: list[Tensor | None] = [None] * len(needed)
+    for member, grad, x, _ in calls:
+        i = member.place
+        if needed[i]:
+            grads[i] = _plus(grads[i], weight_gradient(grad, x, member.weight.dtype))
+        if member.bias is not None and needed[i + 1]:
+            grads[i + 1] = _plus(grads[i + 1], bias_gradient(grad, member.bias.dtype))
     partial = []
-    for i, grad in enumerate(grads):
-        if grad is None or not ctx.needs_input_grad[4 + i]:
-            out[i] = None
-        elif ctx.reads[i].rows is None:
-            out[i] = with_spec(grad, ctx.specs[i])
+    for i, whole in enumerate(grads):
+        if whole is None:
+            continue
+        if (rows := region.rows[i]) is None:
+            grads[i] = with_spec(whole, spec_of(region.parameters[i]))
         else:
+            grads[i] = _spread(whole, rows, local_tensor(region.parameters[i]).shape)
             partial.append(i)
-    if partial:
-        whole = [ctx.reads[i].put(grads[i], ctx.shapes[i][0]) for i in partial]
-        summed = finish_partial(whole, [ctx.specs[i] for i in partial], ctx.context)
-        for i, grad in zip(partial, summed, strict=True):
-            out[i] = grad
-    return out
+    if partial:  # of parameters that all ranks hold and each uses in part
+        specs = [spec_of(region.parameters[i]) for i in partial]
+        summed = finish_partial([grads[i] for i in partial], specs, region.context)
+        for i, one in zip(partial, summed, strict=True):
+            grads[i] = one
+    return grads
+
+
+def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
+    return grad if total is None else total + grad
 
 
 class _Deferred(Function):
     """A member's product; its backward leaves (gradient, input, weight) for enter's."""
 
     @staticmethod
-    def forward(ctx: Any, calls: list[_Call], place: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = autocast_dtype(x)
-        ctx.calls, ctx.place = calls, place
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        x, weight = cast(x, dtype), cast(weight, dtype)
+    def forward(ctx: Any, region: _Open, member: _Member, x: Tensor) -> Tensor:
+        ctx.region, ctx.member = region, member
+        weight, bias = member.weight, member.bias
+        if torch.is_autocast_enabled(x.device.type):
+            x, weight, bias = autocast(x, weight, bias)
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, None if bias is None else cast(bias, dtype))
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, Tensor | None]:
-        refuse_double_backward()
-        (grad,) = grads
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         x, weight = ctx.saved_tensors
-        bias = bias_gradient(grad, ctx.bias_dtype) if ctx.needs_input_grad[4] else None
-        # Detached: x leads to enter's node, which holds the calls.
-        ctx.calls.append(_Call(ctx.place, grad, x.detach(), weight.detach(), _backward_task()))
-        return None, None, None, None, bias
-
-
-def _backward_task() -> int:
-    """Return the number of the backward that is running; torch has no public name for it."""
-    return torch._C._current_graph_task_id()
+        # Detached: x leads to enter's node, which holds the region.
+        ctx.region.put(_Call(ctx.member, grads[0], x.detach(), weight))
+        return None, None, None
 
 
 def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
@@ -196,7 +207,7 @@ def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
     region: _Open | None = getattr(x, _OPEN, None)
     if region is None or (found := region.members.get(id(member))) is None:
         return None
-    out: Tensor = _Deferred.apply(region.calls, found.place, x, found.weight, found.bias)  # type: ignore[no-untyped-call]
+    out: Tensor = _Deferred.apply(region, found, x)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -266,7 +277,8 @@ class Region:
         self._fork()
         if not torch.is_grad_enabled():
             return args, kwargs
-        self._refuse_others(module, args, kwargs)
+        if len(args) + len(kwargs) > 1:
+            self._refuse_others(module, args, kwargs)
         if self._name in kwargs:
             return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
         if self._position >= len(args):
@@ -279,22 +291,26 @@ class Region:
 
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
-        named = [(f"at position {i}", v) for i, v in enumerate(args) if i != self._position or self._name in kwargs]
-        named += [(repr(name), v) for name, v in kwargs.items() if name != self._name]
-        for name, value in named:
-            values = value if isinstance(value, tuple | list) else (value,)
-            if any(isinstance(v, Tensor) and v.requires_grad for v in values):
-                raise NotSupportedError(
-                    f"{type(module).__name__}: the argument {name} needs a gradient, but only {self._name!r} enters "
-                    "its tensor-parallel region: the gradient of another would be this rank's summand. Detach it, "
-                    "or keep this module unsharded."
-                )
+        for i, value in enumerate(args):
+            if (i != self._position or self._name in kwargs) and _needs_gradient(value):
+                raise self._refusal(module, f"at position {i}")
+        for name, value in kwargs.items():
+            if name != self._name and _needs_gradient(value):
+                raise self._refusal(module, repr(name))
+
+    def _refusal(self, module: nn.Module, other: str) -> NotSupportedError:
+        return NotSupportedError(
+            f"{type(module).__name__}: the argument {other} needs a gradient, but only {self._name!r} enters its "
+            "tensor-parallel region: the gradient of another would be this rank's summand. Detach it, or keep this "
+            "module unsharded."
+        )
 
     def leave(self) -> None:
         """Called by the row linear: numbers drawn from here on agree on all ranks again."""
-        if torch.compiler.is_compiling() and not self._dropouts.live():
-            return
-        _join(self)
+        if not torch.compiler.is_compiling():
+            self.context.random.join(id(self))
+        elif self._dropouts.live():
+            _join(self)
 
     def _fork(self) -> None:
         if self._dropouts.live():
@@ -305,22 +321,18 @@ class Region:
     def _enter(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return copy_to_tp(x, self.context.group)
-        parameters: list[Tensor] = []
-        reads: list[_Read] = []
-        places: list[tuple[ColumnLinear, int, bool]] = []
+        region = _Open(self.context)
         for member in self.members:
-            weight, bias = member.weight, member.bias
-            # FSDP2 on the linear itself has not gathered it yet: it will run outside the fast path.
-            if (spec := spec_of(weight)) is None or spec.mesh.ndim != 1:
-                continue
-            places.append((member, len(parameters), bias is not None))
-            parameters += [weight] if bias is None else [weight, bias]
-            reads += [_Read(member.rows)] if bias is None else [_Read(member.rows), _Read(member.bias_rows)]
-        calls: list[_Call] = []
-        new, *locals_ = _Enter.apply(self.context, calls, reads, x, *parameters)  # type: ignore[no-untyped-call]
-        members = {id(m): _Member(i, locals_[i], locals_[i + 1] if has_bias else None) for m, i, has_bias in places}
-        setattr(new, _OPEN, _Open(members, calls))
+            region.add(member)
+        new = _Enter.apply(region, x, *region.parameters)  # type: ignore[no-untyped-call]
+        setattr(new, _OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return isinstance(value, tuple | list) and any(isinstance(v, Tensor) and v.requires_grad for v in value)
 
 
 # Generator states cannot be traced: these two are the only graph breaks, and only where a dropout is live.

@@ -1,0 +1,142 @@
+"""Training steps of every system in alternating rounds, and what each sends."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from systems import BATCHES, SHAPES, STEPS, SYSTEMS
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Result", "Traffic", "compare", "expected_collectives"]
+
+# Not the waits and wrappers of functional collectives, which would count each of them twice.
+_COLLECTIVES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "alltoall", "all_to_all")
+_COLLECTIVES += ("broadcast", "scatter", "gather", "reduce_")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives, and the bytes of the whole tensors that they reduce, gather or send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operation."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what a DTensor does inside comes by again
+        out = func(*args, **(kwargs or {}))
+        name = func.name().partition("::")[2].lstrip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and name.startswith(_COLLECTIVES):
+            self.calls += 1
+            # An in-place gather has its result among the arguments, a functional one returns it.
+            self.bytes += max((t.nbytes for t in _tensors((args, out))), default=0)
+        return out
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [t for item in tree for t in _tensors(item)] if isinstance(tree, list | tuple) else []
+
+
+def expected_collectives(name: str, layers: int) -> int:
+    """Return the collectives of one step, derived by hand.
+
+    Every system does two all-reduces forward for each layer (behind attention and MLP), one for the vocabulary-split
+    embedding and one all-gather of the logits. Backward, the input gradient of the head is reduced once. In each layer
+    shardcore and torch per block reduce one gradient for attention and one for the MLP; transformers' TP and torch per
+    linear one for each column linear (q, k, v, gate, up).
+    """
+    backward = {"unsharded": 0, "shardcore": 2, "torch per block": 2}.get(name, 5)
+    return 0 if name == "unsharded" else layers * (2 + backward) + 3
+
+
+@dataclass
+class Result:
+    """One system: seconds for each step by round, and what it sends in a step."""
+
+    seconds: list[float] = field(default_factory=list)
+    calls: int = 0
+    bytes: int = 0
+
+    @property
+    def median(self) -> float:
+        """Median over the rounds, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def least(self) -> float:
+        """Minimum over the rounds, in seconds."""
+        return min(self.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, data: dict[str, Any]) -> Self:
+        """Return what `to_json` was made from."""
+        return cls(**data)
+
+
+def _step(model: nn.Module, ids: torch.Tensor) -> float:
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def compare(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> dict[str, Result]:
+    """Time every system on this rank, in turns.
+
+    Args:
+        size: name of a shape.
+        rounds: how often each system has its turn.
+        folder: with the unsharded checkpoint.
+        say: told what is going on.
+    """
+    torch.manual_seed(1)
+    ids = torch.randint(0, SHAPES[size]["vocab_size"], BATCHES[size])
+    models: dict[str, nn.Module] = {}
+    results: dict[str, Result] = {}
+    losses: dict[str, float] = {}
+    for name, make in SYSTEMS.items():
+        say(f"{size}: loading {name}")
+        model = models[name] = make(folder).train()
+        losses[name] = _step(model, ids)
+        with Traffic() as traffic:
+            _step(model, ids)
+        results[name] = Result(calls=traffic.calls, bytes=traffic.bytes)
+    _refuse_wrong(losses)
+    gc.disable()
+    for number in range(rounds):
+        say(f"{size}: round {number + 1} of {rounds}")
+        names = list(models)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS[size]):
+                _step(models[name], ids)
+            dist.barrier()  # both ranks have finished: the slower one counts
+            results[name].seconds.append((time.perf_counter() - start) / STEPS[size])
+        gc.collect()
+    gc.enable()
+    return results
+
+
+def _refuse_wrong(losses: dict[str, float]) -> None:
+    reference = losses["unsharded"]
+    for name, loss in losses.items():
+        if abs(loss - reference) > 1e-4 * abs(reference):
+            raise SystemExit(f"{name} computes another loss: {loss}, unsharded {reference}")
