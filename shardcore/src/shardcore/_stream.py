@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,6 +106,21 @@ class RandomStream:
         """Draw the same numbers on every rank again; does nothing if the region was not forked."""
         if states := self._forks.pop(region, None):
             self._write(states)
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Draw from what all ranks share, inside a forked region too; a region's own numbers go on afterwards."""
+        if not self._forks:
+            yield
+            return
+        region = next(reversed(self._forks))
+        own = self._read()
+        self._write(self._forks[region])
+        try:
+            yield
+        finally:
+            self._forks[region] = self._read()
+            self._write(own)
 
     def forked(self, region: Hashable) -> bool:
         """Tell whether the stream is forked for this region."""

@@ -24,12 +24,15 @@ from shardcore.nn import (
     Region,
     RowLinear,
     SwappedModule,
+    TakesLoss,
 )
 from shardcore.nn.base import with_methods
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.layout import distribute
+from shardcore.nn.region import EnteredArgument
 from shardcore.plan import ShardPlan
 from shardcore.steps import (
+    EnterArgument,
     FreezeForInference,
     FuseNorm,
     GatherOutputs,
@@ -41,6 +44,7 @@ from shardcore.steps import (
     SetAttribute,
     Step,
     Swap,
+    TakeLoss,
 )
 
 __all__ = ["Changes", "prepare", "prepare_locally"]
@@ -171,12 +175,29 @@ def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
         # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
         trees = [] if isinstance(module, ColumnLinear) else [module]
         dropouts = DropoutSites(trees, [block]) if last is not None else DropoutSites()
-        region = Region(context, step.argument, [m for m in members if isinstance(m, ColumnLinear)], dropouts)
+        columns = [m for m in members if isinstance(m, ColumnLinear)]
+        region = Region(context, step.argument, columns, dropouts, step.also)
         module.register_forward_pre_hook(region, with_kwargs=True)
         if isinstance(last, RowLinear):
             last.region = region
 
     return commit
+
+
+@prepare.register
+def _(step: EnterArgument, model: nn.Module, context: ShardContext) -> Commit:
+    module, hook = model.get_submodule(step.path), EnteredArgument(context, step.argument)
+
+    def commit() -> None:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    return commit
+
+
+@prepare.register
+def _(step: TakeLoss, model: nn.Module, context: ShardContext) -> Commit:
+    options = {"function": step.function, "labels": step.labels, "logits": step.logits}
+    return functools.partial(_adopt, TakesLoss, model.get_submodule(step.path), context, options)
 
 
 @prepare.register

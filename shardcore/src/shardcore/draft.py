@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,9 @@ from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import ColumnLinear, Layout, SwappedModule
 from shardcore.policy import HeadCounts, Row
-from shardcore.steps import OpenRegion, SetAttribute, Step, Swap
+from shardcore.steps import EnterArgument, OpenRegion, SetAttribute, Step, Swap
 
-__all__ = ["Claim", "Draft", "DraftScope", "Modules", "report_nested_entries"]
+__all__ = ["Claim", "Draft", "DraftScope", "Modules", "report_nested_entries", "report_unentered"]
 
 #: Given a native class and the class that would replace it: the class to be used in its place, or None.
 Modules = Callable[[type[nn.Module], type[SwappedModule]], type[SwappedModule] | None]
@@ -146,6 +146,28 @@ def _conflict(step: Step, other: Step) -> str | None:
             return None  # a shared module, reached from several blocks
         return f"two regions would enter at {step.path}, so its input gradient would be summed twice"
     return None
+
+
+def report_unentered(draft: Draft) -> None:
+    """Report regions in which an argument arrives that nothing above lets in."""
+    entered = [step.path for step in draft.steps.values() if isinstance(step, EnterArgument)]
+    for step in draft.steps.values():
+        if not isinstance(step, OpenRegion) or not step.also or _is_below(step.path, entered):
+            continue
+        names = ", ".join(repr(name) for name, _ in step.also)
+        draft.problems.append(
+            Problem(
+                where=step.path,
+                row=step.describe(),
+                what=f"{names} would arrive in the region without having entered it: each rank would have a summand of "
+                "its gradient",
+                todo="add an enter_arg row for a module above, or name the argument with arg=",
+            )
+        )
+
+
+def _is_below(path: str, places: Sequence[str]) -> bool:
+    return any(not place or path.startswith(f"{place}.") for place in places)
 
 
 def report_nested_entries(draft: Draft) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.descriptions import rows_of
-from shardcore.draft import Claim, Draft, DraftScope, Modules, report_nested_entries
+from shardcore.draft import Claim, Draft, DraftScope, Modules, report_nested_entries, report_unentered
 from shardcore.errors import PlanError, Problem
 from shardcore.mesh import device_type_here
 from shardcore.nn import Layout
@@ -128,6 +128,7 @@ def compile_plan(
     draft.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     _plan_rows(draft, policy.module_policy())
     report_nested_entries(draft)
+    report_unentered(draft)
     choices = _optimize(draft, policy, device_type or device_type_here())
     parameters = _parameters(draft)
     if draft.problems:

@@ -12,9 +12,25 @@ from torch import nn
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, SwappedModule, VocabEmbedding, Whole
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.policy import HeadCounts, Row, Scope
-from shardcore.steps import FuseNorm, GatherOutputs, OpenRegion, SetAttribute, Swap
+from shardcore.region_rows import argument_of, number_of
+from shardcore.steps import FuseNorm, GatherOutputs, OpenRegion, SetAttribute, Swap, TakeLoss
 
-__all__ = ["AttributeRow", "HeadRow", "NormRow", "OutputsRow", "RegionRow", "ReplicateRow", "SwapRow"]
+__all__ = [
+    "AttributeRow",
+    "HeadRow",
+    "LossRow",
+    "NormRow",
+    "OutputsRow",
+    "ReplicateRow",
+    "SwapRow",
+    "WhenDivisibleRow",
+    "per_rank",
+]
+
+
+def per_rank(value: int, ranks: int) -> int:
+    """This rank's part of a number that the ranks divide; as the value of an `attribute`."""
+    return value // ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,110 +150,6 @@ def _bare_parameter(module: nn.Module, owner: str, parameter: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegionRow(Row):
-    """`shardcore.styles.region`."""
-
-    enter: str | None
-    arg: str | None
-    col: tuple[str, ...]
-    kv: tuple[str, ...]
-    row: str
-    unit: str
-
-    def plan(self, scope: Scope) -> None:
-        """See `Row.plan`."""
-        found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
-        linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
-        for name in found.keys() - linears.keys():
-            if found[name] is not None:
-                scope.swap(name, ColumnLinear)  # records what is wrong with it
-        if len(linears) < len(found) or not self._fits(scope, linears):
-            for name, linear in linears.items():
-                for parameter in linear._parameters:
-                    scope.claim(name, parameter, None)  # said already: not "covered by no row" too
-            return
-        width = linears[self.col[0]].out_features
-        if self.unit == "column" and last_rank_is_empty(width, scope.ranks):
-            for name in linears:
-                scope.swap(name, Replicated)
-            return
-        entry = self._entry(scope)
-        for name in self.col:
-            scope.swap(name, ColumnLinear, enters=entry is None)
-        for name in self.kv:
-            heads = scope.heads
-            scope.swap(name, ColumnLinear, enters=entry is None, copies=heads.copies if heads else 1)
-        scope.swap(self.row, RowLinear)
-        if entry is not None:
-            scope.add(entry)
-
-    def _fits(self, scope: Scope, linears: dict[str, nn.Linear]) -> bool:
-        """Record what does not fit together; sizes of heads were checked by the policy's ``Heads``."""
-        last = linears[self.row]
-        fits = True
-        for name in self.col:
-            if linears[name].out_features != last.in_features:
-                fits = False
-                scope.problem(
-                    f"it has out_features {linears[name].out_features}, but {self.row} at the end of its region has "
-                    f"in_features {last.in_features}; equal sizes are needed so that both are cut at the same places",
-                    "check which linears belong to this region",
-                    name,
-                )
-        if self.unit != "head" and not self.kv:
-            return fits
-        heads = scope.heads
-        if heads is None:
-            return False
-        for names, count in ((self.col, heads.query), (self.kv, heads.kv)):
-            for name in names:
-                if linears[name].out_features % count:
-                    fits = False
-                    scope.problem(
-                        f"its {linears[name].out_features} output features are not whole heads: the configuration "
-                        f"counts {count}",
-                        "check Heads(...) in the policy's checks, or unit=",
-                        name,
-                    )
-        return fits
-
-    def _entry(self, scope: Scope) -> OpenRegion | None:
-        """Return where the region is entered, or None if its several column linears enter by themselves.
-
-        Without a backward there is nothing to do at the entry; linears that enter by themselves cost nothing then, and
-        are right if somebody asks for a gradient all the same.
-        """
-        members = tuple(scope.name(name) for name in (*self.col, *self.kv))
-        place = self.enter if self.enter is not None else self.col[0]
-        if self.enter is None and len(members) > 1:
-            return None
-        if scope.config.inference_only:
-            return None
-        module = scope.find(place)
-        argument = None if module is None else _argument(module, self.arg)
-        if module is not None and argument is None:
-            scope.problem(
-                f"{type(module).__name__}.forward has no argument {self.arg!r}"
-                if self.arg
-                else f"{type(module).__name__}.forward names no argument",
-                "name the entering argument with arg=",
-                place,
-            )
-        if argument is None:
-            return None
-        path = scope.name(place)
-        return OpenRegion(path=path, argument=argument, members=members, row=scope.name(self.row), block=scope.name(""))
-
-
-def _argument(module: nn.Module, name: str | None) -> tuple[str, int] | None:
-    """Return name and position of an argument of ``module.forward`` (the first by default), or None."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-    wanted = name or (names[0] if names else None)
-    return (wanted, names.index(wanted)) if wanted in names else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttributeRow(Row):
     """`shardcore.styles.attribute`."""
 
@@ -259,7 +171,17 @@ class AttributeRow(Row):
             )
             return
         value = self.value
-        if inspect.isfunction(value) and not self.literal:
+        if value is per_rank:
+            whole = getattr(module, name)
+            if whole % scope.ranks:
+                scope.problem(
+                    f"{type(module).__name__}.{name} is {whole}, which {scope.ranks} ranks do not divide",
+                    "use a tensor_parallel_size that divides it",
+                    owner,
+                )
+                return
+            value = per_rank(whole, scope.ranks)
+        elif inspect.isfunction(value) and not self.literal:
             if scope.heads is None:
                 return
             value = value(scope.heads)
@@ -282,3 +204,35 @@ class OutputsRow(Row):
             )
         elif self.attentions == "heads" and scope.heads is not None:
             scope.add(GatherOutputs(path=scope.name(""), dims=(("attentions", 1, scope.heads.query),)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRow(Row):
+    """`shardcore.styles.loss`."""
+
+    function: Callable[..., Any]
+    labels: tuple[str, ...]
+    logits: tuple[str, ...]
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        for name in self.labels:
+            if argument_of(scope.module, name) is None:
+                scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")
+                return
+        scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=self.labels, logits=self.logits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhenDivisibleRow(Row):
+    """`shardcore.styles.when_divisible`."""
+
+    size: str
+    row: Row
+    otherwise: Row
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        size = number_of(scope, self.size)
+        if size is not None:
+            (self.otherwise if size % scope.ranks else self.row).plan(scope)

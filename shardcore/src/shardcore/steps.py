@@ -22,6 +22,7 @@ import torch
 from shardcore.nn import ParallelModule, SwappedModule
 
 __all__ = [
+    "EnterArgument",
     "FreezeForInference",
     "FuseNorm",
     "GatherOutputs",
@@ -33,6 +34,7 @@ __all__ = [
     "SetAttribute",
     "Step",
     "Swap",
+    "TakeLoss",
     "to_data",
 ]
 
@@ -77,20 +79,57 @@ class OpenRegion(Step):
         members: the column linears that share the enter.
         row: the row linear that ends the region; None if the region ends in its only member.
         block: the module that the region was declared for.
+        also: names and positions of arguments that an `EnterArgument` has let in.
     """
 
     argument: tuple[str, int]
     members: tuple[str, ...]
     row: str | None
     block: str
+    also: tuple[tuple[str, int], ...] = ()
 
     def describe(self) -> str:
         """See `Step.describe`."""
         end = f", leaves at {self._short(self.row)}" if self.row else ""
-        return f"enters with {self.argument[0]!r} for {', '.join(map(self._short, self.members))}{end}"
+        also = f" beside {', '.join(repr(name) for name, _ in self.also)}" if self.also else ""
+        return f"enters with {self.argument[0]!r}{also} for {', '.join(map(self._short, self.members))}{end}"
 
     def _short(self, name: str) -> str:
         return name.removeprefix(f"{self.block}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterArgument(Step):
+    """A further tensor enters the regions below the module ``path``, once for all of them.
+
+    Attributes:
+        argument: name and position of the entering argument.
+    """
+
+    argument: tuple[str, int]
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"lets {self.argument[0]!r} into the regions below"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeLoss(Step):
+    """The loss is computed from what the module's forward returns, not inside it.
+
+    Attributes:
+        function: called with the model, the outputs ``logits`` and the arguments ``labels``.
+        labels: the arguments that are taken out.
+        logits: the outputs that the function takes.
+    """
+
+    function: Callable[..., Any]
+    labels: tuple[str, ...]
+    logits: tuple[str, ...]
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

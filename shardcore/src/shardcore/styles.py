@@ -13,26 +13,47 @@ A new word is a new `shardcore.policy.Row` in `shardcore.rows` with a constructo
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
+from shardcore.nn import ColumnLinear, Replicated, RowLinear, SharedRandom, VocabEmbedding
 from shardcore.policy import HeadCounts, Row
-from shardcore.rows import AttributeRow, HeadRow, NormRow, OutputsRow, RegionRow, ReplicateRow, SwapRow
+from shardcore.region_rows import EnterArgRow, Fused, RegionRow
+from shardcore.rows import (
+    AttributeRow,
+    HeadRow,
+    LossRow,
+    NormRow,
+    OutputsRow,
+    ReplicateRow,
+    SwapRow,
+    WhenDivisibleRow,
+    per_rank,
+)
 
 __all__ = [
     "attribute",
     "col",
+    "enter_arg",
     "head",
     "local_groups",
     "local_heads",
+    "loss",
     "norm",
     "outputs",
     "partial",
+    "per_rank",
     "region",
     "replicate",
     "row",
+    "segments",
+    "shared_rng",
     "vocab",
+    "when_divisible",
 ]
+
+#: A column linear by its name, or one that computes several projections.
+Columns = str | Fused
 
 
 def vocab(*names: str, optional: bool = False) -> Row:
@@ -87,32 +108,111 @@ def partial(*names: str, optional: bool = False) -> Row:
 
 def region(
     *,
-    col: str | tuple[str, ...],
+    col: Columns | tuple[Columns, ...],
     row: str,
     enter: str | None = None,
     arg: str | None = None,
+    also: str | tuple[str, ...] = (),
     kv: str | tuple[str, ...] = (),
     unit: Literal["column", "head"] = "column",
+    heads: str | None = None,
     optional: bool = False,
 ) -> Row:
     """A pair of column linears and a row linear between which activations are split.
 
     Args:
-        col: linears split over their output features.
+        col: linears split over their output features; `segments` for one that computes several projections.
         row: the linear, split over its input features, that ends the region.
         enter: the module whose call enters the region, which must not contain the residual connection; ``None`` lets
             the column linears enter (one alone at its own call, several by the identity of their input).
         arg: the entering argument of that module's ``forward``; by default the first.
+        also: further arguments that arrive in the region because an `enter_arg` above let them in.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks share copies of a head.
         unit: what must stay whole: single columns, or attention heads as the policy's ``Heads`` check counts them.
+        heads: the attribute that counts the heads of this one module, in place of the policy's check.
         optional: the region may be absent.
     """
     text = _text(
-        "region", enter=enter, arg=arg, col=col, kv=kv or None, row=row, unit=None if unit == "column" else unit
+        "region",
+        enter=enter,
+        arg=arg,
+        also=also or None,
+        col=col,
+        kv=kv or None,
+        row=row,
+        unit=None if unit == "column" else unit,
+        heads=heads,
     )
+    columns = col if isinstance(col, tuple) else (col,)
     return RegionRow(
-        text=text, optional=optional, enter=enter, arg=arg, col=_tuple(col), kv=_tuple(kv), row=row, unit=unit
+        text=text,
+        optional=optional,
+        enter=enter,
+        arg=arg,
+        also=_tuple(also),
+        col=tuple(str(c.name if isinstance(c, Fused) else c) for c in columns),
+        segments=tuple((c.name, c.segments) for c in columns if isinstance(c, Fused)),
+        kv=_tuple(kv),
+        row=row,
+        unit="head" if heads else unit,
+        heads=heads,
     )
+
+
+def segments(name: str, count: int) -> Fused:
+    """A linear whose output features are ``count`` equal projections, [q|k|v], each of which is split.
+
+    For ``col=`` of a `region`.
+    """
+    return Fused(name, count)
+
+
+def enter_arg(module: str, name: str, *, optional: bool = False) -> Row:
+    """Let a further tensor into the regions of a whole stack of blocks, once: the states that all of them attend to.
+
+    One backward all-reduce for the model, instead of one in each block. The regions that it arrives in say ``also=``.
+
+    Args:
+        module: the module whose call the tensor enters with (``""`` for the one that the row is listed under).
+        name: the argument of its ``forward``; None and tensors without a gradient pass.
+        optional: the module may be absent.
+    """
+    return EnterArgRow(text=_text("enter_arg", module, name), optional=optional, module=module, name=name)
+
+
+def loss(
+    fn: Callable[..., Any], *, labels: str | tuple[str, ...] = "labels", logits: str | tuple[str, ...] = "logits"
+) -> Row:
+    """Compute the loss of a model that computes it inside its ``forward``, from the outputs of that forward.
+
+    The labels are taken out of the arguments, the model's own forward runs without them, and ``fn(model, *logits,
+    *labels)`` is put first into what it returns.
+
+    Args:
+        fn: returns the loss; called with the model, the named outputs and the named labels.
+        labels: the arguments with labels; without the first of them the model runs as it is.
+        logits: the outputs that ``fn`` takes.
+    """
+    text = _text("loss", labels=labels, logits=logits)
+    return LossRow(text=text, function=fn, labels=_tuple(labels), logits=_tuple(logits))
+
+
+def shared_rng(*names: str, optional: bool = False) -> Row:
+    """Modules that draw the same random numbers on all ranks wherever they run (dropping whole samples or paths)."""
+    return SwapRow(text=_text("shared_rng", *names), optional=optional, names=names, target=SharedRandom)
+
+
+def when_divisible(size: str, row: Row, *, otherwise: Row) -> Row:
+    """Use ``row`` where the ranks divide a size of the module, and ``otherwise`` where they do not.
+
+    Args:
+        size: an attribute of the module that the row is listed under (dots reach into submodules), such as a number of
+            heads that differs from stage to stage.
+        row: the row for modules where it divides.
+        otherwise: the row for the others, such as `replicate`.
+    """
+    text = f"when_divisible({size!r}, {row}, otherwise={otherwise})"
+    return WhenDivisibleRow(text=text, size=size, row=row, otherwise=otherwise)
 
 
 def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = False) -> Row:
@@ -120,7 +220,8 @@ def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = 
 
     Args:
         name: the attribute; it must exist.
-        value: the new value, or a function of the `HeadCounts` such as `local_heads`.
+        value: the new value, `per_rank` for this rank's part of the old one, or a function of the `HeadCounts` such as
+            `local_heads`.
         optional: the submodule may be absent.
         literal: a function is the value itself.
     """

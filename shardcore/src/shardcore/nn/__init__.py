@@ -9,6 +9,7 @@ from shardcore.nn.fused import FusedColumnLinear
 from shardcore.nn.guard import StreamGuarded
 from shardcore.nn.layout import Layout, Segments, Split, Whole
 from shardcore.nn.linear import ColumnLinear, RowLinear
+from shardcore.nn.loss import TakesLoss
 from shardcore.nn.norm import FusedRMSNorm
 from shardcore.nn.outputs import GathersOutputs
 from shardcore.nn.partial import reduce_partial_gradients
@@ -16,6 +17,7 @@ from shardcore.nn.recompute import Recomputed
 from shardcore.nn.region import Region
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
+from shardcore.nn.shared_random import SharedRandom
 
 __all__ = [
     "ColumnLinear",
@@ -30,9 +32,11 @@ __all__ = [
     "RowLinear",
     "Segments",
     "ShardedModel",
+    "SharedRandom",
     "Split",
     "StreamGuarded",
     "SwappedModule",
+    "TakesLoss",
     "VocabEmbedding",
     "Whole",
     "fsdp_placement",

@@ -32,7 +32,7 @@ from shardcore.nn.functional import autocast, bias_gradient, cast, flat, weight_
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
-__all__ = ["Region", "deferred_linear", "entered", "take_rows"]
+__all__ = ["EnteredArgument", "Region", "deferred_linear", "entered", "take_rows"]
 
 # The number of the backward that is running; torch has no public name for it.
 _backward_task = torch._C._current_graph_task_id
@@ -256,6 +256,7 @@ class Region:
         members: the column linears that share the enter.
         dropouts: dropouts that may run on split activations; while one of them is live, the random stream is forked
             from the entry to the row linear.
+        also: names and positions of arguments that have entered elsewhere (`EnteredArgument`).
     """
 
     def __init__(
@@ -264,11 +265,14 @@ class Region:
         argument: tuple[str, int],
         members: Sequence[ColumnLinear],
         dropouts: DropoutSites,
+        also: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.context = context
         self.members = list(members)
         self._name, self._position = argument
         self._dropouts = dropouts
+        self._also = {name for name, _ in also}
+        self._also_at = {position for _, position in also}
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -292,10 +296,10 @@ class Region:
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
         for i, value in enumerate(args):
-            if (i != self._position or self._name in kwargs) and _needs_gradient(value):
+            if (i != self._position or self._name in kwargs) and i not in self._also_at and _needs_gradient(value):
                 raise self._refusal(module, f"at position {i}")
         for name, value in kwargs.items():
-            if name != self._name and _needs_gradient(value):
+            if name != self._name and name not in self._also and _needs_gradient(value):
                 raise self._refusal(module, repr(name))
 
     def _refusal(self, module: nn.Module, other: str) -> NotSupportedError:
@@ -327,6 +331,40 @@ class Region:
         new = _Enter.apply(region, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, _OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
+
+
+class EnteredArgument:
+    """A forward pre-hook that lets one argument into all regions below its module: identity, and one sum backwards.
+
+    Args:
+        context: of the sharded model.
+        argument: name of the argument of the module's ``forward``, and its position.
+    """
+
+    def __init__(self, context: ShardContext, argument: tuple[str, int]) -> None:
+        self.context = context
+        self._name, self._position = argument
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the entering one entered, if it is there and needs a gradient."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        if self._name in kwargs:
+            return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
+        if (place := self._position) < len(args):
+            return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
+        return args, kwargs
+
+    def _enter(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return copy_to_tp(value, self.context.group)
+        if isinstance(value, tuple | list) or hasattr(value, "items"):
+            raise NotSupportedError(
+                f"the argument {self._name!r} that enters the regions is a {type(value).__name__}; wanted one tensor"
+            )
+        return value
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
 from shardcore.plan import ShardPlan
-from shardcore.steps import OpenRegion, Swap
+from shardcore.steps import EnterArgument, OpenRegion, Swap
 
 __all__ = ["Collective", "collectives"]
 
@@ -41,6 +41,9 @@ def collectives(plan: ShardPlan) -> list[Collective]:
     for step in plan.steps:
         if isinstance(step, OpenRegion):
             found += _region(step, swaps)
+        elif isinstance(step, EnterArgument):
+            payload = f"gradient of {step.argument[0]}"
+            found.append(Collective(where=step.path, phase="backward", operation="all_reduce", payload=payload))
         elif isinstance(step, Swap):
             found += _swap(step)
     return [c for c in found if c.phase == "forward"] if plan.config.inference_only else found

@@ -1,0 +1,75 @@
+"""Models whose loss is computed from what their forward returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+from torch import nn
+
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule
+
+__all__ = ["TakesLoss"]
+
+
+class TakesLoss(SwappedModule):
+    """A model that runs its own forward without labels and adds the loss afterwards.
+
+    Options:
+        function: called with (model, *logits, *labels); returns the loss.
+        labels: the arguments that are taken out; without the first of them the model runs as it is.
+        logits: the outputs that the function takes.
+    """
+
+    keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"function", "labels", "logits"})
+
+    _shard_loss: tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]
+    _shard_positions: dict[str, int]
+
+    @classmethod
+    def adopt(
+        cls,
+        module: nn.Module,
+        context: ShardContext,
+        *,
+        function: Callable[..., Any] = lambda model: None,
+        labels: tuple[str, ...] = (),
+        logits: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Self:
+        """See `SwappedModule.adopt`."""
+        names = list(inspect.signature(module.forward).parameters)
+        new = super().adopt(module, context)
+        new.__dict__["_shard_loss"] = (function, labels, logits)
+        new.__dict__["_shard_positions"] = {name: names.index(name) for name in labels}
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the native forward does, with the loss first where there are labels."""
+        function, labels, logits = self._shard_loss
+        values = [self._argument(name, args, kwargs) for name in labels]
+        if values[0] is None:
+            return super().forward(*args, **kwargs)
+        taken = {self._shard_positions[name] for name in labels}
+        args = tuple(None if i in taken else value for i, value in enumerate(args))
+        kwargs = {name: value for name, value in kwargs.items() if name not in labels}
+        by_default = getattr(getattr(self, "config", None), "return_dict", True)
+        as_tuple = kwargs.get("return_dict") is False or (kwargs.get("return_dict") is None and not by_default)
+        out = super().forward(*args, **{**kwargs, "return_dict": True})
+        loss = function(self, *(out[name] for name in logits), *values)
+        whole = _with_loss(out, loss)
+        return whole.to_tuple() if as_tuple else whole
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        position = self._shard_positions[name]
+        return args[position] if position < len(args) else None
+
+
+def _with_loss(out: Any, loss: Any) -> Any:
+    """Return the same output with the loss; its class declares it first."""
+    return type(out)(**{**out, "loss": loss})

@@ -1,0 +1,197 @@
+"""The rows that say where activations enter regions and leave them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
+from shardcore.nn.layout import last_rank_is_empty
+from shardcore.policy import HeadCounts, Row, Scope
+from shardcore.steps import EnterArgument, OpenRegion
+
+__all__ = ["EnterArgRow", "Fused", "RegionRow", "argument_of", "number_of"]
+
+
+class Fused(NamedTuple):
+    """`shardcore.styles.segments`."""
+
+    name: str
+    segments: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionRow(Row):
+    """`shardcore.styles.region`."""
+
+    enter: str | None
+    arg: str | None
+    col: tuple[str, ...]
+    kv: tuple[str, ...]
+    row: str
+    unit: str
+    also: tuple[str, ...] = ()
+    segments: tuple[tuple[str, int], ...] = ()
+    heads: str | None = None
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
+        linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
+        for name in found.keys() - linears.keys():
+            if found[name] is not None:
+                scope.swap(name, ColumnLinear)  # records what is wrong with it
+        if len(linears) < len(found) or not self._fits(scope, linears):
+            for name, linear in linears.items():
+                for parameter in linear._parameters:
+                    scope.claim(name, parameter, None)  # said already: not "covered by no row" too
+            return
+        width = linears[self.row].in_features
+        if self.unit == "column" and last_rank_is_empty(width, scope.ranks):
+            for name in linears:
+                scope.swap(name, Replicated)
+            return
+        entry = self._entry(scope)
+        fused = dict(self.segments)
+        for name in self.col:
+            if name in fused:
+                scope.swap(name, FusedColumnLinear, enters=entry is None, segments=fused[name])
+            else:
+                scope.swap(name, ColumnLinear, enters=entry is None)
+        for name in self.kv:
+            heads = self._heads(scope)
+            scope.swap(name, ColumnLinear, enters=entry is None, copies=heads.copies if heads else 1)
+        scope.swap(self.row, RowLinear)
+        if entry is not None:
+            scope.add(entry)
+
+    def _fits(self, scope: Scope, linears: dict[str, nn.Linear]) -> bool:
+        """Record what does not fit together; sizes of heads were checked by the policy's ``Heads``."""
+        last = linears[self.row]
+        fits = True
+        parts = dict(self.segments)
+        for name in self.col:
+            count = parts.get(name, 1)
+            if linears[name].out_features != count * last.in_features:
+                fits = False
+                scope.problem(
+                    f"it has out_features {linears[name].out_features}"
+                    + (f" in {count} segments" if count > 1 else "")
+                    + f", but {self.row} at the end of its region has in_features {last.in_features}; equal sizes are "
+                    "needed so that both are cut at the same places",
+                    "check which linears belong to this region",
+                    name,
+                )
+        if self.unit != "head" and not self.kv:
+            return fits
+        heads = self._heads(scope)
+        if heads is None:
+            return False
+        for names, count in ((self.col, heads.query), (self.kv, heads.kv)):
+            for name in names:
+                if linears[name].out_features % count:
+                    fits = False
+                    scope.problem(
+                        f"its {linears[name].out_features} output features are not whole heads: the configuration "
+                        f"counts {count}",
+                        "check Heads(...) in the policy's checks, or unit=",
+                        name,
+                    )
+        return fits
+
+    def _heads(self, scope: Scope) -> HeadCounts | None:
+        """Return the head counts of the policy, or of this one module; record what is wrong with the latter."""
+        if self.heads is None:
+            return scope.heads
+        count = number_of(scope, self.heads)
+        if count is None:
+            return None
+        if count % scope.ranks:
+            scope.problem(
+                f"{count} heads ({self.heads}) cannot be split over {scope.ranks} ranks: whole heads are needed on "
+                "each rank, and uneven heads are not supported yet",
+                f"use a tensor_parallel_size that divides {count}, or say when_divisible in the policy",
+            )
+            return None
+        return HeadCounts(query=count, kv=count, ranks=scope.ranks)
+
+    def _entry(self, scope: Scope) -> OpenRegion | None:
+        """Return where the region is entered, or None if its several column linears enter by themselves.
+
+        Without a backward there is nothing to do at the entry; linears that enter by themselves cost nothing then, and
+        are right if somebody asks for a gradient all the same.
+        """
+        members = tuple(scope.name(name) for name in (*self.col, *self.kv))
+        place = self.enter if self.enter is not None else self.col[0]
+        if self.enter is None and len(members) > 1:
+            return None
+        if scope.config.inference_only:
+            return None
+        module = scope.find(place)
+        argument = None if module is None else argument_of(module, self.arg)
+        if module is not None and argument is None:
+            scope.problem(
+                f"{type(module).__name__}.forward has no argument {self.arg!r}"
+                if self.arg
+                else f"{type(module).__name__}.forward names no argument",
+                "name the entering argument with arg=",
+                place,
+            )
+        if argument is None:
+            return None
+        also = []
+        for name in self.also:
+            if module is not None and (found := argument_of(module, name)):
+                also.append(found)
+            else:
+                scope.problem(f"{type(module).__name__}.forward has no argument {name!r}", "correct also=", place)
+        return OpenRegion(
+            path=scope.name(place),
+            argument=argument,
+            members=members,
+            row=scope.name(self.row),
+            block=scope.name(""),
+            also=tuple(also),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterArgRow(Row):
+    """`shardcore.styles.enter_arg`."""
+
+    module: str
+    name: str
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        module = scope.find(self.module)
+        if module is None or scope.config.inference_only:
+            return
+        argument = argument_of(module, self.name)
+        if argument is None:
+            scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
+        else:
+            scope.add(EnterArgument(path=scope.name(self.module), argument=argument))
+
+
+def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
+    """Return name and position of an argument of ``module.forward`` (the first by default), or None."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
+    wanted = name or (names[0] if names else None)
+    return (wanted, names.index(wanted)) if wanted in names else None
+
+
+def number_of(scope: Scope, name: str) -> int | None:
+    """Return a number that the module holds (dots reach into submodules), or record that it does not."""
+    owner, _, short = name.rpartition(".")
+    module = scope.find(owner)
+    value = getattr(module, short, None)
+    if isinstance(value, int):
+        return value
+    if module is not None:
+        scope.problem(f"{type(module).__name__} has no number {short!r}", "correct the name", owner)
+    return None

@@ -1,0 +1,70 @@
+"""What a pack says about itself to the conformance kit: tiny models, their inputs, and what it supports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Case", "Supports"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supports:
+    """What a pack supports, for one case. A closed capability is reported, and sharding with it must raise.
+
+    Attributes:
+        tensor_parallel: the sizes at which the case is compared.
+        dropout: the case can be built with dropout.
+        checkpointing: ``gradient_checkpointing_enable`` works.
+        generation: ``generate`` works.
+        captured: outputs that can be asked for: ``attentions``, ``hidden_states``, ``cross_attentions``, ...
+        save_pretrained: the model saves itself as an unsharded checkpoint.
+        flash_attention: ``enable_flash_attention`` may work, given a device for it.
+    """
+
+    tensor_parallel: tuple[int, ...] = (1, 2, 4)
+    dropout: bool = True
+    checkpointing: bool = True
+    generation: bool = False
+    captured: tuple[str, ...] = ()
+    save_pretrained: bool = True
+    flash_attention: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One tiny model of a pack.
+
+    All callables are functions at the top level of an importable module: the kit calls them in worker processes.
+
+    Attributes:
+        name: for messages, such as ``masked_lm``.
+        build: makes the unsharded model, with the same weights in every process. Called with keyword options:
+            ``dropout=0.1`` for live dropouts (by default all are 0), and ``options`` below.
+        inputs: makes the keyword arguments of one call, from the model and a seed; batches of different seeds differ in
+            their padding where the model takes a mask.
+        loss: the name of the output with the loss, or a function of the outputs that returns one.
+        outputs: names of further outputs that are compared.
+        options: further keyword options of ``build``, each with the values that are tried (the first is the default),
+            such as ``{"attn_implementation": ("sdpa", "eager")}``.
+        layers: the name of the list of blocks, whose collectives are counted.
+        collectives: the most collectives that one more block may cost in (forward, backward).
+        sharded: names of parameters, or parts of names, at least one of which must be split at every size above 1.
+        refuses: options of ``build`` with which sharding must raise `shardcore.errors.PlanError`.
+        supports: what the pack supports for this case.
+    """
+
+    name: str
+    build: Callable[..., nn.Module]
+    inputs: Callable[[Any, int], dict[str, Tensor]]
+    loss: str | Callable[[Any], Tensor] = "loss"
+    outputs: tuple[str, ...] = ()
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    layers: str = ""
+    collectives: tuple[int, int] = (2, 2)
+    sharded: tuple[str, ...] = ()
+    refuses: tuple[Mapping[str, Any], ...] = ()
+    supports: Supports = field(default_factory=Supports)
