@@ -190,6 +190,13 @@ def equal_on_ranks(tensor: Tensor) -> bool:
     return all(torch.equal(parts[0], part) for part in parts)
 
 
+class SavesTooLittle(policies.LlamaForCausalLMPolicy):
+    """A policy that is wrong: what it shards saves itself without one tensor."""
+
+    def postprocess(self) -> None:
+        self.model._keys_to_ignore_on_save = ["model.norm.weight"]
+
+
 class Collectives(TorchDispatchMode):
     """Counts the collectives that run inside, whoever starts them: c10d calls and functional ones."""
 

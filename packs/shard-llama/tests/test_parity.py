@@ -1,4 +1,4 @@
-"""A sharded Llama equals the unsharded one: outputs, loss, every gradient, and the parameters after steps."""
+"""A sharded Llama equals the unsharded one at sizes, in uses and in errors beyond those of `test_conformance`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from llama_cases import assert_no_empty_part, batch, build, compare_forward, pair, policy, shard, train_beside
 from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
 from shardcore.testing.parity import assert_same_gradients
-
-HEADS = (
-    "LlamaModel",
-    "LlamaForCausalLM",
-    "LlamaForSequenceClassification",
-    "LlamaForTokenClassification",
-    "LlamaForQuestionAnswering",
-)
 
 
 def _train(cases: list[tuple[str, dict]], steps: int = 3) -> None:
@@ -27,14 +18,6 @@ def _train(cases: list[tuple[str, dict]], steps: int = 3) -> None:
         reference, sharded = pair(name, **options)
         assert_no_empty_part(sharded)
         train_beside(reference, sharded, steps=steps)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", HEADS)
-def test_every_class_trains_like_the_unsharded_one(pool, name, world):
-    extra = {"classifier_dropout": 0.0} if name == "LlamaForTokenClassification" else {}
-    cases = [(name, {"attn_implementation": kind, **extra}) for kind in ("sdpa", "eager")]
-    pool.run(_train, cases, world=world)
 
 
 def test_three_ranks(pool):
@@ -199,22 +182,3 @@ def test_the_plan_of_a_meta_model_is_the_plan_of_the_model():
     assert plans[0].digest == plans[1].digest
     assert plans[0].config.tensor_parallel_size == 4
     assert {p.name for p in plans[0].parameters} == {name for name, _ in model.named_parameters()}
-
-
-def test_a_twin_is_not_affected(pool):
-    pool.run(_twin, world=2)
-
-
-def _twin() -> None:
-    # H27: another model of the same class, made before or after, computes bit for bit what it did.
-    twin = build(seed=3)
-    inputs = batch(twin)
-    before = twin(**inputs)
-    classes = {type(module) for module in twin.modules()}
-    shard(build())
-    after = twin(**inputs)
-    assert torch.equal(before.loss, after.loss)
-    assert torch.equal(before.logits, after.logits)
-    assert {type(module) for module in twin.modules()} == classes
-    assert {type(module) for module in build().modules()} == classes
-    assert dist.get_world_size() == 2

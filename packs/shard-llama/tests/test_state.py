@@ -24,9 +24,7 @@ from llama_cases import (
 )
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -57,36 +55,6 @@ def _names(dp: int) -> None:
             assert all(isinstance(t, DTensor) for t in got.values())
             loss_of(model(**batch(model))).backward()
             adamw(model).step()
-
-
-def test_state_dicts_there_and_back(pool):
-    pool.run(_back, world=2)
-
-
-def _back() -> None:
-    reference, model = pair(**OPTIONS)
-    other = build(seed=9, **OPTIONS)
-    sharded = shard(copy.deepcopy(other))
-    # DTensors into a model sharded the same way.
-    sharded.load_state_dict(model.state_dict())
-    assert_same_parameters(reference, sharded, 0.0)
-    assert sharded.lm_head.weight is sharded.model.embed_tokens.weight
-    # The whole, gathered; then the whole of another model, put in from rank 0 alone.
-    full = get_model_state_dict(model, options=FULL)
-    if dist.get_rank() == 0:
-        assert full.keys() == reference.state_dict().keys()
-        assert all(torch.equal(full[n], t) for n, t in reference.state_dict().items())
-        plain = build(seed=4, **OPTIONS)
-        plain.load_state_dict(full)
-    whole = other.state_dict()
-    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole if dist.get_rank() == 0 else {}, options=from_rank_0)
-    assert_same_parameters(other, model, 0.0)
-    compare_forward(other, model, batch(model))
-    model.zero_grad()
-    set_model_state_dict(model, reference.state_dict(), options=StateDictOptions(full_state_dict=True))
-    assert_same_parameters(reference, model, 0.0)
-    train_beside(reference, model, steps=1)
 
 
 SAVED = {"tp2": (2, {"tp": 2}), "tp2-dp2": (4, {"tp": 2, "dp": 2})}

@@ -157,7 +157,7 @@ def _(step: SetAttribute, model: nn.Module, context: ShardContext) -> Commit:
 @prepare.register
 def _(step: GatherOutputs, model: nn.Module, context: ShardContext) -> Commit:
     module = model.get_submodule(step.path)
-    return functools.partial(_adopt, GathersOutputs, module, context, {"dims": step.dims})
+    return functools.partial(_adopt, GathersOutputs, module, context, {"dims": step.dims, "places": step.places})
 
 
 @prepare.register

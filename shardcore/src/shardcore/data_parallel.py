@@ -41,8 +41,8 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         mesh = context.mesh[axes]
         if any(fsdp_placement(p) for p in model.parameters()):
             options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
-    blocks = model.get_submodule(stages.blocks).children() if stages and stages.blocks else ()
-    for block in blocks:
+    lists = stages.lists if stages else ()
+    for block in (block for name in lists for block in model.get_submodule(name).children()):
         wrap(block, mesh=mesh, **options)
     wrap(model, mesh=mesh, **options)
     return model

@@ -44,6 +44,7 @@ class Draft:
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
     problems: list[Problem] = field(default_factory=list)
+    refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rows follow from them
     modules: Modules | None = None  # what packs bring in place of parallel modules
 
 
@@ -133,6 +134,10 @@ class DraftScope:
         problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
         if problem not in self.draft.problems:
             self.draft.problems.append(problem)
+
+    def refuse(self, what: str, todo: str) -> None:
+        """See `Scope.refuse`."""
+        self.draft.refusals.append(Problem(where=self.name(""), row=self.row.text, what=what, todo=todo))
 
 
 def _conflict(step: Step, other: Step) -> str | None:

@@ -84,7 +84,8 @@ def _fused(planned: list[Step]) -> str:
 
 def _recompute(policy: Policy, model: nn.Module, config: ShardConfig) -> Iterator[Step | Problem]:
     wish = config.gradient_checkpoint_config
-    where = policy.stages.blocks if policy.stages else ""
+    lists = policy.stages.lists if policy.stages else ()
+    where = ", ".join(lists)
     row = f"ShardConfig.gradient_checkpoint_config={wish}"
     if wish is None:
         return
@@ -92,10 +93,12 @@ def _recompute(policy: Policy, model: nn.Module, config: ShardConfig) -> Iterato
         what = f"{type(policy).__qualname__} does not say where the model's blocks are"
         yield Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")
         return
-    blocks = list(model.get_submodule(where).named_children())
     try:
-        for name, block in blocks[: wish.blocks(len(blocks))]:
-            yield policy.recompute(f"{where}.{name}", block)
+        # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
+        for name in lists:
+            blocks = list(model.get_submodule(name).named_children())
+            for index, block in blocks[: wish.blocks(len(blocks))]:
+                yield policy.recompute(f"{name}.{index}", block)
     except (ConfigError, NotSupportedError) as error:
         yield Problem(where=where, row=row, what=str(error), todo="change or remove gradient_checkpoint_config")
 

@@ -126,7 +126,10 @@ def compile_plan(
         elif isinstance(check, Heads):
             draft.heads = check.counts(model, ranks)
     draft.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    checked = list(draft.problems)
     _plan_rows(draft, policy.module_policy())
+    if draft.refusals:
+        raise PlanError(_subject(policy, model, ranks), [*checked, *draft.refusals])
     report_nested_entries(draft)
     report_unentered(draft)
     choices = _optimize(draft, policy, device_type or device_type_here())

@@ -94,6 +94,9 @@ class Scope(Protocol):
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
         """Record a problem."""
 
+    def refuse(self, what: str, todo: str) -> None:
+        """Record that the module cannot be sharded: problems that other rows have with it are left out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(ABC):
@@ -172,15 +175,20 @@ class Stages:
 
     Attributes:
         first: submodules that only the first stage needs (embeddings).
-        blocks: the list of repeated blocks.
+        blocks: the list of repeated blocks, or several (an encoder's and a decoder's), in the order in which they run.
         last: submodules that only the last stage needs.
         everywhere: submodules that every stage needs.
     """
 
     first: tuple[str, ...] | str = ()
-    blocks: str = ""
+    blocks: tuple[str, ...] | str = ()
     last: tuple[str, ...] | str = ()
     everywhere: tuple[str, ...] | str = ()
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The lists of blocks."""
+        return _names(self.blocks)
 
     def under(self, prefix: str, *, then: tuple[str, ...] | str = ()) -> Stages:
         """Return the stages of a model that holds this one as ``prefix`` and runs ``then`` after it."""
@@ -191,7 +199,7 @@ class Stages:
         return replace(
             self,
             first=moved(self.first),
-            blocks=f"{prefix}.{self.blocks}",
+            blocks=moved(self.blocks),
             last=(*moved(self.last), *_names(then)),
             everywhere=moved(self.everywhere),
         )

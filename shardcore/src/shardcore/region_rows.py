@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 
@@ -16,11 +15,17 @@ from shardcore.steps import EnterArgument, OpenRegion
 __all__ = ["EnterArgRow", "Fused", "RegionRow", "argument_of", "number_of"]
 
 
-class Fused(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fused:
     """`shardcore.styles.segments`."""
 
     name: str
     segments: int
+    by: str = "projection"
+
+    def __repr__(self) -> str:
+        by = "" if self.by == "projection" else f", by={self.by!r}"
+        return f"segments({self.name!r}, {self.segments}{by})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,7 @@ class RegionRow(Row):
     row: str
     unit: str
     also: tuple[str, ...] = ()
-    segments: tuple[tuple[str, int], ...] = ()
+    segments: tuple[Fused, ...] = ()
     heads: str | None = None
 
     def plan(self, scope: Scope) -> None:
@@ -44,6 +49,10 @@ class RegionRow(Row):
         for name in found.keys() - linears.keys():
             if found[name] is not None:
                 scope.swap(name, ColumnLinear)  # records what is wrong with it
+        missing = [name for name, module in found.items() if module is None]
+        if self.optional and 0 < len(missing) < len(found):
+            what = f"only a part of the region is there, without {', '.join(missing)}"
+            scope.problem(what, "correct the names: with optional=True the whole region may be absent")
         if len(linears) < len(found) or not self._fits(scope, linears):
             for name, linear in linears.items():
                 for parameter in linear._parameters:
@@ -55,11 +64,11 @@ class RegionRow(Row):
                 scope.swap(name, Replicated)
             return
         entry = self._entry(scope)
-        fused = dict(self.segments)
+        fused = {part.name: part.segments for part in self.segments if part.by == "projection"}
         for name in self.col:
             if name in fused:
                 scope.swap(name, FusedColumnLinear, enters=entry is None, segments=fused[name])
-            else:
+            else:  # head after head: cut between heads, like a linear that computes one projection
                 scope.swap(name, ColumnLinear, enters=entry is None)
         for name in self.kv:
             heads = self._heads(scope)
@@ -72,7 +81,10 @@ class RegionRow(Row):
         """Record what does not fit together; sizes of heads were checked by the policy's ``Heads``."""
         last = linears[self.row]
         fits = True
-        parts = dict(self.segments)
+        parts = {part.name: part.segments for part in self.segments}
+        if self.unit != "head" and any(part.by == "head" for part in self.segments):
+            scope.problem("segments that lie head by head are cut between heads", 'say unit="head" or heads=')
+            return False
         for name in self.col:
             count = parts.get(name, 1)
             if linears[name].out_features != count * last.in_features:

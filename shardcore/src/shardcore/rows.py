@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, SwappedModule, VocabEmbedding, Whole
+from shardcore.nn import ColumnLinear, Replicated, RowLinear, Split, SwappedModule, VocabEmbedding, Whole
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.policy import HeadCounts, Row, Scope
 from shardcore.region_rows import argument_of, number_of
@@ -21,6 +21,7 @@ __all__ = [
     "LossRow",
     "NormRow",
     "OutputsRow",
+    "RefuseRow",
     "ReplicateRow",
     "SwapRow",
     "WhenDivisibleRow",
@@ -104,6 +105,7 @@ class HeadRow(Row):
     """`shardcore.styles.head`."""
 
     names: tuple[str, ...]
+    bias: str | None = None
 
     def plan(self, scope: Scope) -> None:
         """See `Row.plan`."""
@@ -112,7 +114,10 @@ class HeadRow(Row):
             if not isinstance(module, nn.Linear):
                 if module is not None:
                     scope.swap(name, ColumnLinear)  # records what is wrong with it
-            elif last_rank_is_empty(module.out_features, scope.ranks):
+                continue
+            if self.bias is not None:
+                self._plan_bias(scope, self.bias, module)
+            if last_rank_is_empty(module.out_features, scope.ranks):
                 scope.swap(name, Replicated)
             elif scope.config.inference_only:
                 scope.swap(name, ColumnLinear, gather_output=True)
@@ -120,6 +125,15 @@ class HeadRow(Row):
                 scope.swap(name, ColumnLinear, gather_output=True, enters=False)
                 path = scope.name(name)
                 scope.add(OpenRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
+
+    def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
+        """Let the bare parameter lie as the bias of ``module`` does: mostly both are one object."""
+        owner, _, parameter = name.rpartition(".")
+        if not _bare_parameter(scope.module, owner, parameter):
+            scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
+            return
+        small = last_rank_is_empty(module.out_features, scope.ranks)
+        scope.claim(owner, parameter, Whole() if small else Split(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,18 +206,24 @@ class AttributeRow(Row):
 class OutputsRow(Row):
     """`shardcore.styles.outputs`."""
 
-    attentions: str | None
+    by_heads: tuple[str, ...]
+    places: tuple[str, ...] = ()
+    heads: str | None = None
 
     def plan(self, scope: Scope) -> None:
         """See `Row.plan`."""
-        if self.attentions == "heads" and "forward" in vars(scope.module):
+        if self.by_heads and "forward" in vars(scope.module):
             scope.problem(
                 f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
                 "instead of the one that gathers outputs",
                 "set it on a subclass, or after shard()",
             )
-        elif self.attentions == "heads" and scope.heads is not None:
-            scope.add(GatherOutputs(path=scope.name(""), dims=(("attentions", 1, scope.heads.query),)))
+        elif self.by_heads:
+            heads = scope.heads.query if self.heads is None and scope.heads else None
+            count = heads if self.heads is None else number_of(scope, self.heads)
+            if count is not None:
+                dims = tuple((name, 1, count) for name in self.by_heads)
+                scope.add(GatherOutputs(path=scope.name(""), dims=dims, places=self.places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,3 +256,17 @@ class WhenDivisibleRow(Row):
         size = number_of(scope, self.size)
         if size is not None:
             (self.otherwise if size % scope.ranks else self.row).plan(scope)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseRow(Row):
+    """`shardcore.styles.refuse`."""
+
+    when: Callable[[nn.Module], bool]
+    why: str
+    todo: str
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        if self.when(scope.module):
+            scope.refuse(self.why, self.todo)

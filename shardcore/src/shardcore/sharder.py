@@ -256,10 +256,10 @@ class ModelSharder:
         return results[0]
 
     def _guard(self, context: ShardContext) -> None:
-        """Guard the module that owns the blocks too: it is often called by itself (model.model(...))."""
-        blocks = self.plan.stages.blocks if self.plan and self.plan.stages else ""
-        owner, _, _ = blocks.rpartition(".")
-        if owner:
+        """Guard the modules around the blocks too: they are often called by themselves (model.model(...))."""
+        lists = self.plan.stages.lists if self.plan and self.plan.stages else ()
+        owners = {".".join(name.split(".")[:depth]) for name in lists for depth in range(1, name.count(".") + 1)}
+        for owner in sorted(owners):
             StreamGuarded.adopt(self.model.get_submodule(owner), context)
 
     def _run_users_code(self, function: Callable[[], Any]) -> None:

@@ -150,9 +150,11 @@ class GatherOutputs(Step):
 
     Attributes:
         dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
+        places: outputs that have their place in a tuple (``return_dict=False``) also when they are None.
     """
 
     dims: tuple[tuple[str, int, int], ...]
+    places: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """See `Step.describe`."""

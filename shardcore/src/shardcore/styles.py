@@ -16,6 +16,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
+from torch import nn
+
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, SharedRandom, VocabEmbedding
 from shardcore.policy import HeadCounts, Row
 from shardcore.region_rows import EnterArgRow, Fused, RegionRow
@@ -25,6 +27,7 @@ from shardcore.rows import (
     LossRow,
     NormRow,
     OutputsRow,
+    RefuseRow,
     ReplicateRow,
     SwapRow,
     WhenDivisibleRow,
@@ -43,6 +46,7 @@ __all__ = [
     "outputs",
     "partial",
     "per_rank",
+    "refuse",
     "region",
     "replicate",
     "row",
@@ -78,9 +82,15 @@ def row(*names: str, parallel_input: bool = True, optional: bool = False) -> Row
     return SwapRow(text=text, optional=optional, names=names, target=RowLinear, options=options)
 
 
-def head(*names: str, optional: bool = False) -> Row:
-    """Split output heads over the vocabulary; the logits are gathered."""
-    return HeadRow(text=_text("head", *names), optional=optional, names=names)
+def head(*names: str, bias: str | None = None, optional: bool = False) -> Row:
+    """Split output heads over the vocabulary; the logits are gathered.
+
+    Args:
+        *names: the linears.
+        bias: a bare parameter that only stands for their bias, as in BERT, where a module holds it beside the decoder.
+        optional: they may be absent.
+    """
+    return HeadRow(text=_text("head", *names, bias=bias), optional=optional, names=names, bias=bias)
 
 
 def norm(*names: str, rms: str | None = None, optional: bool = False) -> Row:
@@ -151,7 +161,7 @@ def region(
         arg=arg,
         also=_tuple(also),
         col=tuple(str(c.name if isinstance(c, Fused) else c) for c in columns),
-        segments=tuple((c.name, c.segments) for c in columns if isinstance(c, Fused)),
+        segments=tuple(c for c in columns if isinstance(c, Fused)),
         kv=_tuple(kv),
         row=row,
         unit="head" if heads else unit,
@@ -159,12 +169,16 @@ def region(
     )
 
 
-def segments(name: str, count: int) -> Fused:
-    """A linear whose output features are ``count`` equal projections, [q|k|v], each of which is split.
+def segments(name: str, count: int, *, by: Literal["projection", "head"] = "projection") -> Fused:
+    """A linear that computes ``count`` equal projections at once; for ``col=`` of a `region`.
 
-    For ``col=`` of a `region`.
+    Args:
+        name: the linear.
+        count: the number of projections.
+        by: the order of its output features: projection after projection, [q|k|v], each of which is split; or head by
+            head, [q0 k0 v0|q1 k1 v1|...], which is split between heads.
     """
-    return Fused(name, count)
+    return Fused(name, count, by)
 
 
 def enter_arg(module: str, name: str, *, optional: bool = False) -> Row:
@@ -215,6 +229,22 @@ def when_divisible(size: str, row: Row, *, otherwise: Row) -> Row:
     return WhenDivisibleRow(text=text, size=size, row=row, otherwise=otherwise)
 
 
+def refuse(
+    when: Callable[[nn.Module], bool],
+    why: str,
+    *,
+    todo: str = "build the model without it, or pass shard() a policy of your own",
+) -> Row:
+    """Refuse a variant of the model that cannot be split; what else would not fit in it is not reported.
+
+    Args:
+        when: called with the module that the row is listed under; tells whether it is such a variant.
+        why: what it is, and why it cannot be split.
+        todo: what to do instead.
+    """
+    return RefuseRow(text=_text("refuse", getattr(when, "__name__", "when")), when=when, why=why, todo=todo)
+
+
 def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = False) -> Row:
     """Set an attribute (dots reach into submodules) to what one rank needs.
 
@@ -230,14 +260,28 @@ def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = 
     return AttributeRow(text=text, optional=optional, name=name, value=value, literal=literal)
 
 
-def outputs(*, attentions: Literal["heads"] | None = None, optional: bool = False) -> Row:
+def outputs(
+    *,
+    attentions: Literal["heads"] | None = None,
+    cross_attentions: Literal["heads"] | None = None,
+    places: str | tuple[str, ...] = (),
+    heads: str | None = None,
+    optional: bool = False,
+) -> Row:
     """Make captured outputs of the module that collects them whole again.
 
     Args:
         attentions: ``"heads"`` if attention weights (B, heads, S, S) hold this rank's heads only.
+        cross_attentions: likewise of the attention to another sequence, (B, heads, S, T).
+        places: outputs that keep their place when they are None and the module returns a tuple (``return_dict=False``);
+            most modules leave them out.
+        heads: the attribute that counts the heads, where not all stacks of the model have equally many.
         optional: the module may be absent.
     """
-    return OutputsRow(text=_text("outputs", attentions=attentions), optional=optional, attentions=attentions)
+    captured = {"attentions": attentions, "cross_attentions": cross_attentions}
+    by_heads = tuple(name for name, what in captured.items() if what == "heads")
+    text = _text("outputs", **captured, places=places or None, heads=heads)
+    return OutputsRow(text=text, optional=optional, by_heads=by_heads, places=_tuple(places), heads=heads)
 
 
 def local_heads(heads: HeadCounts) -> int:

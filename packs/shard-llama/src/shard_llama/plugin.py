@@ -18,3 +18,9 @@ _MODELS = (
 def shardcore_policies() -> list[PolicySpec]:
     """Serve Llama and its heads."""
     return [PolicySpec(target=f"{_LLAMA}.{name}", policy=f"shard_llama.policy:{name}Policy") for name in _MODELS]
+
+
+@hookimpl
+def shardcore_conformance_cases() -> list[str]:
+    """Test every class, and the ways in which decoders differ."""
+    return ["shard_llama.cases:cases"]

@@ -105,6 +105,67 @@ def explain(
     click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
 
 
+@main.command(epilog="Exit code 1 if anything differs.")
+@click.argument("model")
+@click.option("--tp", default=2, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks.")
+@click.option(
+    "--timeout", default=600.0, show_default=True, type=click.FloatRange(1), help="Limit of one section, in seconds."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
+    """Compare a sharded model with the unsharded one, on this machine, on processes that this command starts.
+
+    MODEL is the name of an installed pack, whose own tiny models go through every check of the conformance kit; or a
+    folder with a config.json, a config.json, or a class name. Such a model is built as its configuration says, with
+    random weights in float64, and trained for two steps beside its sharded twin: outputs, loss, every gradient, clipped
+    norms and every parameter are compared.
+
+    \b
+    Examples:
+      shardcore verify llama
+      shardcore verify ./small/config.json --tp 4
+      shardcore verify llama --json > findings.json
+    """  # noqa: D301  # click reads the control character, not the letters
+    from shardcore.cli import verify as command
+
+    jobs = command.jobs_for(model, tp)
+    with command.progress_bar(len(jobs), quiet=as_json) as progress:
+        done = command.verify(jobs, tp, timeout=timeout, progress=progress)
+    click.echo(json.dumps(command.to_json(done), indent=2)) if as_json else command.show(done)
+    if not command.passed(done):
+        raise click.exceptions.Exit(1)
+
+
+@main.command(name="new-pack")
+@click.argument("name")
+@click.option("--model", required=True, help="The model class it is for: of transformers, or package.module.Class.")
+@click.option(
+    "--into",
+    default=Path(),
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the folder is made [default: here].",
+)
+def new_pack(name: str, model: str, into: Path) -> None:
+    """Write a complete pack NAME for a model class that none serves: its rows are guessed, every guess is marked.
+
+    \b
+    Example:
+      shardcore new-pack shard-gpt-neox \\
+        --model transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM
+    """  # noqa: D301  # click reads the control character, not the letters
+    from shardcore.integrations.models import meta_model
+    from shardcore.scaffold import write_pack
+
+    files = write_pack(name, meta_model(model), into)
+    for file in files:
+        click.echo(file)
+    package = name.replace("-", "_")
+    click.echo(
+        f"\nNext: read {into / name / 'src' / package / 'policy.py'} beside the model's forward, see the lines marked "
+        f"EDIT in cases.py, then: python -m pip install -e '{into / name}[test]' && python -m pytest {into / name}"
+    )
+
+
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def doctor(as_json: bool) -> None:

@@ -1,10 +1,33 @@
-"""What tests of sharded models share: a pool of worker processes that lives as long as the test session.
+"""The conformance kit for packs, and what tests of sharded models share: a pool of worker processes.
 
-Nothing here needs pytest; the fixture ``pool`` is in ``shardcore.testing.plugin``.
+Nothing here imports torch or pytest before it is used; the fixtures are in ``shardcore.testing.plugin``.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 
-__all__ = ["WorkerError", "WorkerPool", "WorkerTimeout"]
+if TYPE_CHECKING:
+    from shardcore.testing.cases import Case, Supports
+    from shardcore.testing.conformance import PolicyConformance
+
+__all__ = ["Case", "PolicyConformance", "Supports", "WorkerError", "WorkerPool", "WorkerTimeout"]
+
+_HOME = {
+    "Case": "shardcore.testing.cases",
+    "PolicyConformance": "shardcore.testing.conformance",
+    "Supports": "shardcore.testing.cases",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Load a name that needs torch on first use (PEP 562)."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardcore.policy import Policy
+
 __all__ = ["Case", "Supports"]
 
 
@@ -55,6 +57,9 @@ class Case:
         sharded: names of parameters, or parts of names, at least one of which must be split at every size above 1.
         refuses: options of ``build`` with which sharding must raise `shardcore.errors.PlanError`.
         supports: what the pack supports for this case.
+        policy: the policy, as a class or as ``module:Class``; None finds it as `shardcore.shard` would.
+        tolerance: the largest difference from the unsharded model, relative to the largest value (of gradients: to the
+            largest of the whole model). Everything is computed in float64.
     """
 
     name: str
@@ -68,3 +73,5 @@ class Case:
     sharded: tuple[str, ...] = ()
     refuses: tuple[Mapping[str, Any], ...] = ()
     supports: Supports = field(default_factory=Supports)
+    policy: type[Policy] | str | None = None
+    tolerance: float = 1e-9

@@ -40,7 +40,10 @@ def _errors(
         if (wanted is None) != (got is None):
             raise AssertionError(f"{name}: unsharded {_kind(wanted)}, sharded {_kind(got)}")
         if wanted is not None and got is not None:
-            values[name] = (wanted.detach(), whole(got.detach()))
+            full = whole(got.detach())
+            if full.shape != wanted.shape:  # they may broadcast
+                raise AssertionError(f"{name}: unsharded {_kind(wanted)}, sharded {_kind(full)}")
+            values[name] = (wanted.detach(), full)
     scale = max((float(w.abs().max()) for w, _ in values.values()), default=1.0) or 1.0
     return {name: float((w - g).abs().max()) / scale for name, (w, g) in values.items()}
 

@@ -1,0 +1,1 @@
+"""The BERT family of transformers for shardcore: policies, found through the entry point ``shardcore.packs``."""

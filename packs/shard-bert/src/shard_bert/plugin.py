@@ -1,0 +1,36 @@
+"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from shardcore.hooks import PolicySpec, hookimpl
+
+_BERT = "transformers.models.bert.modeling_bert"
+_MODELS = (
+    "BertModel",
+    "BertForPreTraining",
+    "BertLMHeadModel",
+    "BertForMaskedLM",
+    "BertForNextSentencePrediction",
+    "BertForSequenceClassification",
+    "BertForMultipleChoice",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+)
+
+
+@hookimpl
+def shardcore_policies() -> list[PolicySpec]:
+    """Serve BERT and its heads."""
+    specs = []
+    for name in _MODELS:
+        module = "policy" if name == "BertModel" else "heads"
+        new, old = f"shard_bert.{module}:{name}Policy", f"shard_bert.before5:{name}Policy"
+        specs.append(PolicySpec(target=f"{_BERT}.{name}", policy=new, requires="transformers>=5"))
+        specs.append(PolicySpec(target=f"{_BERT}.{name}", policy=old, requires="transformers<5"))
+    return specs
+
+
+@hookimpl
+def shardcore_conformance_cases() -> list[str]:
+    """Name the tiny models that the conformance kit tests."""
+    return ["shard_bert.cases:cases"]

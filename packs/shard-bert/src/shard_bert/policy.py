@@ -1,0 +1,60 @@
+"""How BERT is sharded: what every class of its modules needs; `shard_bert.heads` adds what each head needs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shardcore.integrations.transformers import PretrainedPolicy
+from shardcore.policy import Heads, ModulePolicy, Row, Stages
+from shardcore.styles import enter_arg, norm, outputs, region, replicate, vocab
+
+__all__ = ["BertModelPolicy"]
+
+
+def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Row]:
+    """Return the rows of one attention of a block.
+
+    It is entered below the residual connection, which is in its ``output``.
+    """
+    return [
+        region(
+            enter=f"{name}.self",
+            also=also,
+            col=tuple(f"{name}.self.{projection}" for projection in ("query", "key", "value")),
+            row=f"{name}.output.dense",
+            unit="head",
+            optional=optional,
+        ),
+        norm(f"{name}.output.LayerNorm", optional=optional),
+    ]
+
+
+class BertModelPolicy(PretrainedPolicy):
+    """The encoder, or with ``is_decoder`` the decoder, without a head."""
+
+    checks = (Heads("num_attention_heads"),)
+    stages = Stages(first="embeddings", blocks="encoder.layer", last="pooler")
+    #: What a head adds.
+    rows: ClassVar[ModulePolicy] = {}
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rows of the model and of its head."""
+        return {
+            "BertModel": [
+                replicate("pooler", optional=True),
+                outputs(attentions="heads", cross_attentions="heads"),
+            ],
+            "BertEmbeddings": [
+                vocab("word_embeddings"),
+                replicate("position_embeddings", "token_type_embeddings"),
+                norm("LayerNorm"),
+            ],
+            "BertEncoder": [enter_arg("", "encoder_hidden_states")],
+            "BertLayer": [
+                *_attention("attention"),
+                *_attention("crossattention", also=("encoder_hidden_states",), optional=True),
+                region(enter="intermediate", col="intermediate.dense", row="output.dense"),
+                norm("output.LayerNorm"),
+            ],
+            **self.rows,
+        }

@@ -1,0 +1,95 @@
+"""Which policy serves which release, and that each row of them is needed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+
+import pytest
+from bert_cases import CROSS, OLD, build, policy, specs
+
+import shard_bert
+import shardcore
+from shard_bert import plugin
+
+MODELS = plugin._MODELS
+
+
+def _plan(rules, model, tp=2):
+    return shardcore.compile_plan(rules, model, shardcore.ShardConfig(tensor_parallel_size=tp))
+
+
+def test_one_policy_for_each_release():
+    for name in MODELS:
+        for version, old in (("4.57.6", True), ("4.60.0", True), ("5.0.0", False), ("5.23.0", False)):
+            (reference,) = specs(name, version)
+            module, _, policy_name = reference.partition(":")
+            assert policy_name == f"{name}Policy"
+            assert (module == "shard_bert.before5") == old
+            assert hasattr(importlib.import_module(module), policy_name)
+
+
+def test_policies_differ_in_what_attention_reads():
+    model = build("BertForMaskedLM")
+    plan = _plan(policy(model), model)
+    attributes = [step.name for step in plan.steps if type(step).__name__ == "SetAttribute"]
+    assert sorted(attributes) == (["all_head_size"] * 2 + ["num_attention_heads"] * 2 if OLD else [])
+
+
+def test_policies_are_short_and_override_no_forward():
+    for module in ("policy", "heads", "before5"):
+        source = Path(shard_bert.__file__).with_name(f"{module}.py").read_text()
+        assert len(source.splitlines()) < 100
+        assert "def forward" not in source
+
+
+@pytest.mark.parametrize(("name", "options"), [("BertLMHeadModel", CROSS), ("BertForPreTraining", {})])
+def test_every_row_is_needed(name, options):
+    # Dropping a row is an error, except for those that only say what becomes of outputs and arguments.
+    model = build(name, **options)
+    base = policy(model)
+    free = ("outputs(", "loss(", "attribute(")
+    rows = [(key, i, row) for key, found in base().module_policy().items() for i, row in enumerate(found)]
+    needed = 0
+    for key, index, row in rows:
+        if row.text.startswith(free):
+            continue
+
+        class Without(base):
+            def module_policy(self, key=key, index=index):
+                found = dict(super().module_policy())
+                found[key] = [r for i, r in enumerate(found[key]) if i != index]
+                return found
+
+        unused = row.optional and not _matches(base, model, row)
+        if unused:
+            continue
+        needed += 1
+        if "enter_arg" in row.text and "add_cross_attention" not in options:
+            continue  # nothing arrives where nothing crosses
+        with pytest.raises(shardcore.PlanError, match=r"covered by no row|without having entered"):
+            _plan(Without, model)
+    assert needed >= 9
+
+
+def _matches(base, model, row) -> bool:
+    """Tell whether an optional row has something to do in this model."""
+    strict = copy.copy(row)
+    object.__setattr__(strict, "optional", False)
+
+    class Strict(base):
+        def module_policy(self):
+            return {k: [strict if r is row or r == row else r for r in v] for k, v in super().module_policy().items()}
+
+    try:
+        _plan(Strict, model)
+    except shardcore.PlanError:
+        return False
+    return True
+
+
+def test_heads_that_do_not_divide():
+    model = build("BertForMaskedLM", num_attention_heads=3)
+    with pytest.raises(shardcore.PlanError, match="3 query heads"):
+        _plan(policy(model), model)

@@ -1,0 +1,1 @@
+"""Vision transformers for shardcore: policies for transformers and timm, found through ``shardcore.packs``."""

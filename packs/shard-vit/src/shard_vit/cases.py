@@ -1,0 +1,186 @@
+"""Tiny vision transformers, for the conformance kit and for the tests of this pack."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardcore.testing.cases import Case, Supports
+
+__all__ = ["build_timm", "build_vit", "cases"]
+
+#: What becomes of the keyword ``dropout``.
+_VIT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_TIMM_DROPOUTS = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Draw every parameter, biases too, from N(0, 0.2)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def build_vit(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+    """Return the ViT of transformers with this class name: 49 patches and the class token, two layers."""
+    settings: dict[str, Any] = {
+        "image_size": 28,
+        "patch_size": 4,
+        "encoder_stride": 4,
+        "hidden_size": 48,
+        "intermediate_size": 37,  # divides by no number of ranks
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_labels": 10,
+        "attn_implementation": "eager",
+        **dict.fromkeys(_VIT_DROPOUTS, dropout),
+        **options,
+    }
+    model = getattr(transformers, name)(transformers.ViTConfig(**settings))
+    return randomize(model, seed).to(torch.float64)
+
+
+def build_timm(*, distilled: bool = False, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+    """Return a vision transformer of timm: 16 patches and the class token, two blocks."""
+    from timm.models.deit import VisionTransformerDistilled
+    from timm.models.vision_transformer import VisionTransformer
+
+    settings: dict[str, Any] = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 4,
+        "mlp_ratio": 37 / 48,  # 37 hidden features divide by no number of ranks
+        "num_classes": 10,
+        **dict.fromkeys(_TIMM_DROPOUTS, dropout),
+        **options,
+    }
+    model = (VisionTransformerDistilled if distilled else VisionTransformer)(**settings)
+    return randomize(model, seed).to(torch.float64)
+
+
+def images(size: int, seed: int, rows: int = 3) -> Tensor:
+    """Return random images with three channels."""
+    return torch.randn(rows, 3, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _vit_inputs(model: Any, seed: int) -> dict[str, Tensor]:
+    inputs = {"pixel_values": images(model.config.image_size, seed)}
+    generator = torch.Generator().manual_seed(seed)
+    if "Classification" in type(model).__name__:
+        inputs["labels"] = torch.randint(0, model.config.num_labels, (3,), generator=generator)
+    elif "Masked" in type(model).__name__:
+        patches = (model.config.image_size // model.config.patch_size) ** 2
+        inputs["bool_masked_pos"] = torch.rand(3, patches, generator=generator) < 0.4
+    return inputs
+
+
+def _timm_inputs(model: Any, seed: int) -> dict[str, Tensor]:
+    return {"x": images(model.patch_embed.img_size[0], seed)}
+
+
+def weighted_sum(*tensors: Tensor) -> Tensor:
+    """Return a sum of everything in ``tensors`` with fixed random weights: a loss that sees each of them."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.stack([(t * torch.randn(t.shape, generator=generator).to(t.dtype)).sum() for t in tensors]).sum()
+
+
+def _loss_of_states(out: Any) -> Tensor:
+    return weighted_sum(out.last_hidden_state, out.pooler_output)
+
+
+def _loss_of_logits(out: Tensor) -> Tensor:
+    return weighted_sum(out)
+
+
+def cases() -> list[Case]:
+    """Return the models of transformers, and those of timm where it is installed."""
+    vit: dict[str, Any] = {
+        "inputs": _vit_inputs,
+        "options": {"attn_implementation": ("eager", "sdpa"), "qkv_bias": (True, False)},
+        "sharded": ("q_proj.weight", "query.weight", "fc1.weight", "intermediate.dense.weight"),
+        "supports": Supports(captured=("attentions", "hidden_states")),
+    }
+    found = [
+        Case(
+            name="model",
+            build=functools.partial(build_vit, "ViTModel"),
+            loss=_loss_of_states,
+            outputs=("last_hidden_state", "pooler_output"),
+            **vit,
+        ),
+        Case(
+            name="image_classification",
+            build=functools.partial(build_vit, "ViTForImageClassification"),
+            outputs=("logits",),
+            **vit,
+        ),
+        Case(
+            name="masked_image_modeling",
+            build=functools.partial(build_vit, "ViTForMaskedImageModeling"),
+            outputs=("reconstruction",),
+            **vit,
+        ),
+    ]
+    return found + (_timm_cases() if importlib.util.find_spec("timm") else [])
+
+
+#: Variants of timm's models, by name, and the options that make them.
+TIMM_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "distilled": {"distilled": True},  # DeiT
+    "registers": {  # pooled by the mean, normalised after it
+        "qk_norm": True,
+        "init_values": 0.1,
+        "reg_tokens": 2,
+        "class_token": False,
+        "global_pool": "avg",
+        "pre_norm": True,
+    },
+    "pooled_by_attention": {"global_pool": "map", "qkv_bias": False, "proj_bias": False, "class_token": False},
+    "gated": {"mlp_layer": "SwiGLU"},
+    "gated_in_one": {"mlp_layer": "SwiGLUPacked", "mlp_ratio": 80 / 48},
+    "norms_after": {"block_fn": "ResPostBlock"},
+}
+
+
+def _timm_variant(variant: str, **options: Any) -> Any:
+    import timm.layers
+    import timm.models.vision_transformer as library
+
+    chosen = {**TIMM_VARIANTS[variant], **options}
+    for name, home in (("mlp_layer", timm.layers), ("block_fn", library)):
+        if isinstance(chosen.get(name), str):
+            chosen[name] = getattr(home, chosen[name])
+    return build_timm(**chosen)
+
+
+def _timm_cases() -> list[Case]:
+    refused = (
+        {"scale_attn_norm": True},
+        {"scale_mlp_norm": True},
+        {"attn_layer": "diff"},
+        {"block_fn": "ParallelScalingBlock"},
+        {"block_fn": "ParallelThingsBlock"},
+    )
+    return [
+        Case(
+            name=f"timm_{variant}",
+            build=functools.partial(_timm_variant, variant),
+            inputs=_timm_inputs,
+            loss=_loss_of_logits,
+            layers="blocks",
+            sharded=("qkv.weight",),
+            refuses=refused if variant == "plain" else (),
+            supports=Supports(checkpointing=False, save_pretrained=False, flash_attention=False),
+        )
+        for variant in TIMM_VARIANTS
+    ]

@@ -1,0 +1,9 @@
+"""What every pack is held to; the cases are in `shard_vit.cases`."""
+
+from __future__ import annotations
+
+from shardcore.testing import PolicyConformance
+
+
+class TestVit(PolicyConformance):
+    plugin = "shard_vit.plugin"

@@ -1,0 +1,81 @@
+"""ViT of transformers has two layouts of modules; the release decides which policy serves it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+import transformers.models.vit.modeling_vit as library
+from packaging.requirements import Requirement
+from packaging.version import Version
+from vit_cases import case, policy
+
+import shard_vit.policy as policies
+import shardcore
+from shard_vit.plugin import shardcore_policies
+
+NAMES = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
+#: What the wheels of these releases hold: 5.8.1 is the last one with ViTSelfAttention.
+OLD = ("4.57.6", "5.0.0", "5.5.4", "5.8.0", "5.8.1")
+NEW = ("5.9.0", "5.10.1", "5.10.4", "5.17.0", "5.23.0")
+
+
+def _offered(name: str, version: str) -> list[str]:
+    target = f"{library.__name__}.{name}"
+    specs = [spec for spec in shardcore_policies() if spec.target == target]
+    return [
+        spec.policy
+        for spec in specs
+        if Requirement(spec.requires).specifier.contains(Version(version), prereleases=True)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_release_has_one_policy(name):
+    assert {tuple(_offered(name, version)) for version in OLD} == {(f"shard_vit.policy:Old{name}Policy",)}
+    assert {tuple(_offered(name, version)) for version in NEW} == {(f"shard_vit.policy:{name}Policy",)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_installed_release_gets_the_policy_for_its_modules(name):
+    prefix = "Old" if hasattr(library, "ViTSelfAttention") else ""
+    assert policy(getattr(library, name)) is getattr(policies, f"{prefix}{name}Policy")
+    assert (prefix == "Old") == (Version(importlib.metadata.version("transformers")) < Version("5.9.0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("model", "ViTModel"), ("image_classification", "ViTForImageClassification")]
+)
+def test_the_other_layout_is_refused(name, key):
+    other = "" if hasattr(library, "ViTSelfAttention") else "Old"
+    model = case(name).build()
+    with pytest.raises(shardcore.PlanError, match="has no submodule") as caught:
+        shardcore.compile_plan(
+            getattr(policies, f"{other}{key}Policy"), model, shardcore.ShardConfig(tensor_parallel_size=2)
+        )
+    assert "is covered by no row" in str(caught.value)
+
+
+def test_heads_that_do_not_divide_are_one_error():
+    model = case("model").build(num_attention_heads=3)
+    with pytest.raises(shardcore.PlanError, match=r"3 query heads .* cannot be split over 2 ranks"):
+        shardcore.compile_plan(policy(type(model)), model, shardcore.ShardConfig(tensor_parallel_size=2))
+
+
+def test_discovery_imports_no_library_of_models():
+    script = (
+        "import sys, importlib_metadata\n"
+        "from shardcore.registry import GROUP, Registry\n"
+        "entry = importlib_metadata.EntryPoint(name='vit', value='shard_vit.plugin', group=GROUP)\n"
+        "registry = Registry.discover([entry])\n"
+        "loaded = [n for n in ('torch', 'transformers', 'timm', 'torchvision') if n in sys.modules]\n"
+        "assert len(registry.packs[0].specs) == 7 and not loaded, loaded\n"
+        "import transformers\n"
+        "match = registry.resolve(transformers.ViTModel)\n"
+        "match.load()\n"
+        "assert 'timm' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,238 @@
+"""What is particular to timm's vision transformers: fused queries, keys and values, norms on them, DropPath, DeiT."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from vit_cases import case, equal_on_ranks, pair, policy, shard, step_beside, train_beside
+
+import shardcore
+from shard_vit.cases import images, weighted_sum
+from shardcore.comm.reads import local_tensor
+from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+
+timm = pytest.importorskip("timm")
+
+
+def _refusal(options: dict[str, Any]) -> str:
+    model = case("timm_plain").build(**options)
+    with pytest.raises(shardcore.PlanError) as caught:
+        shardcore.compile_plan(policy(model), model, shardcore.ShardConfig(tensor_parallel_size=2))
+    assert len(caught.value.problems) == 1  # what would not fit either is not listed for each block
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_attn_norm": True}, "scale_attn_norm normalises over the heads of all ranks"),
+        ({"scale_mlp_norm": True}, "scale_mlp_norm normalises over the hidden features of all ranks"),
+        ({"attn_layer": "diff"}, r"differential attention \(attn_layer='diff'\) splits its heads"),
+        ({"block_fn": "ParallelScalingBlock"}, "its blocks are none of Block, ResPostBlock"),
+        ({"block_fn": "ParallelThingsBlock"}, "its blocks are none of Block, ResPostBlock"),
+        ({"mlp_layer": "GatedMlp"}, "its MLPs are none of Mlp, GluMlp, SwiGLU"),
+    ],
+    ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_split_is_refused(options, message):
+    text = _refusal(options)
+    assert re.search(message, text)
+    assert "nothing was changed" in text
+
+
+def test_heads_that_do_not_divide():
+    model = case("timm_plain").build(num_heads=3)
+    with pytest.raises(shardcore.PlanError, match=r"3 heads \(attn.num_heads\) cannot be split over 2 ranks"):
+        shardcore.compile_plan(policy(model), model, shardcore.ShardConfig(tensor_parallel_size=2))
+
+
+def test_three_ranks_and_real_sizes(pool):
+    pool.run(_three, world=3)
+
+
+def _three() -> None:
+    each = case("timm_registers")
+    reference, model = pair(each, num_heads=6)
+    train_beside(each, reference, model, steps=1)
+    # deit_tiny: 197 tokens and the one of the teacher, 3 heads.
+    each = case("timm_distilled")
+    options = {"img_size": 224, "patch_size": 16, "embed_dim": 192, "num_heads": 3, "mlp_ratio": 4.0}
+    reference, model = pair(each, **options)
+    step_beside(each, reference, model, 0)
+    assert_same_gradients(reference, model)
+
+
+# --- H9: a fused weight that another number of ranks reads ---------------------------------------------------------
+
+
+def test_checkpoints_of_fused_weights_fit_any_number_of_ranks(pool, tmp_path):
+    for name in ("timm_plain", "timm_gated_in_one"):
+        pool.run(_save, name, str(tmp_path / name), world=2)
+        for world in (4, 1):
+            pool.run(_load, name, str(tmp_path / name), world=world)
+
+
+def _made(name: str, seed: int, sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
+    # Segments of 37 features divide by no number of ranks.
+    model = case(name).build(seed=seed, **({"mlp_ratio": 74 / 48} if name == "timm_gated_in_one" else {}))
+    if sharded:
+        shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def _train(name: str, model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    each = case(name)
+    for step in steps:
+        each.loss(model(**each.inputs(model, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save(name: str, folder: str) -> None:
+    model, optimizer = _made(name, 0, sharded=True)
+    assert isinstance(model.blocks[0].attn.qkv.weight, DTensor)
+    _train(name, model, optimizer, range(2))
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+
+
+def _load(name: str, folder: str) -> None:
+    model, optimizer = _made(name, 1, sharded=dist.get_world_size() > 1)
+    states = get_state_dict(model, optimizer)
+    into = {"model": states[0], "optimizer": states[1]}
+    dcp.load(into, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+    reference, wanted = _made(name, 0, sharded=False)
+    _train(name, reference, wanted, range(2))
+    assert_same_parameters(reference, model)
+    _train(name, reference, wanted, range(2, 3))
+    _train(name, model, optimizer, range(2, 3))
+    assert_same_parameters(reference, model)
+
+
+def test_data_parallel(pool):
+    pool.run(_square, world=4)
+
+
+def _square() -> None:
+    each = case("timm_registers")
+    reference = each.build()
+    model = shard(copy.deepcopy(reference), tp=2, dp=2)
+    inputs = each.inputs(reference, 0)
+    each.loss(reference(**inputs)).backward()
+    each.loss(model(**inputs)).backward()  # FSDP2 takes the mean over replicas, which see the same here
+    assert_same_gradients(reference, model)
+
+
+# --- parameters that local heads read, and those that every rank reads whole ---------------------------------------
+
+
+def test_gradients_of_norms_on_queries_and_keys_are_summed(pool):
+    pool.run(_qk_norm, world=2)
+
+
+def _qk_norm() -> None:
+    each = case("timm_registers")
+    reference, model = pair(each)
+    for seed in (0, 1):  # H2: reduced once for each backward
+        step_beside(each, reference, model, seed)
+    assert_same_gradients(reference, model)
+    for wanted, block in zip(reference.blocks, model.blocks, strict=True):
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(block.attn, name)
+            assert_close(getattr(wanted.attn, name).weight.grad, norm.weight.grad, name)
+            assert norm.weight.grad.to_local().abs().max() > 1e-3
+        for scale in (block.ls1, block.ls2):
+            assert equal_on_ranks(local_tensor(scale.gamma.grad))
+            assert scale.gamma.grad.full_tensor().abs().max() > 1e-3
+
+
+# --- randomness ----------------------------------------------------------------------------------------------------
+
+
+def test_paths_are_dropped_on_all_ranks_alike(pool):
+    pool.run(_drop_path, world=2)
+
+
+def _drop_path() -> None:
+    torch.manual_seed(100 + dist.get_rank())  # H40
+    model = shard(case("timm_plain").build(depth=3, drop_path_rate=0.5, attn_drop_rate=0.3, proj_drop_rate=0.3))
+    dropped = []
+    for block in model.blocks:
+        for path in (block.drop_path1, block.drop_path2):
+            if not isinstance(path, nn.Identity):
+                path.register_forward_hook(lambda module, args, out: dropped.append((out == 0).all(-1).all(-1)))
+    masks = []
+    for seed in range(3):
+        weighted_sum(model(images(16, seed, rows=8))).backward()
+        masks.append(torch.stack(dropped))
+        dropped.clear()
+        assert equal_on_ranks(masks[-1].to(torch.int8))
+    assert masks[0].shape == (4, 8)
+    assert 0 < sum(int(mask.sum()) for mask in masks) < 3 * 4 * 8
+    assert not torch.equal(masks[0], masks[1])
+    for name, parameter in model.named_parameters():
+        if parameter.placements[0].is_replicate():
+            assert equal_on_ranks(local_tensor(parameter.grad)), name
+
+
+# --- other ways to use a model -------------------------------------------------------------------------------------
+
+
+def test_distillation(pool):
+    pool.run(_distilled, world=2)
+
+
+def _distilled() -> None:
+    each = case("timm_distilled")
+    reference, model = pair(each)
+    for m in (reference, model):
+        m.set_distilled_training()
+    for seed in (0, 1):
+        wanted, got = (m(**each.inputs(m, seed)) for m in (reference, model))
+        for mine, theirs in zip(wanted, got, strict=True):  # of the class and of the distillation token
+            assert_close(mine, theirs, "logits")
+        for out in (wanted, got):
+            weighted_sum(*out).backward()
+    assert_same_gradients(reference, model)
+    assert type(model).__name__ == "VisionTransformerDistilled"
+
+
+def test_checkpointing_recomputes(pool):
+    pool.run(_checkpointing, world=2)
+
+
+def _checkpointing() -> None:
+    each = case("timm_registers")
+    reference, model = pair(each)
+    model.set_grad_checkpointing()
+    calls = []
+    model.blocks[0].mlp.fc1.register_forward_hook(lambda *args: calls.append(1))
+    for seed in (0, 1):
+        step_beside(each, reference, model, seed)
+    assert len(calls) == 4  # H16: each block ran twice for each batch
+    assert_same_gradients(reference, model)
+
+
+def test_other_sizes_of_images(pool):
+    pool.run(_dynamic, world=2)
+
+
+def _dynamic() -> None:
+    each = case("timm_plain")
+    reference, model = pair(each, dynamic_img_size=True)
+    for size in (16, 24):
+        wanted, got = (m(images(size, 1)) for m in (reference, model))
+        assert_close(wanted, got, "logits")
+        for out in (wanted, got):
+            weighted_sum(out).backward()
+    assert_same_gradients(reference, model)

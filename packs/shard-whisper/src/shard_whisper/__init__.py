@@ -1,0 +1,1 @@
+"""The Whisper family of transformers for shardcore: policies, found through the entry point ``shardcore.packs``."""

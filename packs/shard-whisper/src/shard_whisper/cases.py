@@ -1,0 +1,126 @@
+"""Tiny Whispers for the conformance kit (`shardcore.testing`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from shardcore.testing import Case, Supports
+
+__all__ = ["cases"]
+
+_MELS, _FRAMES = 8, 20
+
+
+def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
+    """Return a Whisper whose every parameter, biases too, is drawn at random."""
+    settings: dict[str, Any] = {
+        "vocab_size": 101,
+        "num_mel_bins": _MELS,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 8,  # another number than the encoder's
+        "encoder_ffn_dim": 83,  # divides by no number of ranks
+        "decoder_ffn_dim": 90,
+        "max_source_positions": _FRAMES // 2,
+        "max_target_positions": 24,
+        "dropout": dropout,
+        "attention_dropout": dropout,
+        "activation_dropout": dropout,
+        "classifier_proj_size": 10,
+        "num_labels": 3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "decoder_start_token_id": 1,
+        "eos_token_id": 2,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+        **options,
+    }
+    model = getattr(transformers, name)(transformers.WhisperConfig(**settings))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def inputs(model: Any, seed: int) -> dict[str, Tensor]:
+    """Return what the model's class takes: features (3, mels, frames), ids (3, 8), labels."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    features = torch.randn(3, _MELS, _FRAMES, generator=generator, dtype=torch.float64).to(dtype)
+    ids = torch.randint(3, model.config.vocab_size, (3, 8), generator=generator)
+    padded = ids.clone()
+    for row, pads in enumerate(((0, 3, 1), (2, 0, 5), (4, 4, 0))[seed % 3]):
+        padded[row, 8 - pads :] = -100
+    match type(model).__name__:
+        case "WhisperForConditionalGeneration":
+            return {"input_features": features, "labels": padded}
+        case "WhisperForAudioClassification":
+            return {"input_features": features, "labels": ids[:, 0] % model.config.num_labels}
+        case "WhisperForCausalLM":
+            states = torch.randn(3, 5, model.config.d_model, generator=generator, dtype=torch.float64).to(dtype)
+            return {"input_ids": ids, "labels": padded, "encoder_outputs": (states,)}  # type: ignore[dict-item]  # a tuple, as transformers takes it
+    return {"input_features": features, "decoder_input_ids": ids}
+
+
+def hidden_loss(out: Any) -> Tensor:
+    """Return a loss for the bare model: a weighted sum of its hidden states."""
+    hidden: Tensor = out.last_hidden_state
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return (hidden * weights).sum()
+
+
+_ATTENTION = {"attn_implementation": ("sdpa", "eager")}
+_LAYER = ("self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2")
+_CAPTURED = Supports(captured=("decoder_attentions", "cross_attentions", "decoder_hidden_states", "encoder_attentions"))
+_REFUSED = ({"encoder_attention_heads": 7, "decoder_attention_heads": 7, "d_model": 56},)
+
+
+def _case(name: str, kind: str, **fields: Any) -> Case:
+    settings: dict[str, Any] = {
+        "build": partial(build, kind),
+        "inputs": inputs,
+        "outputs": ("logits",),
+        "options": _ATTENTION,
+        "sharded": _LAYER,
+        "refuses": _REFUSED,
+        **fields,
+    }
+    return Case(name=name, **settings)
+
+
+def cases() -> list[Case]:
+    """Return a case for every class, and one with the six heads of the smallest pretrained model."""
+    six = partial(build, "WhisperForConditionalGeneration", d_model=48, **dict.fromkeys(_HEADS, 6))
+    weighted = partial(build, "WhisperForAudioClassification", use_weighted_layer_sum=True)
+    sound = Supports(captured=("attentions",))
+    text = Supports(captured=("attentions", "cross_attentions", "hidden_states"))
+    decoder = {"layers": "model.decoder.layers", "collectives": (3, 3)}
+    return [
+        _case("speech_to_text", "WhisperForConditionalGeneration", supports=_CAPTURED, **decoder),
+        _case("six_heads", "", build=six, supports=Supports(tensor_parallel=(1, 2, 3)), **decoder),
+        _case(
+            "model",
+            "WhisperModel",
+            loss=hidden_loss,
+            outputs=("encoder_last_hidden_state",),
+            layers="decoder.layers",
+            collectives=(3, 3),
+        ),
+        _case("causal_lm", "WhisperForCausalLM", supports=text, **decoder),
+        _case("audio_classification", "WhisperForAudioClassification", supports=sound, layers="encoder.layers"),
+        _case("weighted_layers", "", build=weighted, supports=sound, layers="encoder.layers"),
+    ]
+
+
+_HEADS = ("encoder_attention_heads", "decoder_attention_heads")

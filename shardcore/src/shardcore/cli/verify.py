@@ -1,0 +1,231 @@
+"""``shardcore verify``: the comparisons of the conformance kit, on a model or on the cases of a pack."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from shardcore.cli.tables import show_table
+from shardcore.errors import ConfigError
+from shardcore.integrations.models import meta_model
+from shardcore.nn.dropout import DropoutSites
+from shardcore.registry import Pack, default_registry
+from shardcore.testing.cases import Case, Supports
+from shardcore.testing.checks import examine, sections_for
+from shardcore.testing.findings import Finding
+from shardcore.testing.pool import WorkerPool
+from shardcore.testing.subject import Subject, cases_of
+
+__all__ = ["Job", "build_given", "jobs_for", "passed", "progress_bar", "show", "to_json", "verify"]
+
+#: What is compared on a model as it was given; the cases of a pack go through everything.
+_OF_A_MODEL = ("plan", "training", "communication")
+
+#: Copies of all parameters that one rank holds at its highest: weights, gradients, two moments, and the sharded twin.
+_COPIES = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One section of one case at one size, and what it found."""
+
+    subject: Subject
+    section: str
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+
+
+def jobs_for(source: str, tp: int) -> list[Job]:
+    """Return what there is to do.
+
+    Args:
+        source: the name of an installed pack (or of its distribution), or a model: a folder with a config.json, a
+            config.json, or a class name.
+        tp: tensor-parallel ranks.
+
+    Raises:
+        ConfigError: there is no such pack or model, no pack says how to call it, or it does not fit into memory.
+        NoPolicyError: no installed pack serves it.
+    """
+    for pack in default_registry().packs:
+        if source in (pack.name, pack.distribution):
+            return _of_pack(pack, tp)
+    subject = Subject(case=_given(source, tp), tp=tp)
+    return [Job(subject=subject, section=name) for name in _OF_A_MODEL if name in sections_for(tp)]
+
+
+def _of_pack(pack: Pack, tp: int) -> list[Job]:
+    if pack.status != "loaded":
+        raise ConfigError(f"pack {pack} is {pack.status}; see: shardcore packs")
+    # What is verified is the policy that users get, whatever a case says for its own tests.
+    cases = [dataclasses.replace(case, policy=None) for case in cases_of(pack.cases)]
+    if not cases:
+        raise ConfigError(f"pack {pack} names no cases; its plugin has no shardcore_conformance_cases")
+    fitting = [case for case in cases if tp in {1, *case.supports.tensor_parallel}]
+    if not fitting:
+        raise ConfigError(f"no case of pack {pack} supports --tp {tp}")
+    sizes = dict.fromkeys((1, tp))
+    subjects = [Subject(case=case, tp=size) for case in fitting for size in sizes]
+    return [Job(subject=subject, section=name) for subject in subjects for name in sections_for(subject.tp)]
+
+
+def _given(source: str, tp: int) -> Case:
+    """Return the case of the model's class, with the model itself in the place of the tiny one."""
+    model = meta_model(source)
+    pack = default_registry().resolve(type(model)).pack
+    case = next((case for case in cases_of(pack.cases) if type(case.build()) in type(model).__mro__), None)
+    name = type(model).__name__
+    if case is None:
+        raise ConfigError(
+            f"pack {pack} has no conformance case for {name}, so nothing says how to call it; its own cases are "
+            f"verified by: shardcore verify {pack.name}"
+        )
+    _check_memory(source, sum(p.numel() for p in model.parameters()), tp)
+    return dataclasses.replace(
+        case,
+        name=name,
+        build=functools.partial(build_given, source),
+        options={},
+        sharded=(),
+        refuses=(),
+        supports=Supports(tensor_parallel=(tp,)),
+        policy=None,
+    )
+
+
+def build_given(source: str, **options: Any) -> nn.Module:
+    """Build a model as its configuration says, with random weights and without dropout."""
+    empty: Any = meta_model(source)
+    config = getattr(empty, "config", None)
+    from_config = config is not None and getattr(type(empty), "config_class", None) is not None
+    torch.manual_seed(0)
+    model: nn.Module = type(empty)(config) if from_config else type(empty)()
+    for module, name in DropoutSites([model])._sites:
+        setattr(module, name, 0.0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            middle = 1.0 if parameter.ndim < 2 and name.endswith("weight") else 0.0
+            scale = parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 0.1
+            parameter.copy_(middle + scale * noise)
+    return model
+
+
+def _check_memory(source: str, parameters: int, tp: int) -> None:
+    """Refuse a model of which this machine cannot hold the copies that a comparison needs."""
+    needed, free = parameters * 8 * _COPIES * tp, _free_memory()
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"{source} has {parameters:,} parameters: comparing it in float64 on {tp} ranks needs about "
+            f"{needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free. Give a config.json with fewer layers "
+            "(num_hidden_layers=2) and a smaller width; what is sharded how does not change"
+        )
+
+
+def _free_memory() -> int | None:
+    """Return the free memory in bytes; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def verify(jobs: list[Job], tp: int, *, timeout: float, progress: Callable[[Job], None]) -> list[Job]:
+    """Run the jobs and return those that ran; after a plan that fails, nothing else of its case runs.
+
+    Args:
+        jobs: what there is to do.
+        tp: the largest number of ranks.
+        timeout: limit of one section, in seconds.
+        progress: called before each job.
+    """
+    done: list[Job] = []
+    planless: set[tuple[str, int]] = set()
+    with WorkerPool(tp, collective_timeout=min(timeout, 120.0)) as pool:
+        for job in jobs:
+            progress(job)
+            key = (job.subject.case.name, job.subject.tp)
+            if key in planless:
+                continue
+            findings = examine(pool, job.subject, job.section, timeout=timeout)
+            done.append(dataclasses.replace(job, findings=findings))
+            if job.section == "plan" and findings[0].state == "failed":
+                planless.add(key)
+    return done
+
+
+@contextmanager
+def progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[Job], None]]:
+    """Yield what shows the progress: a bar on a terminal, nothing in a pipe."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda job: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+        started = [False]
+
+        def show_progress(job: Job) -> None:
+            bar.update(task, advance=int(started[0]), description=f"{job.subject}: {job.section}")
+            started[0] = True
+
+        yield show_progress
+
+
+def to_json(done: list[Job]) -> dict[str, Any]:
+    """Return the findings as JSON data."""
+    findings = [
+        {"case": job.subject.case.name, "tp": job.subject.tp, **dataclasses.asdict(finding)}
+        for job in done
+        for finding in job.findings
+    ]
+    for finding in findings:
+        if finding["error"] is not None and not math.isfinite(finding["error"]):
+            finding["error"] = str(finding["error"])  # JSON has no word for it
+    return {"passed": passed(done), "findings": findings}
+
+
+def passed(done: list[Job]) -> bool:
+    """Return whether nothing failed."""
+    return not any(finding.state == "failed" for job in done for finding in job.findings)
+
+
+def show(done: list[Job]) -> None:
+    """Print a table of what was compared, then what failed."""
+    found = [(job, finding) for job in done for finding in job.findings]
+    columns = ("case", "tp", "check", "state", "compared", "largest error", "where")
+    show_table("verified", columns, [_cells(job, finding) for job, finding in found])
+    for job, finding in found:
+        if finding.state == "failed":
+            click.echo(f"\n{finding.check}, {job.subject}:\n  " + finding.message.replace("\n", "\n  "))
+    failed = sum(finding.state == "failed" for _, finding in found)
+    closed = sum(finding.state == "closed" for _, finding in found)
+    rest = len(found) - failed - closed
+    click.echo(f"\n{rest} checks passed, {failed} failed, {closed} not claimed by the pack")
+
+
+def _cells(job: Job, finding: Finding) -> tuple[str, ...]:
+    error = "" if finding.error is None else f"{finding.error:.1e}"
+    where = finding.where or ("see below" if finding.state == "failed" else finding.message)
+    return (
+        job.subject.case.name,
+        str(job.subject.tp),
+        finding.check,
+        finding.state,
+        str(finding.compared),
+        error,
+        where,
+    )

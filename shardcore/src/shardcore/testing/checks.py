@@ -1,0 +1,114 @@
+"""The sections of the conformance kit: what runs on the ranks in one call, and the checks that it makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardcore.testing import checks_plan, checks_random, checks_state, checks_training
+from shardcore.testing.findings import Finding, Ledger, worst
+from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
+from shardcore.testing.subject import Subject
+
+__all__ = ["CHECKS", "SECTIONS", "Section", "examine", "sections_for"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """What runs on all ranks in one call.
+
+    Attributes:
+        run: compares and writes down.
+        checks: the names of the checks that it makes.
+        alone: it runs on one rank too.
+        several: it runs on several ranks too.
+    """
+
+    run: Callable[[Subject, Ledger], None]
+    checks: tuple[str, ...]
+    alone: bool = False
+    several: bool = True
+
+
+SECTIONS: Mapping[str, Section] = {
+    "case": Section(run=checks_plan.case, checks=("case",), alone=True, several=False),
+    "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True),
+    "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
+    "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
+    "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True),
+    "options": Section(run=checks_training.options, checks=("options",)),
+    "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",)),
+    "communication": Section(run=checks_training.communication, checks=("communication",)),
+    "dropout": Section(run=checks_random.dropout, checks=("dropout",)),
+    "replicas": Section(run=checks_random.replicas, checks=("replicas",)),
+    "state": Section(run=checks_state.state, checks=("state dict", "checkpoint")),
+    "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
+    "captured": Section(run=checks_state.captured, checks=("captured",)),
+    "generation": Section(run=checks_random.generation, checks=("generation",)),
+    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed")),
+}
+
+#: Name of a check -> its section.
+CHECKS: Mapping[str, str] = {check: name for name, section in SECTIONS.items() for check in section.checks}
+
+
+def sections_for(tp: int) -> list[str]:
+    """Return the names of the sections that run at a size."""
+    return [name for name, section in SECTIONS.items() if (section.alone if tp == 1 else section.several)]
+
+
+def examine(pool: WorkerPool, subject: Subject, section: str, *, timeout: float = 120.0) -> list[Finding]:
+    """Run one section of one subject and return a finding for each of its checks.
+
+    A rank that raises, dies or hangs is a failure of the check that it was at.
+    """
+    try:
+        return worst(pool.run(_on_rank, subject, section, world=subject.tp, timeout=timeout))
+    except (WorkerError, WorkerTimeout) as error:
+        return _broken(section, error)
+
+
+def _on_rank(subject: Subject, name: str) -> list[Finding]:
+    section = SECTIONS[name]
+    ledger = Ledger(section.checks, subject.case.tolerance)
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice about the tiny models of tests
+    try:
+        section.run(subject, ledger)
+    except Exception as error:
+        raise SectionStopped(ledger.findings()) from error
+    return ledger.findings()
+
+
+class SectionStopped(Exception):  # noqa: N818  # named for what happened
+    """A section ended before its end on this rank; carries its findings as text."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        failed = [f"{_MARK}{f.check}\t{f.message!r}" for f in findings if f.state == "failed"]
+        super().__init__("\n".join(["a section of the conformance kit ended early", *failed]))
+
+
+_MARK = "conformance-check: "
+
+
+def _broken(name: str, error: WorkerError | WorkerTimeout) -> list[Finding]:
+    """Return the findings of a section that did not come to its end."""
+    import ast
+
+    messages: dict[str, str] = {}
+    for failure in getattr(error, "failures", ()):
+        for line in failure.details.splitlines():
+            if line.startswith(_MARK):
+                check, _, text = line.removeprefix(_MARK).partition("\t")
+                said = ast.literal_eval(text)
+                # The rank that knows more than that it did not get there is heard first.
+                if check not in messages or messages[check].startswith("not reached"):
+                    messages[check] = f"rank {failure.rank}: {said}" if not said.startswith("not reached") else said
+    if not messages:  # it hung, or died without a word
+        messages = dict.fromkeys(SECTIONS[name].checks, f"not reached: {error}")
+    return [
+        Finding(check=check, state="failed", message=messages[check])
+        if check in messages
+        else Finding(check=check, state="passed", compared=1)
+        for check in SECTIONS[name].checks
+    ]

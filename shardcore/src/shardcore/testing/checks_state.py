@@ -1,0 +1,208 @@
+"""Checks of state and outputs: state dicts, checkpoints, save_pretrained, captured outputs."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shardcore.testing.findings import Ledger
+from shardcore.testing.parity import gradient_errors, parameter_errors, whole
+from shardcore.testing.subject import Subject, flat
+
+__all__ = ["captured", "saving", "state"]
+
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _other(model: Any) -> Any:
+    """Return a copy with other weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-0.7).add_(0.01)
+    return other
+
+
+def state(s: Subject, ledger: Ledger) -> None:
+    """State dicts go out and come in, whole and in parts; checkpoints of torch too (H9, H10, H15)."""
+    with ledger.check("state dict"):
+        reference, model = s.twins()
+        other = _other(reference)
+        wanted = reference.state_dict()
+        for name, tensor in model.state_dict().items():
+            ledger.close(name, wanted[name], whole(tensor))
+        full: dict[str, Any] = get_model_state_dict(model, options=_FULL)
+        if s.rank == 0:
+            ledger.true(
+                full.keys() == wanted.keys(), f"the whole state differs in {sorted(full.keys() ^ wanted.keys())}"
+            )
+            for name in full.keys() & wanted.keys():
+                ledger.close(f"whole {name}", wanted[name], full[name])
+        ledger.true(True, "")
+        second = s.shard(copy.deepcopy(other))
+        second.load_state_dict(model.state_dict())
+        ledger.errors(_exact(parameter_errors(reference, second)))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=s.tp > 1)
+        set_model_state_dict(second, other.state_dict() if s.rank == 0 else {}, options=options)
+        ledger.errors(_exact(parameter_errors(other, second)))
+        inputs = s.inputs(other)
+        for (name, mine), (_, theirs) in zip(flat(other(**inputs)), flat(second(**inputs)), strict=True):
+            ledger.close(f"after loading, {name}", mine, theirs)
+    with ledger.check("checkpoint"):
+        _checkpoint(s, ledger)
+
+
+def _exact(errors: dict[str, float]) -> dict[str, float]:
+    return {name: error if error == 0 else float("inf") for name, error in errors.items()}
+
+
+@contextmanager
+def _folder(s: Subject) -> Iterator[str]:
+    """Yield a folder that all ranks share and that goes away afterwards."""
+    made = tempfile.TemporaryDirectory(prefix="shardcore-kit-") if s.rank == 0 else None
+    try:
+        yield str(s.gathered(made.name if made else "")[0])
+        s.gathered(None)
+    finally:
+        if made:
+            made.cleanup()
+
+
+def _checkpoint(s: Subject, ledger: Ledger) -> None:
+    """Save in the middle of a training, and go on unsharded and sharded: the next step is the unsharded model's."""
+    reference, model = s.twins()
+    untrained = copy.deepcopy(reference)
+    wanted, optimizer = _adamw(reference), _adamw(model)
+    _step(s, reference, wanted, 0)
+    _step(s, model, optimizer, 0)
+    with _folder(s) as folder:
+        states = get_state_dict(model, optimizer)
+        save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+        loaded = {"unsharded": _other(untrained), f"tp {s.tp}": s.shard(_other(untrained))}
+        for name, into in loaded.items():
+            with ledger.place(f"continued {name}"):
+                own = _adamw(into)
+                states = get_state_dict(into, own)
+                read: dict[str, Any] = {"model": states[0], "optimizer": states[1]}
+                load(read, checkpoint_id=folder)
+                set_state_dict(into, own, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+                ledger.errors(parameter_errors(reference, into))
+                loaded[name] = (into, own)
+    _step(s, reference, wanted, 1)
+    for name, (into, own) in loaded.items():
+        _step(s, into, own, 1)
+        with ledger.place(f"one step later, {name}"):
+            ledger.errors(parameter_errors(reference, into))
+
+
+def _adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def _step(s: Subject, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    s.loss(model(**s.inputs(model, seed))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saving(s: Subject, ledger: Ledger) -> None:
+    """``save_pretrained`` writes the files of the unsharded model, and they load again (H10, H15)."""
+    with ledger.check("save_pretrained"):
+        if not s.case.supports.save_pretrained or not hasattr(s.build(), "save_pretrained"):
+            ledger.closed("save_pretrained")
+            return
+        reference, model = s.twins()
+        with _folder(s) as folder:
+            ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
+            model.save_pretrained(ours, max_shard_size=30_000)
+            if s.rank == 0:
+                reference.save_pretrained(theirs, max_shard_size=30_000)
+                _same_files(ledger, ours, theirs)
+                again = type(reference).from_pretrained(ours, dtype=torch.float64)
+                ledger.errors(_exact(parameter_errors(reference, again)))
+            ledger.true(True, "")
+
+
+def _same_files(ledger: Ledger, ours: Path, theirs: Path) -> None:
+    from safetensors.torch import load_file
+
+    mine, wanted = (sorted(path.name for path in folder.iterdir()) for folder in (ours, theirs))
+    ledger.true(mine == wanted, f"it wrote {mine}, and the unsharded model {wanted}")
+    for name in set(mine) & set(wanted):
+        if not name.endswith(".safetensors"):
+            ledger.true((ours / name).read_text() == (theirs / name).read_text(), f"{name} differs")
+            continue
+        got, right = load_file(ours / name), load_file(theirs / name)
+        ledger.true(got.keys() == right.keys(), f"{name} holds other tensors")
+        for key in got.keys() & right.keys():
+            ledger.true(torch.equal(got[key], right[key]), f"{key} in {name} differs")
+
+
+def captured(s: Subject, ledger: Ledger) -> None:
+    """Outputs that are asked for are whole, right and differentiable (H17)."""
+    with ledger.check("captured"):
+        if not s.case.supports.captured:
+            ledger.closed("captured outputs")
+            return
+        options = {}
+        if "eager" in s.case.options.get("attn_implementation", ()):  # other attentions return no weights
+            options["attn_implementation"] = "eager"
+        reference, model = s.twins(**options)
+        asked = {f"output_{name.removeprefix('cross_').split('.')[-1]}": True for name in s.case.supports.captured}
+        asked = dict.fromkeys(dict.fromkeys(asked), True)
+        wanted, got = (m(**s.inputs(reference), **asked) for m in (reference, model))
+        losses = []
+        for out in (wanted, got):
+            named = {k: t for k, t in flat(out) if k.split("[")[0] in _whole_names(s, out)}
+            losses.append((named, sum(_weighted(t) for t in named.values())))
+        for name in s.case.supports.captured:
+            found = any(name in key for key in losses[0][0])
+            ledger.true(found, f"the unsharded model captured no {name}; correct Supports.captured")
+        ledger.true(losses[0][0].keys() == losses[1][0].keys(), f"captured were {list(losses[1][0])}")
+        for name in losses[0][0].keys() & losses[1][0].keys():
+            ledger.close(name, losses[0][0][name], losses[1][0][name])
+        for _, loss in losses:
+            loss.backward()
+        ledger.errors(gradient_errors(reference, model))
+        _tuples(s, ledger, reference, model, asked)
+
+
+def _whole_names(s: Subject, out: Any) -> set[str]:
+    """Return the names of an output's entries that belong to what the case captures."""
+    return {key.split("[")[0] for key, _ in flat(out) if any(name in key for name in s.case.supports.captured)}
+
+
+def _weighted(tensor: Tensor) -> Any:
+    generator = torch.Generator().manual_seed(tensor.numel())
+    return (tensor * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)).sum()
+
+
+def _tuples(s: Subject, ledger: Ledger, reference: Any, model: Any, asked: dict[str, bool]) -> None:
+    """Compare what is returned as a tuple, where the unsharded model can."""
+    try:
+        wanted = reference(**s.inputs(reference), **asked, return_dict=False)
+    except TypeError:
+        return
+    if not isinstance(wanted, tuple):
+        return
+    got = model(**s.inputs(reference), **asked, return_dict=False)
+    mine, theirs = list(flat(wanted)), list(flat(got))
+    ledger.true([n for n, _ in mine] == [n for n, _ in theirs], "as a tuple, outputs have other places")
+    for (name, tensor), (_, other) in zip(mine, theirs, strict=False):
+        ledger.close(f"tuple {name}", tensor, other)

@@ -1,0 +1,181 @@
+"""The conformance kit: a pack author subclasses `PolicyConformance`, and inherits every test.
+
+    class TestLlama(PolicyConformance):
+        plugin = "shard_llama.plugin"
+
+Each test runs for every case of the pack at every tensor-parallel size that the case supports. Nothing is taken on the
+word of a loss, or of ranks that agree: outputs, losses and the gradient of every parameter are compared with the
+unsharded model, by that model's list of names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from shardcore.testing.cases import Case
+from shardcore.testing.checks import CHECKS, SECTIONS, examine
+from shardcore.testing.findings import Finding
+from shardcore.testing.pool import WorkerPool
+from shardcore.testing.subject import Subject, cases_of, registry_of
+
+__all__ = ["Examination", "PolicyConformance", "fresh_findings"]
+
+#: Hash seeds of the processes in which all plans are compiled.
+HASH_SEEDS = ("0", "1", "2")
+
+Judge = Callable[[str], None]
+
+
+class Examination:
+    """Runs sections of one subject, each once, and hands out their findings.
+
+    Args:
+        pool: the ranks.
+        subject: the case at one size.
+        timeout: limit of one section, in seconds.
+    """
+
+    def __init__(self, pool: WorkerPool, subject: Subject, timeout: float = 120.0) -> None:
+        self._pool, self._subject, self._timeout = pool, subject, timeout
+        self._findings: dict[str, list[Finding]] = {}
+
+    def finding(self, check: str) -> Finding:
+        """Return the finding of a check; its section runs if it has not yet."""
+        section = CHECKS[check]
+        if section not in self._findings:
+            self._findings[section] = examine(self._pool, self._subject, section, timeout=self._timeout)
+        return next(finding for finding in self._findings[section] if finding.check == check)
+
+    def __call__(self, check: str) -> None:
+        """Fail, or skip a closed capability, as the finding says."""
+        report(self.finding(check), str(self._subject))
+
+
+def report(finding: Finding, subject: str) -> None:
+    """Turn a finding into the outcome of a test."""
+    if finding.state == "failed":
+        largest = (
+            "" if finding.error is None else f"largest relative difference {finding.error:.3g} at {finding.where}\n"
+        )
+        pytest.fail(f"{finding.check}, {subject}: {largest}{finding.message}", pytrace=False)
+    if finding.state == "closed":
+        pytest.skip(f"closed for {subject}: {finding.message}")
+
+
+def fresh_findings(plugin: str, cases: Sequence[Case]) -> list[Finding]:
+    """Return what fresh processes of different hash seeds say about a pack.
+
+    Args:
+        plugin: the module of its plugin, which need not be installed; ``""`` for what is installed.
+        cases: its cases.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    processes = []
+    for seed in HASH_SEEDS:
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-m", "shardcore.testing._alone", plugin]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, env=env, **pipes))  # type: ignore[call-overload]  # of a mapping
+    given = pickle.dumps(list(cases))
+    answers = []
+    for seed, process in zip(HASH_SEEDS, processes, strict=True):
+        out, errors = process.communicate(given)
+        if process.returncode:
+            message = f"under hash seed {seed}: {errors.decode(errors='replace')[-2000:]}"
+            return [
+                Finding(check=check, state="failed", message=message) for check in ("discovery", "policies", "digest")
+            ]
+        answers.append(json.loads(out.splitlines()[-1]))
+    digests = [answer["digests"] for answer in answers]
+    moved = [name for name in digests[0] if len({of_seed[name] for of_seed in digests}) > 1]
+    order = [
+        f"the plan of {name} depends on the hash seed: the order of a set decides something (H28)" for name in moved
+    ]
+    return [
+        _finding("discovery", answers[0]["discovery"]),
+        _finding("policies", answers[0]["policies"]),
+        _finding("digest", order, compared=len(digests[0])),
+    ]
+
+
+def _finding(check: str, problems: list[str], compared: int = 1) -> Finding:
+    state: Any = "failed" if problems else "passed"
+    return Finding(check=check, state=state, compared=compared, message="\n".join(problems))
+
+
+class PolicyConformance:
+    """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
+
+    A test that a case closes is skipped with the reason. ``pytest --quick`` leaves sizes above 2 out.
+
+    Attributes:
+        plugin: the module of the pack's plugin; the pack need not be installed.
+        cases: the tiny models; by default those that the plugin's ``shardcore_conformance_cases`` names.
+        timeout: limit of one section of checks, in seconds.
+    """
+
+    plugin: ClassVar[str] = ""
+    cases: ClassVar[Sequence[Case]] = ()
+    timeout: ClassVar[float] = 120.0
+
+    @classmethod
+    def all_cases(cls) -> Sequence[Case]:
+        """Return the cases that are tested."""
+        if cls.cases or not cls.plugin:
+            return cls.cases
+        return cases_of(registry_of(cls.plugin).packs[0].cases)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give each test its cases and sizes."""
+        if "judge" not in metafunc.fixturenames:
+            return
+        largest = 2 if metafunc.config.getoption("quick") else 4
+        # By name, so that a subclass can override a test.
+        check = next((c for c in CHECKS if metafunc.function.__name__ == _name(c)), None)
+        section = SECTIONS[CHECKS[check]] if check else SECTIONS["plan"]
+        found = {
+            f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin)
+            for case in self.all_cases()
+            for tp in sorted({1, *case.supports.tensor_parallel})
+            if tp <= largest and (section.alone if tp == 1 else section.several)
+        }
+        metafunc.parametrize("judge", [(s, self.timeout) for s in found.values()], ids=list(found), indirect=True)
+
+    def test_discovery_imports_no_torch(self, fresh: dict[str, Finding]) -> None:
+        """The plugin loads, and imports neither torch nor a model library."""
+        report(fresh["discovery"], self.plugin)
+
+    def test_every_policy_has_a_case(self, fresh: dict[str, Finding]) -> None:
+        """Every class that the plugin serves exists, and a case covers it."""
+        report(fresh["policies"], self.plugin)
+
+    def test_plans_do_not_depend_on_hash_seeds(self, fresh: dict[str, Finding]) -> None:
+        """The digest of every plan is equal in processes with different hash seeds."""
+        report(fresh["digest"], self.plugin)
+
+
+def _name(check: str) -> str:
+    return f"test_{check.replace(' ', '_')}"
+
+
+def _test(check: str) -> Callable[[PolicyConformance, Judge], None]:
+    def test(self: PolicyConformance, judge: Judge) -> None:
+        judge(check)
+
+    test.__name__ = _name(check)
+    test.__qualname__ = f"PolicyConformance.{test.__name__}"
+    test.__doc__ = SECTIONS[CHECKS[check]].run.__doc__
+    return test
+
+
+# One test for each check, so that a subclass can override or mark a single one.
+for _check in CHECKS:
+    setattr(PolicyConformance, _name(_check), _test(_check))

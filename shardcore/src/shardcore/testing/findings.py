@@ -1,0 +1,174 @@
+"""What the conformance kit found out: one finding for each check, from every rank."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Finding", "Ledger", "difference", "worst"]
+
+State = Literal["passed", "failed", "closed"]
+
+_SHOWN = 8  # messages of one check; the rest is counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        check: its name.
+        state: ``passed``, ``failed``, or ``closed`` for a capability that the pack does not claim.
+        compared: how many things were compared.
+        error: the largest relative difference; None if nothing numeric was compared.
+        where: where that was.
+        message: why it failed, or what is closed.
+    """
+
+    check: str
+    state: State
+    compared: int = 0
+    error: float | None = None
+    where: str = ""
+    message: str = ""
+
+
+class Ledger:
+    """Collects what a section compares. A difference is written down and does not end the section, so that all ranks
+    go on to the same collectives; an exception ends it.
+
+    Args:
+        checks: every check that the section makes. One that it did not come to is a failure.
+        tolerance: the largest relative difference allowed.
+    """  # noqa: D205  # one thought
+
+    def __init__(self, checks: tuple[str, ...], tolerance: float) -> None:
+        self.tolerance = tolerance
+        self._checks = checks
+        self._compared = dict.fromkeys(checks, 0)
+        self._errors: dict[str, tuple[float, str]] = {}
+        self._messages: dict[str, list[str]] = {name: [] for name in checks}
+        self._closed: dict[str, str] = {}
+        self._current = checks[0]
+        self._prefix = ""
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[None]:
+        """Say which check an exception inside belongs to."""
+        before, self._current = self._current, name
+        try:
+            yield
+        except Exception as error:
+            if not getattr(error, "_written_down", False):
+                self.failed(_said(error), name)
+                error._written_down = True  # type: ignore[attr-defined]  # passes through the checks around this one
+            raise
+        finally:
+            self._current = before
+
+    @contextmanager
+    def place(self, prefix: str) -> Iterator[None]:
+        """Put ``prefix`` before every place inside."""
+        before, self._prefix = self._prefix, f"{self._prefix}{prefix}: "
+        try:
+            yield
+        finally:
+            self._prefix = before
+
+    def error(self, where: str, error: float, check: str | None = None) -> None:
+        """Write down one relative difference."""
+        check = check or self._current
+        where = self._prefix + where
+        self._compared[check] += 1
+        known, _ = self._errors.get(check, (-1.0, ""))
+        if not error <= known and known == known:  # NaN is the worst, and stays
+            self._errors[check] = (error, where)
+        if not error <= self.tolerance:
+            self._messages[check].append(f"{where}: relative difference {error:.3g} is above {self.tolerance:.3g}")
+
+    def errors(self, errors: Mapping[str, float], check: str | None = None) -> None:
+        """Write down relative differences by their place."""
+        for where, error in errors.items():
+            self.error(where, error, check)
+
+    def close(self, where: str, wanted: Tensor, got: Tensor, check: str | None = None) -> None:
+        """Compare two tensors relative to the largest wanted value."""
+        if self.true(
+            not isinstance(got, DTensor) and wanted.shape == got.shape,
+            f"{where}: wanted a plain tensor of shape {tuple(wanted.shape)}, got a {type(got).__name__} of shape "
+            f"{tuple(got.shape)}",
+            check,
+        ):
+            self.error(where, difference(wanted, got), check)
+
+    def true(self, condition: bool, message: str, check: str | None = None) -> bool:
+        """Write down ``message`` as a failure unless ``condition`` holds; return the condition."""
+        check = check or self._current
+        self._compared[check] += 1
+        if not condition:
+            self.failed(message, check)
+        return condition
+
+    def failed(self, message: str, check: str | None = None) -> None:
+        """Write down a failure."""
+        self._messages[check or self._current].append(self._prefix + message)
+
+    def closed(self, reason: str, check: str | None = None) -> None:
+        """Write down that a capability is closed."""
+        self._closed[check or self._current] = reason
+
+    def findings(self) -> list[Finding]:
+        """Return one finding for each check."""
+        return [self._finding(check) for check in self._checks]
+
+    def _finding(self, check: str) -> Finding:
+        messages = self._messages[check]
+        error, where = self._errors.get(check, (None, ""))
+        compared = self._compared[check]
+        if messages:
+            more = [f"... and {len(messages) - _SHOWN} more"] if len(messages) > _SHOWN else []
+            text = "\n".join([*messages[:_SHOWN], *more])
+            return Finding(check=check, state="failed", compared=compared, error=error, where=where, message=text)
+        if check in self._closed:
+            return Finding(check=check, state="closed", message=self._closed[check])
+        if not compared:
+            return Finding(check=check, state="failed", message="not reached: nothing was compared")
+        return Finding(check=check, state="passed", compared=compared, error=error, where=where)
+
+
+def difference(wanted: Tensor, got: Tensor) -> float:
+    """Return the largest difference relative to the largest wanted value; NaN and infinities agree with themselves."""
+    if not wanted.numel():
+        return 0.0
+    wanted, got = (t.detach().to(torch.float64) for t in (wanted, got))
+    finite = wanted.isfinite()
+    if not torch.equal(finite, got.isfinite()):
+        return float("inf")
+    wanted, got = wanted[finite], got[finite]
+    if not wanted.numel():
+        return 0.0
+    return float((wanted - got).abs().max()) / (float(wanted.abs().max()) or 1.0)
+
+
+def worst(of_ranks: list[list[Finding]]) -> list[Finding]:
+    """Return, for each check, the worst finding of all ranks."""
+    ranked = {"failed": 2, "passed": 1, "closed": 0}
+
+    def key(finding: Finding) -> tuple[int, float]:
+        error = finding.error if finding.error is not None else -1.0
+        return ranked[finding.state], float("inf") if error != error else error
+
+    return [max(same, key=key) for same in zip(*of_ranks, strict=True)]
+
+
+def _said(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "shardcore/testing" not in frame.filename]
+    place = f" (at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -1,0 +1,184 @@
+"""One case at one tensor-parallel size: its models, inputs and policy, as the checks need them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+import importlib_metadata
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardcore
+from shardcore.config import ShardConfig
+from shardcore.errors import ConfigError
+from shardcore.plan import ShardPlan, compile_plan
+from shardcore.policy import Policy
+from shardcore.registry import GROUP, Registry, default_registry
+from shardcore.testing.cases import Case
+
+__all__ = ["Subject", "cases_of", "flat", "meta_copy", "registry_of"]
+
+Value = TypeVar("Value")
+
+
+@cache
+def registry_of(plugin: str) -> Registry:
+    """Return the registry of one plugin that need not be installed, or of what is installed for ``""``."""
+    if not plugin:
+        return default_registry()
+    entry = importlib_metadata.EntryPoint(name=plugin.partition(".")[0], value=plugin, group=GROUP)
+    registry = Registry.discover([entry])
+    if (error := registry.packs[0].error) is not None:
+        raise error
+    return registry
+
+
+def cases_of(functions: tuple[str, ...]) -> list[Case]:
+    """Return the cases of a pack, from the names of its functions.
+
+    Raises:
+        ConfigError: a function returns something else.
+    """
+    found: list[Case] = []
+    for reference in functions:
+        module, _, name = reference.partition(":")
+        cases = operator.attrgetter(name)(importlib.import_module(module))()
+        if not isinstance(cases, list | tuple) or not all(isinstance(case, Case) for case in cases):
+            raise ConfigError(f"{reference} returned {cases!r}; wanted a list of shardcore.testing.Case")
+        found += cases
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One case at one size.
+
+    Attributes:
+        case: the case.
+        tp: the number of tensor-parallel ranks.
+        plugin: the module of a pack that need not be installed; ``""`` for what is installed.
+        options: options of ``build`` that differ from their defaults.
+    """
+
+    case: Case
+    tp: int
+    plugin: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.case.name} at tp {self.tp}"
+
+    @property
+    def rank(self) -> int:
+        """The rank that this process is."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def build(self, **options: Any) -> Any:
+        """Return the unsharded model in float64 and in training mode, whatever its parameters need."""
+        return self.case.build(**{**self.options, **options}).to(torch.float64).train()
+
+    def policy(self, model: nn.Module) -> Policy | None:
+        """Return the policy to be given to ``shard``; None if an installed pack is to be found."""
+        given = self.case.policy
+        if isinstance(given, str):
+            module, _, name = given.partition(":")
+            given = operator.attrgetter(name)(importlib.import_module(module))
+        if given is None and self.plugin:
+            given = registry_of(self.plugin).resolve(type(model)).load()
+        return None if given is None else given()
+
+    def shard(self, model: Any, **fields: Any) -> Any:
+        """Shard ``model`` over all ranks."""
+        return shardcore.shard(model, policy=self.policy(model), tp=self.tp, **fields)
+
+    def twins(self, **options: Any) -> tuple[Any, Any]:
+        """Return an unsharded model and its sharded copy."""
+        reference = self.build(**options)
+        return reference, self.shard(copy.deepcopy(reference))
+
+    def plan(
+        self, model: nn.Module, tp: int | None = None, *, device_type: str | None = None, **fields: Any
+    ) -> ShardPlan:
+        """Compile the plan of ``model``."""
+        policy = self.policy(model)
+        modules = None
+        config = ShardConfig.of(tp=tp or self.tp, **fields)
+        if policy is None:
+            registry = default_registry()
+            policy = registry.resolve(type(model)).load()()
+            modules = registry.modules_for(config.resolve(config.ranks))
+        return compile_plan(policy, model, config, modules=modules, device_type=device_type)
+
+    def inputs(self, model: Any, seed: int = 0) -> dict[str, Any]:
+        """Return the arguments of one call, in float64 where they are not integers."""
+        return {
+            name: value.to(torch.float64) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in self.case.inputs(model, seed).items()
+        }
+
+    def prompt(self, model: Any) -> dict[str, Any]:
+        """Return the arguments of a generation: the main input and its mask."""
+        names = {getattr(model, "main_input_name", "input_ids"), "input_ids", "attention_mask"}
+        return {name: value for name, value in self.inputs(model).items() if name in names}
+
+    def loss(self, out: Any) -> Tensor:
+        """Return the loss of a model's output.
+
+        Raises:
+            AssertionError: there is none.
+        """
+        named = self.case.loss
+        loss = named(out) if callable(named) else _item(out, named)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise AssertionError(f"the case's loss {named!r} is no single number in a {type(out).__name__}")
+        return loss
+
+    def blocks(self, model: nn.Module, plan: ShardPlan) -> str:
+        """Return the name of the list of blocks; empty if nobody says."""
+        return self.case.layers or next(iter(plan.stages.lists if plan.stages else ()), "")
+
+    def gathered(self, value: Value) -> list[Value]:
+        """Return the values of all ranks."""
+        found: list[Any] = [None] * self.tp
+        dist.all_gather_object(found, value)
+        return found
+
+    def equal_on_ranks(self, tensor: Tensor) -> bool:
+        """Tell whether all ranks hold bit-equal tensors."""
+        mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        parts = self.gathered(mine)
+        return all(part.shape == mine.shape and torch.equal(part, parts[0]) for part in parts)
+
+
+def _item(out: Any, name: str) -> Any:
+    return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+
+
+def flat(out: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's output with their names; caches are left out."""
+    if isinstance(out, Tensor):
+        yield prefix or "output", out
+    elif isinstance(out, Mapping):
+        for name, value in out.items():
+            yield from flat(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(out, list | tuple):
+        for index, value in enumerate(out):
+            yield from flat(value, f"{prefix}[{index}]")
+
+
+def meta_copy(model: nn.Module) -> Any:
+    """Return a copy of ``model`` on the meta device, with the same ties."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,11 @@
+"""The conformance kit on a pack that is right, in plain torch."""
+
+from __future__ import annotations
+
+from kit_net import CASE
+
+from shardcore.testing import PolicyConformance
+
+
+class TestNet(PolicyConformance):
+    cases = (CASE,)

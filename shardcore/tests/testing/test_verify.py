@@ -1,0 +1,128 @@
+"""``shardcore verify``, on a pack that is right and on one that is wrong, without any model library."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from shardcore.cli import main, verify
+from shardcore.errors import ConfigError
+from shardcore.registry import GROUP, default_registry
+
+MODELS = """
+import kit_net
+
+class Small(kit_net.Net):
+    def __init__(self):
+        super().__init__(kit_net.Config(dropout=0.3))
+
+class Huge(kit_net.Net):
+    def __init__(self):
+        super().__init__(kit_net.Config(hidden=2**16, inner=2**18, layers=4))
+
+def cases():
+    return [kit_net.CASE]
+"""
+
+PLUGIN = """
+from shardcore.hooks import PolicySpec, hookimpl
+
+@hookimpl
+def shardcore_policies():
+    return [PolicySpec(target="kit_net.Net", policy="{policy}")]
+
+@hookimpl
+def shardcore_conformance_cases():
+    return {cases}
+"""
+
+
+@pytest.fixture
+def pack(tmp_path, monkeypatch):
+    """Installs the pack ``kit`` with a policy, in a folder on the path of this process and of its workers."""
+
+    def install(policy="kit_net:NetPolicy", cases='["verified_models:cases"]'):
+        (tmp_path / "verified_models.py").write_text(MODELS)
+        (tmp_path / "shard_kit_plugin.py").write_text(PLUGIN.format(policy=policy, cases=cases))
+        info = tmp_path / "shard_kit-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shard-kit\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\nkit = shard_kit_plugin\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+        default_registry.cache_clear()
+
+    yield install
+    default_registry.cache_clear()
+    for name in ("verified_models", "shard_kit_plugin"):
+        sys.modules.pop(name, None)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["verify", *arguments])
+
+
+def test_a_model_that_is_right(pack):
+    pack()
+    result = run("verified_models.Small")
+    assert result.exit_code == 0, result.output
+    head, *lines = result.output.splitlines()
+    assert head.split("\t") == ["case", "tp", "check", "state", "compared", "largest error", "where"]
+    (line,) = [line.split("\t") for line in lines if "\tgradients\t" in line]
+    assert line[:4] == ["Small", "2", "gradients", "passed"]
+    assert float(line[5]) < 1e-9
+    assert "." in line[6]
+    assert result.output.endswith("10 checks passed, 0 failed, 0 not claimed by the pack\n")
+
+
+def test_a_policy_that_is_wrong(pack):
+    pack("wrong:BiasBeforeSum")
+    result = run("verified_models.Small", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.output)
+    assert not found["passed"]
+    states = {finding["check"]: finding for finding in found["findings"]}
+    assert states["plan"]["state"] == states["names"]["state"] == "passed"
+    assert states["forward"]["state"] == "failed"
+    assert states["forward"]["error"] > 1e-3
+    assert "logits" in states["forward"]["message"]
+
+
+def test_a_plan_that_fails_is_the_only_finding(pack):
+    pack("wrong:Misspelled")
+    result = run("verified_models.Small")
+    assert result.exit_code == 1
+    assert "gate_proj" in result.output
+    assert result.output.endswith("0 checks passed, 1 failed, 0 not claimed by the pack\n")
+
+
+def test_what_cannot_be_verified_is_said(pack):
+    pack()
+    result = run("verified_models.Huge")
+    assert result.exit_code == 1
+    assert "parameters: comparing it in float64 on 2 ranks needs about" in result.output
+    assert "GiB are free" in result.output
+    assert run("verified_models.Missing").exit_code == 1
+    assert run().exit_code == 2
+
+
+def test_a_pack_goes_through_every_section(pack):
+    pack()
+    jobs = verify.jobs_for("kit", 2)
+    assert {(job.subject.case.name, job.subject.tp) for job in jobs} == {("net", 1), ("net", 2)}
+    assert {"case", "dropout", "generation", "state"} <= {job.section for job in jobs}
+    assert [job.section for job in verify.jobs_for("shard-kit", 2)] == [job.section for job in jobs]
+    with pytest.raises(ConfigError, match=r"no case of pack kit .* supports --tp 3"):
+        verify.jobs_for("kit", 3)
+
+
+def test_a_pack_without_cases(pack):
+    pack(cases="[]")
+    with pytest.raises(ConfigError, match="names no cases"):
+        verify.jobs_for("kit", 2)
+    with pytest.raises(ConfigError, match="has no conformance case for Small"):
+        verify.jobs_for("verified_models.Small", 2)
