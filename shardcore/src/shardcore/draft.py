@@ -46,6 +46,11 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     modules: Modules | None = None  # what packs bring in place of parallel modules
 
+    @property
+    def carried_out(self) -> list[Step]:
+        """The steps that these ranks have a use for: one rank alone splits nothing."""
+        return [step for step in self.steps.values() if self.ranks > 1 or not step.splits]
+
 
 @dataclass
 class DraftScope:

@@ -92,7 +92,11 @@ def _recompute(policy: Policy, model: nn.Module, config: ShardConfig) -> Iterato
         what = f"{type(policy).__qualname__} does not say where the model's blocks are"
         yield Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")
         return
-    blocks = list(model.get_submodule(where).named_children())
+    try:
+        blocks = list(model.get_submodule(where).named_children())
+    except AttributeError as error:
+        yield Problem(where=where, row=row, what=str(error), todo=f"correct stages of {type(policy).__qualname__}")
+        return
     try:
         for name, block in blocks[: wish.blocks(len(blocks))]:
             yield policy.recompute(f"{where}.{name}", block)
@@ -102,7 +106,7 @@ def _recompute(policy: Policy, model: nn.Module, config: ShardConfig) -> Iterato
 
 def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:
     """Report settings that nothing would read."""
-    for name in sorted(set(config.extra_kwargs) - policy.extra_kwargs):
+    for name in sorted(set(config.extra_kwargs) - policy.extra_kwargs, key=str):
         known = ", ".join(sorted(policy.extra_kwargs)) or "none"
         yield Problem(
             where="",
