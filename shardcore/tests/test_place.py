@@ -195,7 +195,12 @@ def test_errors_in_a_configuration_stay_in_its_group(pool):
 
 
 def half_of_the_world():
-    """A mesh of two axes over half of the ranks, which has no process group of its own."""
+    """A mesh of two axes over half of the ranks, which has no process group of its own.
+
+    On a store of its own: torch names such a group by its ranks, and the pool's store keeps the addresses of an earlier
+    group of that name, which was destroyed.
+    """
+    dist.init_process_group("gloo")
     whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("other", "dp_shard", "tp"))
     half = dist.get_rank() // 2
     if half:
@@ -207,4 +212,4 @@ def half_of_the_world():
 
 
 def test_a_mesh_of_two_axes_over_half_of_the_ranks(pool):
-    pool.run(half_of_the_world, world=4)
+    pool.run(half_of_the_world, world=4, process_group=False)
