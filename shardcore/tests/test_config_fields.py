@@ -192,7 +192,11 @@ def test_checkpointing_that_cannot_be(fields, message):
     ("fields", "total", "blocks"),
     [
         ({"gradient_checkpointing_ratio": 0.5}, 5, 2),
+        ({"gradient_checkpointing_ratio": 0.5}, 7, 3),
         ({"gradient_checkpointing_ratio": 0.3}, 10, 3),
+        ({"gradient_checkpointing_ratio": 0.29}, 100, 29),
+        ({"gradient_checkpointing_ratio": 1 / 3}, 12, 4),
+        ({"gradient_checkpointing_ratio": 5 / 6}, 12, 10),
         ({"gradient_checkpointing_ratio": 1}, 7, 7),
         ({"gradient_checkpointing_ratio": 0.0}, 7, 0),
         ({"num_ckpt_layers": 3}, 4, 3),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, IterableDataset
 
 import shardcore
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
-from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.former import ShardFormer
 
 
@@ -58,6 +60,8 @@ def test_every_pass_is_the_next_epoch():
     loader.set_epoch(0)
     assert _values(loader) == first
     assert len(loader) == 5
+    other = ShardedDataLoader(Numbers(), batch_size=4, shuffle=True, seed=9)
+    assert _values(other) not in (first, second)
 
 
 def test_a_pass_that_was_left_begins_anew():
@@ -137,6 +141,8 @@ def test_what_cannot_be_divided():
         ShardedDataLoader(Stream(), replicas=2)
     with pytest.raises(ConfigError, match="shard_dataset makes the sampler itself"):
         ShardedDataLoader(Numbers(), sampler=[1, 2])
+    with pytest.raises(ConfigError, match="in_order=False hands out batches as they are ready"):
+        ShardedDataLoader(Numbers(), num_workers=2, in_order=False)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -174,6 +180,22 @@ def shared(tp, dp):
     assert set(seen) == set(range(10))
 
 
+def differing():
+    former = ShardFormer(ShardConfig(tensor_parallel_size=2))
+    rank = dist.get_rank()
+    for arguments, message in (
+        ({"seed": rank}, r"ranks 0 and 1 differ in shard_dataset\(seed=\): 0 on rank 0, 1 on rank 1"),
+        ({"batch_size": 1 + rank}, r"differ in shard_dataset\(batch_size=\)"),
+        ({"dataset": Numbers(10 + rank)}, "differ in the number of samples: 10 on rank 0, 11 on rank 1"),
+    ):
+        with pytest.raises(AgreementError, match=message):
+            former.shard_dataset(**{"dataset": Numbers(10), **arguments})
+
+
+def test_ranks_that_would_see_other_samples(pool):
+    pool.run(differing, world=2)
+
+
 def test_ranks_of_one_replica_get_the_same(pool):
     pool.run(shared, 2, 2, world=4)
     pool.run(shared, 2, 1, world=2)
@@ -195,6 +217,10 @@ def groups():
     )
     with pytest.raises(ConfigError, match="the mesh has no axis 'ep'; its axes are pp, dp_replicate"):
         manager.get("ep")
+    both = ShardFormer(ShardConfig(tensor_parallel_size=1, dp_replicate_size=2, dp_shard_size=2)).init_distributed()
+    assert (both.size("dp"), both.rank("dp"), both.rank("dp_replicate")) == (4, rank, rank // 2)
+    with pytest.raises(ConfigError, match="dp has two axes here"):
+        both.get("dp")
 
 
 def test_process_groups(pool):
@@ -208,4 +234,74 @@ def test_one_rank_alone_has_no_groups():
     with pytest.raises(ConfigError, match="this process runs alone; start it with torchrun"):
         manager.get("tp")
     assert _values(former.shard_dataset(Numbers(3))) == [[0], [1], [2]]
+    options = {"batch_size": 3, "shuffle": True, "seed": 3, "drop_last": True, "collate_fn": tuple}
+    assert list(former.shard_dataset(Numbers(), **options)) == list(ShardedDataLoader(Numbers(), **options))
     assert shardcore.ShardedDataLoader is ShardedDataLoader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_passes_at_once(workers):
+    options = {"batch_size": 2, "num_workers": workers}
+    alone = _values(ShardedDataLoader(Numbers(8, noise=True), **options))
+    loader = ShardedDataLoader(Numbers(8, noise=True), **options)
+    pairs = [(one.tolist(), two.tolist()) for one, two in zip(loader, loader, strict=True)]
+    assert [list(side) for side in zip(*pairs, strict=True)] == [alone, alone]
+
+
+def test_a_jump_leaves_the_position_behind():
+    loader = ShardedDataLoader(Numbers(), batch_size=4)
+    next(iter(loader))
+    state = loader.state_dict()
+    for epoch, first in ((0, 4), (5, 0)):
+        again = ShardedDataLoader(Numbers(), batch_size=4)
+        again.load_state_dict(state)
+        again.set_epoch(epoch)
+        assert (again.state_dict()["epoch"], again.state_dict()["samples"]) == (epoch, first)
+        assert _flat(_values(again)) == list(range(first, 20))
+
+
+@pytest.mark.parametrize("batch_size", [3, 2, 8])
+def test_an_epoch_that_ended_has_ended_at_any_batch_size(batch_size):
+    loader = ShardedDataLoader(Numbers(7), batch_size=3)
+    states = [loader.state_dict() for _ in loader]
+    again = ShardedDataLoader(Numbers(7), batch_size=batch_size)
+    again.load_state_dict(states[-1])
+    assert _values(again) == []
+    assert _flat(_values(again)) == list(range(7))
+    assert again.state_dict()["epoch"] == 2
+
+
+def test_workers_go_on_with_other_random_numbers():
+    options = {"batch_size": 2, "num_workers": 1}
+    loader = ShardedDataLoader(Numbers(8, noise=True), **options)
+    batches = iter(loader)
+    begin = [value % 1 for value in next(batches).tolist()]
+    again = ShardedDataLoader(Numbers(8, noise=True), **options)
+    again.load_state_dict(loader.state_dict())
+    assert [value % 1 for value in _values(again)[0]] != pytest.approx(begin, abs=1e-3)
+
+
+def test_nothing_and_less_than_a_batch():
+    assert _values(ShardedDataLoader(Numbers(0), replicas=2, shuffle=True)) == []
+    assert _values(ShardedDataLoader(Numbers(3), replicas=2, replica=1, batch_size=8)) == [[1, 0]]
+    assert _values(ShardedDataLoader(Numbers(3), replicas=2, batch_size=8, drop_last=True)) == []
+    # Left out, not repeated: 6 and then 0 would make a second batch.
+    assert _values(ShardedDataLoader(Numbers(7), replicas=2, replica=1, batch_size=2, drop_last=True)) == [[1, 3]]
+    single = ShardedDataLoader(Numbers(5), replicas=2, batch_size=None)
+    batches = iter(single)
+    assert [next(batches), next(batches)] == [0, 2]
+    assert single.state_dict()["samples"] == 4
+
+
+def asked_before_the_start():
+    former = ShardFormer(ShardConfig(tensor_parallel_size=1))
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        assert former.init_distributed().size("dp") == 1
+    assert former.shard_dataset(Numbers()).sampler.num_replicas == 2
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(ConfigError, match="the mesh has no axis 'dp'; its axes are tp"):
+        ShardFormer(ShardConfig(device_mesh=mesh)).init_distributed().get("dp")
+
+
+def test_a_former_that_was_asked_before_the_process_group_was_started(pool):
+    pool.run(asked_before_the_start, world=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from unittest import mock
 
@@ -17,7 +18,7 @@ import shardcore
 from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError, PlanError
-from shardcore.nn import FusedRMSNorm, Recomputed
+from shardcore.nn import FusedRMSNorm, Recomputed, Replicated
 from shardcore.nn.region import Region
 from shardcore.optimizations import Choice
 from shardcore.plan import compile_plan
@@ -139,6 +140,25 @@ def test_a_norm_without_a_fused_form():
     (problem, *_) = _problems(Misnamed, _net(), enable_fused_normalization="auto")
     assert problem.startswith("blocks.0.norm: RootMeanSquare has no attribute 'eps'")
 
+    net = _net()
+    net.blocks[0].norm.bias = nn.Parameter(torch.ones(16))
+    (problem,) = _problems(RmsPolicy, net, enable_fused_normalization="auto")
+    what = "RootMeanSquare has the parameters bias, weight; a root-mean-square norm has a weight alone"
+    assert problem.startswith(f"blocks.0.norm: {what}")
+
+
+class Brought(Replicated):
+    """A norm that a pack brings."""
+
+
+@pytest.mark.parametrize(("tp", "outcome"), [(1, "torch's rms_norm for 3 modules"), (2, "Brought of a pack")])
+def test_a_norm_that_a_pack_brings_is_not_fused_again(tp, outcome):
+    config = ShardConfig.of(tp=tp, enable_fused_normalization=True)
+    brought = {RootMeanSquare: Brought}
+    plan = compile_plan(RmsPolicy, _net(), config, modules=lambda native, _: brought.get(native))
+    assert [choice.outcome for choice in plan.choices] == [outcome]
+    assert len([s for s in plan.steps if isinstance(s, FuseNorm)]) == (3 if tp == 1 else 0)
+
 
 def fused_norms():
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.bfloat16, 2e-2)):
@@ -169,13 +189,17 @@ def test_one_rank_alone_gets_its_wishes_too():
     assert all(isinstance(block.norm, FusedRMSNorm) for block in net.blocks)
     assert [isinstance(block, Recomputed) for block in net.blocks] == [True, False, False]
     _compare(reference, net)
+    for same in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert [type(module) for module in same.modules()] == [type(module) for module in net.modules()]
+        assert torch.equal(same(_x()), net(_x()))
 
 
 def test_a_weight_of_another_dtype():
     module = RootMeanSquare(16).to(torch.float32)
-    wanted = module(_x().to(torch.bfloat16))
+    x = (_x() / 100).to(torch.bfloat16)  # so small that the constant below the root counts
+    wanted = module(x)
     FusedRMSNorm.fuse(module, "epsilon")
-    got = module(_x().to(torch.bfloat16))
+    got = module(x)
     assert got.dtype == wanted.dtype == torch.float32
     assert_close(wanted, got, "output", 1e-2)
 
@@ -199,6 +223,24 @@ def test_blocks_that_cannot_be_recomputed():
     assert "Nowhere does not say where the model's blocks are" in problem
     (problem,) = _problems(RmsPolicy, _net(), gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=4))
     assert "num_ckpt_layers is 4, but the model has 3 blocks" in problem
+
+    class Elsewhere(RmsPolicy):
+        stages = Stages(blocks="layers")
+
+    (problem,) = _problems(Elsewhere, _net(), gradient_checkpoint_config=wish)
+    assert problem.startswith("layers: RmsNet has no attribute `layers`")
+    assert "next: correct stages of " in problem
+
+
+def test_a_blocks_keywords_reach_the_block():
+    class Named(RmsBlock):
+        def forward(self, x, debug=1.0):
+            return super().forward(x) * debug
+
+    block, x = Named(), _x(dtype=torch.float32)
+    wanted = block(x, debug=3.0)
+    Recomputed.recompute(block)
+    assert torch.equal(block(x, debug=3.0), wanted)
 
 
 def recomputation(dropout):
@@ -349,8 +391,8 @@ def test_extra_settings_reach_the_policy():
     assert _plan(Reading, extra_kwargs={"window": 3})
     (problem,) = _problems(Reading, extra_kwargs={"window": 3, "widnow": 4})
     assert problem.startswith("(the model itself): Reading does not read it; what it reads: window")
-    (problem,) = _problems(extra_kwargs={"window": 3})
-    assert "TinyPolicy does not read it; what it reads: none" in problem
+    (problem, _) = _problems(extra_kwargs={"window": 3, 1: 2})
+    assert problem.startswith("(the model itself): TinyPolicy does not read it; what it reads: none")
 
 
 def test_a_plan_keeps_its_resolved_configuration():

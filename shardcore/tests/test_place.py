@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch.distributed as dist
 from tiny import TinyPolicy, batch, build
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardcore
 from shardcore.config import ShardConfig
@@ -171,3 +171,45 @@ def former_on_its_mesh():
 
 def test_a_former_shards_on_the_mesh_it_made(pool):
     pool.run(former_on_its_mesh, world=4)
+
+
+def error_in_a_configuration():
+    """What is wrong with the arguments is an error on the ranks of its group, and waits for no other."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp_shard", "tp"))
+    if rank < 2:
+        places = [ShardConfig(tensor_parallel_process_group=pairs[0]), ShardConfig(device_mesh=mesh)]
+        for config in places:
+            for wrong in ((0, 1), (1,)):
+                error = ConfigError if rank in wrong else AgreementError
+                with pytest.raises(error, match=r"tensor_parallel_size is 3, but .* says 2; leave the size None"):
+                    shardcore.shard(build(), config, policy=TinyPolicy, tp=3 if rank in wrong else 2)
+    else:
+        with pytest.raises(ConfigError, match=r"device_mesh does not hold this rank; only the ranks of a mesh shard"):
+            ShardConfig(device_mesh=mesh)
+
+
+def test_errors_in_a_configuration_stay_in_its_group(pool):
+    pool.run(error_in_a_configuration, world=4)
+
+
+def half_of_the_world():
+    """A mesh of two axes over half of the ranks, which has no process group of its own.
+
+    On a store of its own: torch names such a group by its ranks, and the pool's store keeps the addresses of an earlier
+    group of that name, which was destroyed.
+    """
+    dist.init_process_group("gloo")
+    whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("other", "dp_shard", "tp"))
+    half = dist.get_rank() // 2
+    if half:
+        return
+    reference = build()
+    sharded = shardcore.shard(copy.deepcopy(reference), policy=TinyPolicy, device_mesh=whole["dp_shard", "tp"])
+    assert context_of(sharded).replica == dist.get_rank() % 2
+    _same(reference, sharded, batch(0))
+
+
+def test_a_mesh_of_two_axes_over_half_of_the_ranks(pool):
+    pool.run(half_of_the_world, world=4, process_group=False)

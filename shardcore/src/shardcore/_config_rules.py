@@ -152,6 +152,8 @@ def _check_place(config: ShardConfig) -> None:
                 f"there are of {AXES[:-1]}, in this order: init_device_mesh('cuda', (2, 4), mesh_dim_names="
                 "('dp_shard', 'tp'))"
             )
+        if mesh.get_coordinate() is None:
+            raise ConfigError("ShardConfig.device_mesh does not hold this rank; only the ranks of a mesh shard over it")
         for axis, (_, release, instead) in (
             ("pp", _PLANNED["pipeline_parallel_size"]),
             ("cp", _PLANNED["context_parallel_size"]),

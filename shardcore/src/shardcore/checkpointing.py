@@ -49,8 +49,8 @@ class GradientCheckpointConfig:
             ConfigError: more are asked for than there are.
         """
         if self.num_ckpt_layers is None:
-            # In whole millionths, so that 0.3 of 10 blocks are 3.
-            return round((self.gradient_checkpointing_ratio or 0) * 1_000_000) * total // 1_000_000
+            # Rounded before it is cut off, so that 0.29 of 100 blocks are 29 and a third of 12 is 4.
+            return int(round((self.gradient_checkpointing_ratio or 0) * total, 6))
         if self.num_ckpt_layers > total:
             raise ConfigError(
                 f"GradientCheckpointConfig.num_ckpt_layers is {self.num_ckpt_layers}, but the model has {total} blocks"

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore._config_rules import SIZES, SWITCHES, check, fill_in, sizes_of_place
 from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.errors import ConfigError
-from shardcore.mesh import PartialGradients, build_mesh, mesh_of_group
+from shardcore.mesh import PartialGradients, build_mesh, group_of, mesh_of_group
 
 __all__ = ["ShardConfig", "Switch"]
 
@@ -215,6 +215,15 @@ class ShardConfig:
             "tp": self.tensor_parallel_size,
         }
         return build_mesh({axis: size or 1 for axis, size in sizes.items()})
+
+    def group(self) -> ProcessGroup | None:
+        """Return the ranks that shard a model together; None for the default process group.
+
+        Every one of them makes the call: for a mesh it may have to make the group.
+        """
+        if self.device_mesh is not None:
+            return group_of(self.device_mesh)
+        return self.tensor_parallel_process_group
 
     def resolve(self, world_size: int) -> ShardConfig:
         """Return the configuration with every size and switch filled in for ``world_size`` ranks.

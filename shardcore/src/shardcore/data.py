@@ -40,8 +40,8 @@ class ShardedDataLoader(DataLoader[Item]):
 
     Each replica sees its part of the dataset (`torch.utils.data.DistributedSampler`); all tensor-parallel ranks of one
     replica get the same batches, whatever their own generators hold: randomness in the dataset comes from ``seed``, the
-    epoch, the batch and the replica. An epoch that was gone through makes the next one: ``set_epoch`` is needed only to
-    jump.
+    epoch, the batch and the replica (in workers from the batch at which the pass began and those that came since). An
+    epoch that was gone through makes the next one: ``set_epoch`` is needed only to jump.
 
     Args:
         dataset: a map-style dataset.
@@ -78,6 +78,11 @@ class ShardedDataLoader(DataLoader[Item]):
                 f"samples of the other replicas (this rank belongs to replica {replica} of {replicas}) and pass it to "
                 "torch.utils.data.DataLoader"
             )
+        if not options.get("in_order", True):
+            raise ConfigError(
+                "in_order=False hands out batches as they are ready, so that ranks of one replica would get different "
+                "ones; leave it out"
+            )
         for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
             raise ConfigError(
                 f"shard_dataset makes the {name} itself, from shuffle= and seed=; leave it out, or make a "
@@ -87,7 +92,7 @@ class ShardedDataLoader(DataLoader[Item]):
             dataset, num_replicas=replicas, rank=replica, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
         self._seed = seed
-        self._done = 0  # batches of this epoch that were handed out
+        self._done = 0  # batches of this epoch that were handed out, by the pass that was last asked
         self._begin = 0  # where the next pass begins
         super().__init__(
             dataset,
@@ -100,23 +105,29 @@ class ShardedDataLoader(DataLoader[Item]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
         """Go through the rest of the epoch, or through a whole one."""
-        epoch, begin = self.sampler.epoch, self._begin
-        self._begin, self._done = 0, begin
-        self.sampler.begin = begin * (self.batch_size or 1)
-        self.generator.manual_seed(self._seed_of(epoch))
+        epoch, done = self.sampler.epoch, self._begin
+        self._begin, self._done = 0, done
+        self.sampler.begin = done * (self.batch_size or 1)
+        self.generator.manual_seed(self._seed_of(epoch, done))
         batches = super().__iter__()
         while True:
-            with self._randomness(epoch):
+            with self._randomness(epoch, done):
                 batch = next(batches, _END)
             if batch is _END:
                 break
-            self._done += 1
+            done += 1
+            self._done = done
             yield batch
         self._done = 0
         self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Jump to an epoch, counted from 0; the order of a shuffled one depends on it."""
+        """Jump to an epoch, counted from 0; the order of a shuffled one depends on it.
+
+        A position that was loaded stays if it lies in this epoch.
+        """
+        if epoch != self.sampler.epoch:
+            self._begin = self._done = 0
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,13 +149,14 @@ class ShardedDataLoader(DataLoader[Item]):
         for name, mine in self._settings().items():
             if state.get(name) != mine:
                 raise ConfigError(f"the saved position has {name} {state.get(name)!r}, and this loader {mine!r}")
-        if state["samples"] % self._stride:
+        ended = state["samples"] >= len(self.dataset)  # type: ignore[arg-type]  # map-style
+        if state["samples"] % self._stride and not ended:
             raise ConfigError(
                 f"the saved position lies after {state['samples']} samples, which are no whole batches of "
                 f"{self.batch_size} on {self.sampler.num_replicas} replicas; use a batch size that divides them"
             )
         self.set_epoch(state["epoch"])
-        self._begin = self._done = state["samples"] // self._stride
+        self._begin = self._done = len(self) if ended else state["samples"] // self._stride
 
     @property
     def _stride(self) -> int:
@@ -160,7 +172,7 @@ class ShardedDataLoader(DataLoader[Item]):
         return random.Random(repr((self._seed, self.sampler.rank, *place))).getrandbits(62)
 
     @contextlib.contextmanager
-    def _randomness(self, epoch: int) -> Iterator[None]:
+    def _randomness(self, epoch: int, batch: int) -> Iterator[None]:
         """Let the dataset draw numbers that depend on the batch alone, and leave this process's generators as they are.
 
         Workers are seeded by the loader's generator instead.
@@ -169,7 +181,7 @@ class ShardedDataLoader(DataLoader[Item]):
             yield
             return
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        seed = self._seed_of(epoch, self._done)
+        seed = self._seed_of(epoch, batch)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)

@@ -47,6 +47,11 @@ class Draft:
     refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rows follow from them
     modules: Modules | None = None  # what packs bring in place of parallel modules
 
+    @property
+    def carried_out(self) -> list[Step]:
+        """The steps that these ranks have a use for: one rank alone splits nothing."""
+        return [step for step in self.steps.values() if self.ranks > 1 or not step.splits]
+
 
 @dataclass
 class DraftScope:

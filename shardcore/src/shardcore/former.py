@@ -45,10 +45,10 @@ def shard(
     optimizer = torch.optim.AdamW(model.parameters())
     ```
 
-    Every rank calls it with the same model, weights and arguments; this is checked before anything is changed, and any
-    difference is an error on every rank. The default process group is started from torchrun's variables if there is
-    none: with NCCL where CUDA is available (parameters then move to this rank's device part by part), else with gloo.
-    With a data axis FSDP2 is applied block by block.
+    Every rank calls it with the same model, weights and arguments; any difference is an error on every rank, before
+    anything is changed. The default process group is started from torchrun's variables if there is none: with NCCL
+    where CUDA is available (parameters then move to this rank's device part by part), else with gloo. With a data axis
+    FSDP2 is applied block by block.
 
     Args:
         model: any model that an installed pack serves (or any module at all, with ``policy``).
@@ -72,18 +72,19 @@ def shard(
         config = ShardConfig.of(config, **fields)
         sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=check)
     except Exception as error:
-        # Where ranks can talk already, an error on one is an error on all. Who would answer on a group or a mesh of the
-        # caller's cannot be known without a configuration.
+        # Where ranks can talk already, an error on one is an error on all of its group. Who would answer on a group or
+        # a mesh among the fields cannot be known without a configuration.
         if not {"device_mesh", "tensor_parallel_process_group"} & fields.keys():
-            agree(Report.of_error(error), error)
+            group = config.group() if isinstance(config, ShardConfig) else None
+            agree(Report.of_error(error), error, group=group)
         raise
     start_process_group(config)
     sharder.shard()
-    context = sharder.context
-    if context is None or sharder.plan is None:
+    context, plan = sharder.context, sharder.plan
+    if context is None or plan is None:
         return model
     if wrap:
-        apply_data_parallel(model, context, sharder.plan.stages)
+        apply_data_parallel(model, context, plan.stages)
     changed = context.size > 1 or (wrap and context.mesh.size() > 1)
     if optimizer is not None:
         _repoint(optimizer, names, dict(model.named_parameters()))
@@ -124,7 +125,8 @@ class ShardFormer:
         Raises:
             ConfigError: the sizes do not fit the number of ranks, or ranks are missing altogether.
         """
-        if self.pg_manager is None:
+        # One rank alone may have been asked before the process group was started.
+        if self.pg_manager is None or (self.pg_manager.mesh is None and dist.is_initialized()):
             config = self.shard_config
             start_process_group(config)
             mesh = config.resolve(world_size(config)).mesh() if dist.is_initialized() else None
@@ -182,7 +184,10 @@ class ShardFormer:
             drop_last: leave out samples that do not fill a batch on all replicas.
             **options: of `torch.utils.data.DataLoader`.
 
+        Every rank calls it with the same arguments; this is checked.
+
         Raises:
+            AgreementError: the ranks' arguments or numbers of samples differ.
             ConfigError: the configuration has a tensor-parallel process group that does not hold all ranks, so that
                 nobody knows which ranks are replicas.
             NotSupportedError: the dataset is an `IterableDataset`.
@@ -195,7 +200,7 @@ class ShardFormer:
                 "nothing says which of them are replicas; give ShardConfig a device_mesh with an axis 'dp_shard' or "
                 "'dp_replicate'"
             )
-        return ShardedDataLoader(
+        loader = ShardedDataLoader(
             dataset,
             replicas=groups.size("dp"),
             replica=groups.rank("dp"),
@@ -205,6 +210,11 @@ class ShardFormer:
             drop_last=drop_last,
             **options,
         )
+        # Ranks with another seed or dataset would see other samples, in silence.
+        items = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "batch_size": batch_size}
+        told = [(f"shard_dataset({name}=)", str(value)) for name, value in items.items()]
+        agree(Report(items=(*told, ("the number of samples", str(len(dataset))))), group=self.shard_config.group())  # type: ignore[arg-type]  # map-style
+        return loader
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:

@@ -41,7 +41,7 @@ class ProcessGroupManager:
             wide = [name for name in DATA_AXES if self.size(name) > 1]
             if len(wide) > 1:
                 raise ConfigError("dp has two axes here; get('dp_replicate') and get('dp_shard') are its groups")
-            axis = wide[0] if wide else "dp_shard"
+            axis = wide[0] if wide else next((name for name in DATA_AXES[::-1] if name in self.axes), "dp")
         if axis not in self.axes:
             raise ConfigError(f"the mesh has no axis {axis!r}; its axes are {', '.join(self.axes)}")
         return self.mesh.get_group(axis)

@@ -35,7 +35,7 @@ def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
     if not dist.is_initialized():
         if torchrun() is None:
             raise ConfigError(
-                "launch_from_torch() found neither RANK nor WORLD_SIZE in the environment; start the script with: "
+                "launch_from_torch() did not find both RANK and WORLD_SIZE in the environment; start the script with: "
                 "torchrun --nproc-per-node 2 your_script.py"
             )
         _start(backend)
@@ -74,6 +74,6 @@ def _start(backend: str | None) -> None:
     env = torchrun()
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "nccl" in backend and env is not None:
+    if "nccl" in backend and env is not None and torch.cuda.is_available():
         torch.cuda.set_device(env.local_rank or 0)
     dist.init_process_group(backend)

@@ -94,9 +94,13 @@ def _recompute(policy: Policy, model: nn.Module, config: ShardConfig) -> Iterato
         yield Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")
         return
     try:
+        found = {name: list(model.get_submodule(name).named_children()) for name in lists}
+    except AttributeError as error:
+        yield Problem(where=where, row=row, what=str(error), todo=f"correct stages of {type(policy).__qualname__}")
+        return
+    try:
         # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
-        for name in lists:
-            blocks = list(model.get_submodule(name).named_children())
+        for name, blocks in found.items():
             for index, block in blocks[: wish.blocks(len(blocks))]:
                 yield policy.recompute(f"{name}.{index}", block)
     except (ConfigError, NotSupportedError) as error:
@@ -105,7 +109,7 @@ def _recompute(policy: Policy, model: nn.Module, config: ShardConfig) -> Iterato
 
 def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:
     """Report settings that nothing would read."""
-    for name in sorted(set(config.extra_kwargs) - policy.extra_kwargs):
+    for name in sorted(set(config.extra_kwargs) - policy.extra_kwargs, key=str):
         known = ", ".join(sorted(policy.extra_kwargs)) or "none"
         yield Problem(
             where="",

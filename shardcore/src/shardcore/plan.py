@@ -142,7 +142,7 @@ def compile_plan(
         origin=origin,
         config=config,
         parameters=parameters,
-        steps=_ordered([step for step in draft.steps.values() if ranks > 1 or not step.splits]),
+        steps=_ordered(draft.carried_out),
         stages=policy.stages,
         choices=choices,
     )
@@ -150,7 +150,7 @@ def compile_plan(
 
 def _optimize(draft: Draft, policy: Policy, device_type: str) -> tuple[Choice, ...]:
     choices = []
-    for item in list(optimize(policy, draft.model, draft.config, device_type, list(draft.steps.values()))):
+    for item in list(optimize(policy, draft.model, draft.config, device_type, draft.carried_out)):
         if isinstance(item, Choice):
             choices.append(item)
         elif isinstance(item, Problem):

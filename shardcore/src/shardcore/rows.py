@@ -76,8 +76,12 @@ class NormRow(Row):
     def _fuse(self, scope: Scope, name: str, module: nn.Module) -> None:
         if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
             return  # torch's own, which is fused
-        if self.rms and hasattr(module, self.rms):
+        if self.rms and hasattr(module, self.rms) and _has_a_weight_only(module):
             scope.add(FuseNorm(path=scope.name(name), eps=self.rms))
+        elif self.rms and hasattr(module, self.rms):
+            own = ", ".join(sorted(name for name, p in module._parameters.items() if p is not None)) or "none"
+            what = f"{type(module).__name__} has the parameters {own}; a root-mean-square norm has a weight alone"
+            scope.problem(what, "remove rms= from the row", name)
         elif self.rms:
             scope.problem(f"{type(module).__name__} has no attribute {self.rms!r}", "correct rms=", name)
         elif scope.config.enable_fused_normalization is True:
@@ -86,6 +90,10 @@ class NormRow(Row):
                 "say enable_fused_normalization='auto' (or False), or rms= in the row if it is such a norm",
                 name,
             )
+
+
+def _has_a_weight_only(module: nn.Module) -> bool:
+    return {name for name, p in module._parameters.items() if p is not None} == {"weight"}
 
 
 def _split_size(module: nn.Module, target: type[SwappedModule]) -> int | None:

@@ -21,7 +21,7 @@ from shardcore.changes import Changes
 from shardcore.config import ShardConfig
 from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
 from shardcore.launch import world_size
-from shardcore.mesh import ShardContext, context_of, group_of, set_alone, set_context
+from shardcore.mesh import ShardContext, context_of, set_alone, set_context
 from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
 from shardcore.plan import ShardPlan, compile_plan
@@ -84,9 +84,7 @@ class ModelSharder:
     @functools.cached_property
     def group(self) -> ProcessGroup | None:
         """The ranks that shard the model together; None for the default process group."""
-        if self.config.device_mesh is not None:
-            return group_of(self.config.device_mesh)
-        return self.config.tensor_parallel_process_group
+        return self.config.group()
 
     @property
     def policy(self) -> Policy:

@@ -173,6 +173,11 @@ def test_differences_name_places():
         (["explain", "cli_models.Net", "--set", "colour=red"], "unknown configuration field 'colour'."),
         (["explain", "cli_models.Net", "--set", "fp8_communication=true"], "it is planned for release 0.5"),
         (["explain", "cli_models.Net", "--set", "inference_only=maybe"], "must be True or False, got 'maybe'"),
+        (["explain", "cli_models.Net", "--set", "extra_kwargs={{[]: 1}}"], "extra_kwargs must be a mapping of names"),
+        (
+            ["explain", "cli_models.Net", "--set", "inference_only=true", "--set", "inference_only=false"],
+            "the setting inference_only is given twice; give it once",
+        ),
         (["explain", "cli_models.Net", "--set", "enable_flash_attention=true"], "flash attention is impossible: "),
         (["explain", "cli_models.Net", "--set", "tp=2"], "tensor_parallel_size 2 times data_parallel_size 1 is 2"),
         (["explain", "--diff", "{site}/cli_models.py", "{site}/cli_models.py"], "cli_models.py is no JSON file: "),

@@ -65,12 +65,21 @@ def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = (), devic
     native = meta_model(model)
     registry = default_registry()
     match = registry.resolve(type(native))
-    config = ShardConfig.of(ShardConfig.of(tp=tp, dp=dp), **dict(map(_setting, settings))).resolve(tp * dp)
+    config = ShardConfig.of(ShardConfig.of(tp=tp, dp=dp), **_settings(settings)).resolve(tp * dp)
     origin = f"{match.pack.distribution} {match.pack.version}"
     plan = compile_plan(
         match.load(), native, config, origin=origin, modules=registry.modules_for(config), device_type=device
     )
     return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan))
+
+
+def _settings(texts: Sequence[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, value in map(_setting, texts):
+        if name in settings:
+            raise ConfigError(f"the setting {name} is given twice; give it once")
+        settings[name] = value
+    return settings
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -84,7 +93,7 @@ def _setting(text: str) -> tuple[str, Any]:
     plain = {"true": True, "false": False, "none": None}
     try:
         parsed = plain[value.lower()] if value.lower() in plain else ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):  # a TypeError for what cannot be a key
         parsed = value
     if name == "gradient_checkpoint_config" and isinstance(parsed, float):
         parsed = GradientCheckpointConfig(gradient_checkpointing_ratio=parsed)

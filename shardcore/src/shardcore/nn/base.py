@@ -6,7 +6,7 @@ import copy
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,7 +16,7 @@ from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.layout import Layout, distribute
 
-__all__ = ["NO_PICKLE", "ParallelModule", "SwappedModule", "once", "swapped_class", "with_methods"]
+__all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "SwappedModule", "once", "swapped_class", "with_methods"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -155,8 +155,23 @@ class SwappedModule(ParallelModule):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise WrapError(NO_PICKLE)
+
+
+class LocalModule(SwappedModule):
+    """A swapped module that splits nothing: on one rank alone it can be pickled, and comes back as what it is."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        mixin, *natives = type(self).__bases__
+        if not issubclass(mixin, LocalModule) or "_shard_context" in self.__dict__:
+            return super().__reduce_ex__(protocol)
+        return _restored, (*natives, mixin), self.__dict__
+
+
+def _restored(native: type[nn.Module], mixin: type[SwappedModule]) -> nn.Module:
+    cls = swapped_class(native, mixin)
+    return cls.__new__(cls)
 
 
 @once

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardcore.nn.base import SwappedModule, swapped_class
+from shardcore.nn.base import LocalModule, swapped_class
 
 __all__ = ["FusedRMSNorm"]
 
 
-class FusedRMSNorm(SwappedModule):
+class FusedRMSNorm(LocalModule):
     """A root-mean-square norm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467) in one kernel.
 
     Computes what ``weight * x / sqrt(mean(x**2) + eps)`` does, with `torch.nn.functional.rms_norm`: in float32 where

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardcore.nn.base import SwappedModule, swapped_class
+from shardcore.nn.base import LocalModule, swapped_class
 
 __all__ = ["Recomputed"]
 
 
-class Recomputed(SwappedModule):
+class Recomputed(LocalModule):
     """A block that keeps only its inputs, and runs its forward again in the backward (Chen et al. 2016).
 
     In training only, by `torch.utils.checkpoint` without reentrancy; hooks on the block run once.
@@ -31,4 +32,5 @@ class Recomputed(SwappedModule):
         """Run the native forward, keeping its inputs only."""
         if not self.training or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        # The block's own keywords are bound first: checkpoint would take those that are named like its options.
+        return checkpoint(functools.partial(super().forward, **kwargs), *args, use_reentrant=False)
