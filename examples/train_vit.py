@@ -26,7 +26,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import shardcore
 
-EPOCHS, BATCH = 20, 32
+EPOCHS, BATCH = 15, 32
 GOAL = 0.95  # of the images that were not trained on
 TEST_IMAGES = 360
 CONFIG = ViTConfig(  # 17 tokens; 4 heads, so that 2 and 4 ranks get whole ones

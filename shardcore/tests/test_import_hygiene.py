@@ -78,8 +78,10 @@ FOREIGN = {"transformers", "timm", "accelerate", "peft", "huggingface_hub", "saf
 ROOMS = {
     "comm": {"comm", "mesh", "errors"},
     "nn": {"nn", "comm", "mesh", "errors"},
-    "testing": {"testing"},
 }
+
+#: Rooms on top of the core, which nothing below them may import.
+TOPS = {"cli": set(), "scaffold": {"cli"}, "testing": {"cli"}}
 
 
 def imports() -> list[tuple[str, str]]:
@@ -108,3 +110,9 @@ def test_arrows_go_down(room: str) -> None:
     upward = [(name, used) for name, used in inside if used.split(".")[1:2] and used.split(".")[1] not in ROOMS[room]]
     assert inside
     assert not upward
+
+
+@pytest.mark.parametrize("room", sorted(TOPS))
+def test_nothing_leans_on_the_tops(room: str) -> None:
+    users = {name.split(".")[1] for name, used in imports() if used.split(".")[:2] == ["shardcore", room]}
+    assert users <= {room, *TOPS[room]}

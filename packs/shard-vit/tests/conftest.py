@@ -4,3 +4,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_configure(config) -> None:
+    # timm 1.0.23 scripts functions while it is imported, which torch 2.14 deprecates; the workers warn as we do.
+    config.addinivalue_line("filterwarnings", "ignore:.torch.jit.[a-z_]+. is deprecated:FutureWarning")
