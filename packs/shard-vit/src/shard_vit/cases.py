@@ -106,7 +106,7 @@ def cases() -> list[Case]:
     vit: dict[str, Any] = {
         "inputs": _vit_inputs,
         "options": {"attn_implementation": ("eager", "sdpa"), "qkv_bias": (True, False)},
-        "sharded": ("q_proj.weight", "query.weight", "fc1.weight", "intermediate.dense.weight"),
+        "sharded": ("attention.",),
         "supports": Supports(captured=("attentions", "hidden_states")),
     }
     found = [
@@ -150,6 +150,9 @@ TIMM_VARIANTS: dict[str, dict[str, Any]] = {
     "gated_in_one": {"mlp_layer": "SwiGLUPacked", "mlp_ratio": 80 / 48},
     "norms_after": {"block_fn": "ResPostBlock"},
 }
+#: Backward all-reduces of one block: its two regions', one of each region with the bias of a fused linear, which every
+#: rank holds whole, and one of each norm on queries or keys.
+_BACKWARD = {"registers": 5, "pooled_by_attention": 2, "gated_in_one": 4}
 
 
 def _timm_variant(variant: str, **options: Any) -> Any:
@@ -178,6 +181,7 @@ def _timm_cases() -> list[Case]:
             inputs=_timm_inputs,
             loss=_loss_of_logits,
             layers="blocks",
+            collectives=(2, _BACKWARD.get(variant, 3)),
             sharded=("qkv.weight",),
             refuses=refused if variant == "plain" else (),
             supports=Supports(checkpointing=False, save_pretrained=False, flash_attention=False),
