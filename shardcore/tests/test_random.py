@@ -16,6 +16,8 @@ import shardcore
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.nn.dropout import DropoutSites
+from shardcore.policy import Policy
+from shardcore.styles import region
 
 P = 0.5
 INSIDE = ("attention.drop", "mlp.drop")  # on heads and columns that are split
@@ -319,4 +321,39 @@ def test_dropout_sites():
     assert sites.live()
     functional.eval()
     assert not sites.live()
-    assert len(DropoutSites([], [nn.Sequential(nn.Dropout(0.5))])) == 0, "only the block's own attributes"
+    assert len(DropoutSites([], [nn.Sequential(nn.Dropout(0.5))])) == 1
+    deeper = nn.Sequential(nn.Sequential(nn.Dropout(0.5)))
+    assert len(DropoutSites([], [deeper])) == 0, "of a block only what it holds itself"
+
+
+class Loose(nn.Module):
+    """A block whose MLP is no module: its dropout is the block's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return x + self.fc2(self.drop(self.fc1(x)))
+
+
+class LoosePolicy(Policy):
+    def module_policy(self):
+        return {"Loose": [region(col="fc1", row="fc2")]}
+
+
+def loose_masks():
+    """H6 where a column linear itself is the entry."""
+    model = shard(nn.Sequential(Loose(), Loose()), LoosePolicy).train()
+    masks = []
+    for layer in model:
+        layer.drop.register_forward_hook(lambda module, args, out: masks.append(out != 0))
+    model(torch.ones(4, 8))
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, masks)
+    assert all(len(masks) == 2 for masks in everybody)
+    assert not any(_alike(one, other) for one, other in zip(*everybody, strict=True))
+
+
+def test_masks_between_loose_linears(pool):
+    pool.run(loose_masks, world=2)

@@ -20,7 +20,7 @@ class DropoutSites:
 
     Args:
         trees: modules searched with all their submodules.
-        blocks: modules of which only the attributes count.
+        blocks: modules of which only the attributes and the dropouts that they hold directly count.
     """
 
     def __init__(self, trees: Iterable[nn.Module] = (), blocks: Iterable[nn.Module] = ()) -> None:
@@ -30,10 +30,13 @@ class DropoutSites:
                 self._add(module)
         for block in blocks:
             self._add(block)
+            for child in block.children():
+                if _is_dropout(child):
+                    self._add(child)
 
     def _add(self, module: nn.Module) -> None:
         names = [name for name, value in vars(module).items() if _NAME.search(name) and _is_probability(value)]
-        if "drop" in type(module).__name__.lower():
+        if _is_dropout(module):
             names += [name for name in ("p", "drop_prob") if _is_probability(getattr(module, name, None))]
         self._sites += [(module, name) for name in dict.fromkeys(names) if (module, name) not in self._sites]
 
@@ -43,6 +46,10 @@ class DropoutSites:
     def live(self) -> bool:
         """Tell whether a dropout of the sites would draw numbers now."""
         return any(module.training and getattr(module, name) for module, name in self._sites)
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return "drop" in type(module).__name__.lower()
 
 
 def _is_probability(value: object) -> bool:
