@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
 from shardcore.nn import Replicated
@@ -43,7 +44,7 @@ def optimize(
     if config.enable_jit_fused:
         yield Choice(wish="enable_jit_fused", outcome="off: planned for release 0.3")
     if config.gradient_checkpoint_config is not None:
-        yield from _recompute(policy, model, config)
+        yield from _recompute(policy, model, config.gradient_checkpoint_config)
     if config.inference_only:
         yield FreezeForInference(path="")
     yield from _unread(policy, config)
@@ -82,13 +83,10 @@ def _fused(planned: list[Step]) -> str:
     return ", ".join(said) or "nothing to do: torch's own norms are fused"
 
 
-def _recompute(policy: Policy, model: nn.Module, config: ShardConfig) -> Iterator[Step | Problem]:
-    wish = config.gradient_checkpoint_config
+def _recompute(policy: Policy, model: nn.Module, wish: GradientCheckpointConfig) -> Iterator[Step | Problem]:
     lists = policy.stages.lists if policy.stages else ()
     where = ", ".join(lists)
     row = f"ShardConfig.gradient_checkpoint_config={wish}"
-    if wish is None:
-        return
     if not where:
         what = f"{type(policy).__qualname__} does not say where the model's blocks are"
         yield Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")

@@ -13,6 +13,7 @@ gradient to ask for: torch says that it is not used. What was measured, and the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -233,8 +234,6 @@ class _TensorReference:
     """A weak reference to a tensor that copies to nothing, so that tensors carrying one can be deep-copied."""
 
     def __init__(self, tensor: Tensor | None) -> None:
-        import weakref
-
         self._reference = None if tensor is None else weakref.ref(tensor)
 
     def __call__(self) -> Tensor | None:
