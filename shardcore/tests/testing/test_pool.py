@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardcore.testing.pool
 from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
 
 QUICK = 15.0  # seconds: a failure is reported long before the 30 s of a collective
@@ -242,6 +244,30 @@ def test_a_collective_ends_at_the_limit_of_the_pool():
 def leave_a_rank_waiting():
     if dist.get_rank() == 0:
         dist.barrier()
+
+
+def stop_rank_1(pool):
+    """Stop the process of rank 1, in a pool that has to make another group for its next call on 2 ranks."""
+    before = pool.run(process_id)
+    pool.run(process_id, world=1)
+    os.kill(before[1], signal.SIGSTOP)
+    return before
+
+
+def test_ranks_that_do_not_find_each_other_are_replaced(monkeypatch):
+    monkeypatch.setattr(shardcore.testing.pool, "_JOIN_LIMIT", 5.0)
+    with WorkerPool(2) as pool:
+        before = stop_rank_1(pool)
+        assert not set(pool.run(process_id)) & set(before)
+
+
+def test_ranks_that_never_find_each_other_are_reported(monkeypatch):
+    monkeypatch.setattr(shardcore.testing.pool, "_JOIN_LIMIT", 1.0)
+    monkeypatch.setattr(shardcore.testing.pool, "_JOIN_TRIES", 1)
+    with WorkerPool(2) as pool:
+        stop_rank_1(pool)
+        with pytest.raises(WorkerTimeout, match="making a process group of 2 ranks did not finish within 1 s"):
+            pool.run(process_id)
 
 
 ORPHANS = """

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Failure", "FunctionRef", "Group", "Reply", "Task"]
+__all__ = ["Failure", "FunctionRef", "Join", "Reply", "Task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +89,17 @@ def _reach(module: ModuleType, qualname: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A default process group: workers that hold the same ``generation`` are already joined.
+class Join:
+    """Leave the default process group, make a new one, and prove that it works; answered by an empty `Reply`.
 
     Attributes:
+        world: number of its ranks.
         generation: grows with every group of a pool.
-        port: where rank 0 keeps the store at which the ranks meet; used by one generation only.
+        port: where rank 0 keeps the store at which the ranks meet.
         timeout: limit of one collective, in seconds.
     """
 
+    world: int
     generation: int
     port: int
     timeout: float
@@ -111,15 +113,13 @@ class Task:
         function: what to call.
         call: pickled ``(args, kwargs, warning filters)``; read after the module of ``function`` was loaded, whose
             classes it may hold.
-        world: number of ranks that take part.
-        group: the default process group to be in, or None for none.
+        grouped: whether to run in the group that was joined last; else there is none when the function starts.
         env: environment variables for the time of the call.
     """
 
     function: FunctionRef
     call: bytes
-    world: int
-    group: Group | None
+    grouped: bool
     env: dict[str, str] = field(default_factory=dict)
 
 

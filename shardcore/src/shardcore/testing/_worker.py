@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in the stubs
 
-from shardcore.testing._protocol import Failure, Group, Reply, Task
+from shardcore.testing._protocol import Failure, Join, Reply, Task
 
 __all__ = ["Worker"]
 
@@ -31,33 +32,42 @@ class Worker:
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank = rank
         self.connection = connection
-        self.generation: int | None = None
+        self.store: TCPStore | None = None
         self.joined: dist.ProcessGroup | None = None
 
     def serve(self) -> None:
-        """Answer every task until the parent closes the connection."""
+        """Say that this rank is ready, and on rank 0 where the store is; answer until the parent closes the connection.
+
+        One store serves every group: a rank that asks a store which is not there yet waits 5 seconds before it asks
+        again. It is no file: waits in a FileStore were seen to outlast the time limit of the group.
+        """
         torch.set_num_threads(1)
         _prefer_loopback()
-        self.connection.send_bytes(b"ready")
+        if self.rank == 0:
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.connection.send_bytes(pickle.dumps(self.store.port if self.store else 0))
         while True:
             try:
                 message = self.connection.recv_bytes()
             except EOFError:
                 return
-            task: Task = pickle.loads(message)
+            task: Task | Join = pickle.loads(message)
             reply = self._answer(task)
             gc.collect(1)  # generation 2 holds all of torch and costs more than most tests
             sys.stdout.flush()
             sys.stderr.flush()
             self.connection.send_bytes(pickle.dumps(reply))
 
-    def _answer(self, task: Task) -> Reply:
+    def _answer(self, task: Task | Join) -> Reply:
         try:
+            if isinstance(task, Join):
+                self._join(task)
+                return Reply()
             result = self._run(task)
         except BaseException as error:  # SystemExit and pytest's outcomes too: a rank always answers
             return Reply(failure=self._failure(error), grouped=False)
         try:
-            return Reply(result=pickle.dumps(result), grouped=task.group is None or self._is_joined())
+            return Reply(result=pickle.dumps(result), grouped=self._is_joined())
         except Exception as error:
             error.add_note(f"rank {self.rank} returned a {type(result).__qualname__} that cannot be pickled")
             return Reply(failure=self._failure(error), grouped=False)
@@ -70,7 +80,8 @@ class Worker:
         function = task.function.load()
         args, kwargs, filters = pickle.loads(task.call)
         with _isolated(task.env):
-            self._join(task.group, task.world)
+            if not task.grouped:
+                self._leave()
             try:
                 with _warning_filters(filters):
                     torch.manual_seed(0)
@@ -79,29 +90,24 @@ class Worker:
             finally:
                 _forget_compiled()
                 _forget_meshes()
-                if task.group is None:
-                    self._leave()
-                else:
+                if task.grouped:
                     _destroy_subgroups()
+                else:
+                    self._leave()
 
-    def _join(self, group: Group | None, world: int) -> None:
-        if group is not None and group.generation == self.generation and self._is_joined():
-            return
+    def _join(self, join: Join) -> None:
         self._leave()
-        if group is None:
-            return
-        dist.init_process_group(
-            "gloo",
-            # Not a file: waits in a FileStore were seen to outlast the time limit of the group.
-            init_method=f"tcp://127.0.0.1:{group.port}",
-            rank=self.rank,
-            world_size=world,
-            timeout=timedelta(seconds=group.timeout),
-        )
-        self.generation, self.joined = group.generation, dist.group.WORLD
+        limit = timedelta(seconds=join.timeout)
+        if self.store is None:
+            self.store = TCPStore("127.0.0.1", join.port, is_master=False, timeout=limit)
+        self.store.set_timeout(limit)
+        store = PrefixStore(f"group-{join.generation}", self.store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=join.world, timeout=limit)
+        dist.barrier()  # gloo was seen to make groups that one rank takes for ready and another does not
+        self.joined = dist.group.WORLD
 
     def _leave(self) -> None:
-        self.generation = self.joined = None
+        self.joined = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

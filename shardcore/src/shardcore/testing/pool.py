@@ -20,11 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shardcore.testing._protocol import Failure, FunctionRef, Group, Reply, Task
+from shardcore.testing._protocol import Failure, FunctionRef, Join, Reply, Task
 
 __all__ = ["Failure", "WorkerError", "WorkerPool", "WorkerTimeout"]
 
 _START_LIMIT = 120.0  # seconds for a process to import torch, on a machine that is busy with the others
+_JOIN_LIMIT = 20.0  # seconds for the ranks to make a process group and to use it once
+_JOIN_TRIES = 3  # gloo loses a connection now and then; new processes find each other
 _GRACE = 3.0  # seconds that the other ranks have to finish after the first failure
 _DUMP_LIMIT = 2.0  # seconds to wait for the stacks of a worker that hangs
 
@@ -77,7 +79,6 @@ class WorkerPool:
         self._workers: list[_Handle] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shardcore-pool-")
         self._generation = 0
-        self._port = 0  # where rank 0 keeps the store of the current group
         self._joined: int | None = None  # the world size whose group every one of its ranks is in
 
     def __enter__(self) -> Self:
@@ -114,23 +115,21 @@ class WorkerPool:
         Raises:
             TypeError: the function cannot be found by its name.
             WorkerError: a rank raised, died, or returned what cannot be pickled.
-            WorkerTimeout: no rank failed, but some did not finish in time.
+            WorkerTimeout: no rank failed, but some did not finish in time; or the ranks did not find each other.
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"world={world} is out of range: this pool runs 1 to {self.size} ranks")
         reference = FunctionRef.of(function)
         call = pickle.dumps((args, kwargs, list(warnings.filters)))
         self._start(world)
-        group = self._group(world) if process_group else None
-        port = _free_port() if group is None else None
-        try:
-            for rank in range(world):
-                env = {} if port is None else _torchrun_variables(rank, world, port)
-                self._workers[rank].send(Task(function=reference, call=call, world=world, group=group, env=env))
-            replies, failures = self._collect(world, time.monotonic() + timeout)
-        except BaseException:
-            self.kill()  # an interrupted worker would answer this task when it is asked for the next one
-            raise
+        if process_group:
+            self._join(world)
+        port = None if process_group else _free_port()
+        tasks = []
+        for rank in range(world):
+            env = {} if port is None else _torchrun_variables(rank, world, port)
+            tasks.append(Task(function=reference, call=call, grouped=process_group, env=env))
+        replies, failures = self._ask(tasks, timeout)
         if failures or len(replies) < world:
             raise self._report(f"{reference.qualname} on {world} ranks", replies, failures, world, timeout)
         if not all(reply.grouped for reply in replies.values()):
@@ -165,12 +164,32 @@ class WorkerPool:
             self.kill()
             raise
 
-    def _group(self, world: int) -> Group:
-        if self._joined != world:
+    def _join(self, world: int) -> None:
+        """Have the default process group of ``world`` ranks on each of them."""
+        tries = 0
+        while self._joined != world:
+            self._start(world)
+            tries += 1
             self._generation += 1
-            self._joined = world
-            self._port = _free_port()
-        return Group(generation=self._generation, port=self._port, timeout=self.collective_timeout)
+            port = self._workers[0].port
+            join = Join(world=world, generation=self._generation, port=port, timeout=self.collective_timeout)
+            replies, failures = self._ask([join] * world, _JOIN_LIMIT)
+            if not failures and len(replies) == world:
+                self._joined = world
+            elif tries == _JOIN_TRIES:
+                raise self._report(f"making a process group of {world} ranks", replies, failures, world, _JOIN_LIMIT)
+            else:
+                self.kill()
+
+    def _ask(self, messages: Sequence[Task | Join], limit: float) -> tuple[dict[int, Reply], list[Failure]]:
+        """Send each rank its message, and collect what comes back within ``limit`` seconds."""
+        try:
+            for worker, message in zip(self._workers, messages, strict=False):
+                worker.send(message)
+            return self._collect(len(messages), time.monotonic() + limit)
+        except BaseException:
+            self.kill()  # an interrupted worker would answer this task when it is asked for the next one
+            raise
 
     def _collect(self, world: int, deadline: float) -> tuple[dict[int, Reply], list[Failure]]:
         """Return the replies by rank and the failures; a rank that is in neither did not finish."""
@@ -219,6 +238,7 @@ class _Handle:
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
+        self.port = 0  # of the store, on rank 0
         self.stacks = folder / f"stacks-{rank}.txt"
         self.stacks.unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn")
@@ -233,12 +253,12 @@ class _Handle:
         if not self.connection.poll(_START_LIMIT):
             raise WorkerTimeout(f"rank {self.rank} did not start within {_START_LIMIT:g} s")
         try:
-            self.connection.recv_bytes()
+            self.port = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             death = self._death()
             raise WorkerError(f"rank {self.rank} did not start: {death.details}", [death]) from None
 
-    def send(self, task: Task) -> None:
+    def send(self, task: Task | Join) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died; `receive` says so
             self.connection.send_bytes(pickle.dumps(task))
 
