@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardcore.testing import checks_plan, checks_random, checks_state, checks_training
+from shardcore.testing.cases import Case
 from shardcore.testing.findings import Finding, Ledger, worst
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore.testing.subject import Subject
@@ -23,12 +24,22 @@ class Section:
         checks: the names of the checks that it makes.
         alone: it runs on one rank too.
         several: it runs on several ranks too.
+        mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at every
+            size for the first case of a pack, and at the smallest size of several ranks for the others.
     """
 
     run: Callable[[Subject, Ledger], None]
     checks: tuple[str, ...]
     alone: bool = False
     several: bool = True
+    mechanical: bool = False
+
+    def sizes(self, case: Case, *, first: bool) -> list[int]:
+        """Return the sizes at which a conformance test runs it for a case, the ``first`` of its pack or another."""
+        of_several = sorted(size for size in case.supports.tensor_parallel if size > 1) if self.several else []
+        if self.mechanical and not first:
+            del of_several[1:]
+        return [1, *of_several] if self.alone else of_several
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -37,16 +48,16 @@ SECTIONS: Mapping[str, Section] = {
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
     "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True),
-    "options": Section(run=checks_training.options, checks=("options",)),
-    "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",)),
-    "communication": Section(run=checks_training.communication, checks=("communication",)),
-    "dropout": Section(run=checks_random.dropout, checks=("dropout",)),
-    "replicas": Section(run=checks_random.replicas, checks=("replicas",)),
-    "state": Section(run=checks_state.state, checks=("state dict", "checkpoint")),
+    "options": Section(run=checks_training.options, checks=("options",), mechanical=True),
+    "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",), mechanical=True),
+    "communication": Section(run=checks_training.communication, checks=("communication",), mechanical=True),
+    "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True),
+    "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True),
+    "state": Section(run=checks_state.state, checks=("state dict", "checkpoint"), mechanical=True),
     "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
     "captured": Section(run=checks_state.captured, checks=("captured",)),
     "generation": Section(run=checks_random.generation, checks=("generation",)),
-    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed")),
+    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed"), mechanical=True),
 }
 
 #: Name of a check -> its section.

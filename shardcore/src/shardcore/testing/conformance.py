@@ -143,9 +143,9 @@ class PolicyConformance:
         section = SECTIONS[CHECKS[check]] if check else SECTIONS["plan"]
         found = {
             f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin)
-            for case in self.all_cases()
-            for tp in sorted({1, *case.supports.tensor_parallel})
-            if tp <= largest and (section.alone if tp == 1 else section.several)
+            for index, case in enumerate(self.all_cases())
+            for tp in section.sizes(case, first=index == 0)
+            if tp <= largest
         }
         metafunc.parametrize("judge", [(s, self.timeout) for s in found.values()], ids=list(found), indirect=True)
 
