@@ -256,4 +256,7 @@ def _warn_of_stale_optimizers(names: dict[int, str]) -> None:
 
 def _subclasses(cls: type) -> set[type]:
     """Return ``cls`` and every class below it."""
-    return {cls}.union(*(_subclasses(below) for below in cls.__subclasses__()))
+    found = {cls}
+    for below in cls.__subclasses__():
+        found |= _subclasses(below)
+    return found

@@ -24,7 +24,7 @@ class Section:
         checks: the names of the checks that it makes.
         alone: it runs on one rank too.
         several: it runs on several ranks too.
-        mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at every
+        mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at each
             size for the first case of a pack, and at the smallest size of several ranks for the others.
     """
 
