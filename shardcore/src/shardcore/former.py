@@ -256,7 +256,4 @@ def _warn_of_stale_optimizers(names: dict[int, str]) -> None:
 
 def _subclasses(cls: type) -> set[type]:
     """Return ``cls`` and every class below it."""
-    found = {cls}
-    for below in cls.__subclasses__():
-        found |= _subclasses(below)
-    return found
+    return {cls}.union(*map(_subclasses, cls.__subclasses__()))
