@@ -1,33 +1,36 @@
-"""The jobs of the workspace: ``nox -s tests``, ``nox -s demo``, ``nox -s lint``, ``nox -s docs``.
+"""The jobs of the workspace: ``nox -t tests``, ``nox -t matrix``, ``nox -s demo``, ``nox -s lint``, ``nox -s docs``.
 
-A pack is a folder below ``packs/``; its ``[tool.shardcore.matrix]`` names the releases that it is tested against, so
-adding a pack edits nothing here.
+Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
+``shard-llama-transformers-5.0.0``. Tags: ``newest`` and ``oldest`` (the whole conformance kit), ``matrix`` (all
+releases; between the two, sizes 1 and 2), ``tests`` (the core, ``newest``, ``oldest``, all packs together), ``quick``
+(sizes 1 and 2 against the newest release), and the name of each pack. One environment for each release serves all of
+them.
+
+Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
+unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-import tomllib
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+import shutil
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import nox
 from nox.command import CommandFailed
-from packaging.version import Version
-
-# The one torch of every job; another one: SHARDCORE_TORCH=2.11.0 nox -s tests
-TORCH = os.environ.get("SHARDCORE_TORCH", "2.13.0")
-
-# Libraries that need an environment of their own: timm needs torchvision, which has to match torch.
-APART = {"timm": ("torch==2.14.1", "torchvision==0.29.1")}
 
 ROOT = Path(__file__).parent
-TOTALS = ROOT / ".nox" / "totals"  # for .ci/run, which prints it after nox's own summary
+sys.path.insert(0, str(ROOT / "tools"))
+
+from cells import Cell, Environment, Pack, cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
+from results import Result, Results, digest_of  # noqa: E402
+
+# The torch of every environment that needs no other; another one: SHARDCORE_TORCH=2.14.1 nox -t tests
+TORCH = f"torch=={os.environ.get('SHARDCORE_TORCH', '2.13.0')}"
+
 TOOLS = ("ruff==0.17.5", "mypy==2.4.1")
 DOCS = (
     "mkdocs==1.6.1",
@@ -36,7 +39,6 @@ DOCS = (
     "mkdocstrings-python==2.0.11",
     "ruff==0.17.5",  # formats signatures
 )
-
 # The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
 ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",
@@ -44,175 +46,206 @@ ENV: dict[str, str | None] = {
     "PYTHONWARNINGS": None,
     "TOKENIZERS_PARALLELISM": "false",
 }
+CORE = ROOT / "shardcore"
+PACKS = find_packs(ROOT)
+NEWEST = Environment("newest", (TORCH, *(f"{library}=={release}" for library, release in newest_of(PACKS).items())))
+RESULTS = Results(ROOT / ".nox" / "results")
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "tests"]
+nox.options.sessions = ["lint"]
+nox.options.tags = ["tests"]
 
 
-@nox.session
-def tests(session: nox.Session) -> None:
-    """Test the core without transformers, then each pack alone, then all packs together; arguments go to pytest."""
-    totals = Totals()
-    packs = find_packs()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            suites = Suites(session, Path(folder), totals)
-            # What an earlier run left behind, if nox was told to reuse its environment.
-            uninstall(session, *(name for pack in packs for name in (pack.name, *pack.newest)))
-            suites.run("shardcore", "shardcore/tests", "./shardcore[testing]")
-            for pack in packs:
-                # The kit at sizes 1 and 2; the matrix runs the others.
-                suites.run(pack.name, f"{pack.folder}/tests", pack.folder, *pins([pack]), data=pack.data, quick=True)
-                uninstall(session, pack.name)
-            suites.run("together", "tests", *(pack.folder for pack in packs), *pins(packs))
-    finally:
-        TOTALS.parent.mkdir(exist_ok=True)
-        TOTALS.write_text(f"{totals}\n")
-        print(totals, flush=True)
-    if totals.broken:
-        session.error(f"failed: {', '.join(totals.broken)}")
+@nox.session(venv_backend="none", tags=["tests"])
+def core(session: nox.Session) -> None:
+    """Test the core without transformers; arguments go to pytest."""
+    suite = Suite(session, Environment("core", (TORCH,)), "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE])
+    suite.run()
 
 
-@nox.session
+def add_cell(cell: Cell) -> None:
+    """Make the sessions of one cell of the matrix."""
+
+    def test(session: nox.Session, *, quick: bool = not cell.whole) -> None:
+        suite_of(session, cell.pack, cell.environment, f"{cell.library} {cell.release}", quick=quick).run()
+
+    kind = "whole kit" if cell.whole else "sizes 1 and 2"
+    test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kind}."
+    tags = [*cell.tags, "tests"] if cell.whole else list(cell.tags)
+    nox.session(venv_backend="none", name=cell.name, tags=tags, default=False)(test)
+    if cell.tags[0] != "newest":
+        return
+
+    def test_quickly(session: nox.Session) -> None:
+        test(session, quick=True)
+
+    test_quickly.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: sizes 1 and 2."
+    nox.session(venv_backend="none", name=f"quick-{cell.name}", tags=["quick"], default=False)(test_quickly)
+
+
+for _cell in cells_of(PACKS, TORCH):
+    add_cell(_cell)
+
+
+@nox.session(venv_backend="none", tags=["tests"])
+def together(session: nox.Session) -> None:
+    """Test all packs in one environment, the documentation and the examples."""
+    requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
+    sources = [CORE / "src", ROOT / "tests", ROOT / "docs", ROOT / "examples", ROOT / "README.md", ROOT / "tools"]
+    places = [*sources, *(pack.folder for pack in PACKS)]
+    Suite(session, NEWEST, "together", ROOT / "tests", requirements, places, alone=False).run()
+
+
+@nox.session(venv_backend="none", tags=["matrix"], default=False)
+def minimums(session: nox.Session) -> None:
+    """Test core and packs (sizes 1 and 2) with the lowest torch and transformers that their metadata allows."""
+    metadata = nox.project.load_toml(CORE / "pyproject.toml")["project"]
+    torch = lowest(metadata["dependencies"], "torch")
+    floors = [lowest(pack.dependencies, library) for pack in PACKS for library in newest_of([pack])]
+    environment = Environment("minimums", (torch, *sorted(set(floors))))
+    core = Suite(session, environment, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against="minimums")
+    packs = [suite_of(session, pack, environment, "minimums", quick=True) for pack in PACKS]
+    failed = [suite.name for suite in (core, *packs) if not suite.passes()]
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session(venv_backend="none", default=False)
+def table(session: nox.Session) -> None:
+    """Print the results there are."""
+    print(RESULTS.table(), RESULTS.totals(), sep="\n")
+
+
+@nox.session(venv_backend="none", default=False)
+def forget(session: nox.Session) -> None:
+    """Remove the results there are, so that every session runs again."""
+    shutil.rmtree(RESULTS.folder, ignore_errors=True)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Train a small Llama on two ranks."""
-    llama = [pack for pack in find_packs() if pack.name == "shard-llama"]
-    install(session, "./shardcore", *(pack.folder for pack in llama), *pins(llama))
+    session.install(TORCH)
+    session.install(*NEWEST.pins, str(CORE), *(str(pack.folder) for pack in PACKS if pack.name == "shard-llama"))
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and types."""
-    packs = find_packs()
-    install(session, "./shardcore[testing]", *(pack.folder for pack in packs), *pins(packs), *TOOLS)
+    session.install(TORCH)
+    session.install(*NEWEST.pins, f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS), *TOOLS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
 
 
-@nox.session
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation into ``site``, which git ignores; a warning is an error. Needs no torch."""
     session.install(*DOCS)
     session.run("mkdocs", "build", "--strict", "--clean", "--site-dir", "site", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
-@dataclass(frozen=True)
-class Pack:
-    """A distribution below ``packs/``; ``folder`` is relative to the root, in the form that pip takes for a path."""
+class Suite:
+    """One run of pytest in a shared environment, whose result is kept.
 
-    folder: str
-
-    @property
-    def name(self) -> str:
-        """The name of the distribution."""
-        return str(self._metadata["project"]["name"])
-
-    @property
-    def newest(self) -> Mapping[str, str]:
-        """The newest tested release of each library in its matrix."""
-        matrix = self._metadata["tool"]["shardcore"]["matrix"]
-        return {name: max(releases, key=Version) for name, releases in matrix.items() if name not in APART}
-
-    @property
-    def data(self) -> Sequence[str]:
-        """Distributions that its tests read as files, such as pretrained weights."""
-        return list(self._metadata["tool"]["shardcore"].get("data", []))
-
-    @cached_property
-    def _metadata(self) -> dict[str, Any]:
-        return tomllib.loads((ROOT / self.folder / "pyproject.toml").read_text())
-
-
-@dataclass
-class Totals:
-    """Counts of tests over several runs of pytest, and the names of the runs that failed."""
-
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    broken: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        skipped = f", {self.skipped} skipped" if self.skipped else ""
-        return f"{self.passed} passed, {self.failed} failed{skipped}"
-
-    def add(self, name: str, report: Path, *, success: bool) -> None:
-        """Count a run; one that failed without naming a test (a crash, no tests found) counts as one failed test."""
-        outcomes = list(read_outcomes(report)) if report.exists() else []
-        failed = outcomes.count("failed")
-        self.passed += outcomes.count("passed")
-        self.skipped += outcomes.count("skipped")
-        self.failed += failed if success else max(failed, 1)
-        if not success:
-            self.broken.append(name)
-
-
-@dataclass(frozen=True)
-class Suites:
-    """Runs of pytest in one session, each counted in ``totals``; a run that fails does not stop the next."""
-
-    session: nox.Session
-    reports: Path
-    totals: Totals
-
-    def run(self, name: str, folder: str, *requirements: str, data: Sequence[str] = (), quick: bool = False) -> None:
-        """Install what the suite needs on top of what there is, and run it.
-
-        ``data`` are distributions that are read as files: what they depend on is not installed.
-        """
-        report = self.reports / f"{name}.xml"
-        try:
-            install(self.session, *requirements)
-            if data:
-                self.session.install("--no-deps", *data)
-            options = ["--quick"] if quick else []
-            self.session.run("pytest", folder, f"--junitxml={report}", *options, *self.session.posargs, env=ENV)
-        except CommandFailed:
-            self.totals.add(name, report, success=False)
-        else:
-            self.totals.add(name, report, success=True)
-
-
-def find_packs() -> list[Pack]:
-    """Return the packs of the workspace, sorted by folder."""
-    files = sorted(ROOT.glob("packs/*/pyproject.toml"))
-    return [Pack(f"./{file.parent.relative_to(ROOT).as_posix()}") for file in files]
-
-
-def pins(packs: Sequence[Pack]) -> list[str]:
-    """Return one requirement per library: the newest release that any of the packs is tested against."""
-    newest: dict[str, str] = {}
-    for pack in packs:
-        for library, release in pack.newest.items():
-            newest[library] = max(newest.get(library, release), release, key=Version)
-    return [f"{library}=={release}" for library, release in sorted(newest.items())]
-
-
-def install(session: nox.Session, *requirements: str) -> None:
-    """Install torch, then the requirements without moving it; folders are installed as their users get them."""
-    session.install(f"torch=={TORCH}")
-    session.install(f"torch=={TORCH}", *requirements)
-
-
-def uninstall(session: nox.Session, *names: str) -> None:
-    """Remove distributions; one that is not there is no error."""
-    if names:
-        session.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", *names, silent=True)
-
-
-def read_outcomes(report: Path) -> Iterator[str]:
-    """Yield ``passed``, ``failed`` or ``skipped`` for each test in a junit report; an error counts as failed.
-
-    A test that fails and whose teardown fails too has two entries there and counts once.
+    Args:
+        session: the session.
+        environment: where it runs; made if it is not there.
+        name: what is tested.
+        tests: the folder of the tests.
+        requirements: what is installed on top of the environment; folders are installed as their users get them.
+        sources: what the result depends on.
+        against: library and release, for the table.
+        data: distributions that are read as files: what they depend on is not installed.
+        options: further options of pytest.
+        alone: packs that are not among the requirements are removed.
     """
-    outcomes: dict[tuple[str, str], str] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        key = case.get("classname", ""), case.get("name", "")
-        kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        if outcomes.get(key) != "failed":
-            outcomes[key] = outcome
-    yield from outcomes.values()
+
+    def __init__(
+        self,
+        session: nox.Session,
+        environment: Environment,
+        name: str,
+        tests: Path,
+        requirements: Sequence[str],
+        sources: Sequence[Path],
+        *,
+        against: str = "",
+        data: Sequence[str] = (),
+        options: Sequence[str] = (),
+        alone: bool = True,
+    ) -> None:
+        self.session, self.environment, self.name, self.tests = session, environment, name, tests
+        self.requirements, self.data, self.against, self.alone = requirements, data, against, alone
+        self.options = [*options, *session.posargs]
+        self.result = f"{session.name}-{name}" if session.name == "minimums" else session.name
+        settings = repr((environment.pins, self.options))
+        self.sources = f"{digest_of([*sources, ROOT / 'pyproject.toml'])} {settings}"
+        folder = ROOT / ".nox" / "environments" / environment.name
+        self.python = str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+    def run(self) -> None:
+        """Run it; a failure is the session's."""
+        if not self.passes():
+            self.session.error(f"{self.result} failed")
+
+    def passes(self) -> bool:
+        """Run it, unless it passed before, and keep the result."""
+        if RESULTS.passed_before(self.result, self.sources):
+            self.session.log(f"{self.result} passed before, with the same sources")
+            return True
+        report = Path(self.session.create_tmp()) / f"{self.result}.xml"
+        report.unlink(missing_ok=True)
+        start, success = time.monotonic(), False
+        try:
+            self._install()
+            start = time.monotonic()
+            arguments = [str(self.tests), f"--junitxml={report}", *self.options]
+            self.session.run(self.python, "-m", "pytest", *arguments, env=ENV, external=True)
+            success = True
+        except CommandFailed as failure:
+            self.session.warn(str(failure))
+        result = Result.of(
+            report,
+            success=success,
+            seconds=time.monotonic() - start,
+            name=self.result,
+            suite=self.name,
+            against=self.against,
+            sources=self.sources,
+        )
+        RESULTS.write(result)
+        self.session.log(f"{self.result}: {result}")
+        return not result.failed
+
+    def _install(self) -> None:
+        if not Path(self.python).exists():
+            self.session.run(sys.executable, "-m", "venv", str(Path(self.python).parents[1]), external=True)
+        if self.alone:
+            self._pip("uninstall", "--yes", *(pack.name for pack in PACKS))
+        # torch first: what is installed next does not move it.
+        self._pip("install", self.environment.pins[0])
+        self._pip("install", *self.environment.pins, *self.requirements)
+        if self.data:
+            self._pip("install", "--no-deps", *self.data)
+
+    def _pip(self, *arguments: str) -> None:
+        self.session.run(self.python, "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
+
+
+def suite_of(session: nox.Session, pack: Pack, environment: Environment, against: str, *, quick: bool) -> Suite:
+    """Return the suite of a pack."""
+    return Suite(
+        session,
+        environment,
+        pack.name,
+        pack.folder / "tests",
+        [f"{CORE}[testing]", str(pack.folder)],
+        [CORE / "src", pack.folder],
+        against=against,
+        data=pack.data,
+        options=["--quick"] if quick else [],
+    )

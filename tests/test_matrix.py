@@ -1,0 +1,133 @@
+"""What nox tests against what, and what it keeps of the outcome; needs no nox."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from cells import cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
+from results import Result, Results, digest_of  # noqa: E402
+
+PACK = """
+[project]
+name = "{name}"
+dependencies = ["shardcore>=0.1", "transformers>=4.57.6,<6", "torch>=2.11"]
+[tool.shardcore.matrix]
+{matrix}
+"""
+
+REPORT = """
+<testsuites><testsuite>
+<testcase classname="a" name="passes"/>
+<testcase classname="a" name="fails"><failure message="x"/></testcase>
+<testcase classname="a" name="fails"><error message="in its teardown"/></testcase>
+<testcase classname="a" name="cannot"><skipped message="closed: dropout"/></testcase>
+</testsuite></testsuites>
+"""
+
+
+@pytest.fixture
+def packs(tmp_path):
+    written = {
+        "shard-a": 'transformers = ["5.10.4", "4.57.6", "5.5.4"]',
+        "shard-b": 'transformers = ["5.5.4", "4.57.6"]\ntimm = ["1.0.23"]',
+    }
+    for name, matrix in written.items():
+        folder = tmp_path / "packs" / name
+        folder.mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(PACK.format(name=name, matrix=matrix))
+    return find_packs(tmp_path)
+
+
+def test_a_cell_for_each_release_of_each_pack(packs):
+    cells = {cell.name: cell for cell in cells_of(packs, "torch==2.13.0")}
+    assert list(cells) == [
+        "shard-b-transformers-5.5.4",
+        "shard-a-transformers-5.10.4",
+        "shard-b-timm-1.0.23",
+        "shard-a-transformers-4.57.6",
+        "shard-b-transformers-4.57.6",
+        "shard-a-transformers-5.5.4",
+    ]
+    assert [cell.whole for cell in cells.values()] == [True] * 5 + [False]
+    assert cells["shard-a-transformers-4.57.6"].tags == ("oldest", "matrix", "shard-a")
+
+
+def test_packs_share_the_environment_of_a_release(packs):
+    by_name = {}
+    for cell in cells_of(packs, "torch==2.13.0"):
+        assert by_name.setdefault(cell.environment.name, cell.environment) == cell.environment
+    assert set(by_name) == {"transformers-4.57.6", "transformers-5.5.4", "transformers-5.10.4", "timm-1.0.23"}
+    assert by_name["transformers-5.5.4"].pins == ("torch==2.13.0", "transformers==5.5.4")
+    # A library that needs a torch of its own brings it, and the newest of what else the pack needs.
+    torch, _vision, timm, transformers = by_name["timm-1.0.23"].pins
+    assert torch != "torch==2.13.0"
+    assert (timm, transformers) == ("timm==1.0.23", "transformers==5.5.4")
+
+
+def test_limits(packs):
+    assert newest_of(packs) == {"transformers": "5.10.4"}
+    assert lowest(packs[0].dependencies, "torch") == "torch==2.11"
+    with pytest.raises(ValueError, match="no lower limit of timm"):
+        lowest(packs[0].dependencies, "timm")
+
+
+def test_the_packs_of_this_workspace_say_what_they_are_tested_against():
+    names = {pack.name for pack in find_packs(ROOT)}
+    assert names >= {"shard-bert", "shard-llama", "shard-vit", "shard-whisper"}
+    for cell in cells_of(find_packs(ROOT), "torch"):
+        assert cell.name
+
+
+def test_counts_of_a_report(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    result = Result.of(report, success=False, seconds=61, name="n", suite="s", against="transformers 5.0.0")
+    assert str(result) == "1 passed, 1 failed, 1 skipped"
+    assert result.skipped == {"closed: dropout": 1}
+
+
+def test_a_run_without_a_report_is_a_failure(tmp_path):
+    assert Result.of(tmp_path / "none.xml", success=False, seconds=0, name="n", suite="s").failed == 1
+
+
+def test_results_are_kept_and_a_run_is_resumed(tmp_path):
+    results = Results(tmp_path / "results")
+    assert str(results.totals()) == "0 passed, 0 failed"
+    for name, failed in (("one", 0), ("two", 1)):
+        results.write(Result(name=name, suite=f"shard-{name}", against="transformers 5.0.0", passed=2, failed=failed,
+                             skipped={"closed": 1}, seconds=61, sources="abc"))  # fmt: skip
+    again = Results(tmp_path / "results")
+    assert again.passed_before("one", "abc")
+    assert not again.passed_before("one", "other sources")
+    assert not again.passed_before("two", "abc")
+    assert (tmp_path / "results" / "totals").read_text() == "4 passed, 1 failed, 2 skipped\n"
+    table = (tmp_path / "results" / "table.md").read_text().splitlines()
+    assert table[0] == "|  | transformers 5.0.0 |"
+    assert table[2] == "| shard-one | 2 passed, 0 failed, 1 skipped (1:01) |"
+    assert "- shard-two, 1 skipped: closed" in table
+
+
+def test_releases_are_in_their_order(tmp_path):
+    results = Results(tmp_path)
+    for release in ("5.10.4", "5.5.4"):
+        results.write(Result(name=release, suite="s", against=f"transformers {release}"))
+    results.write(Result(name="core", suite="shardcore"))
+    assert results.table().splitlines()[0] == "|  | alone | transformers 5.5.4 | transformers 5.10.4 |"
+
+
+def test_the_digest_is_of_what_is_tested(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.py").write_text("1")
+    first = digest_of([source])
+    (source / "__pycache__").mkdir()
+    (source / "__pycache__" / "a.pyc").write_text("compiled")
+    assert digest_of([source]) == first
+    (source / "a.py").write_text("2")
+    assert digest_of([source]) != first

@@ -1,0 +1,153 @@
+"""What is tested against what: packs, releases and environments, read from the packs' own metadata.
+
+A pack is a folder below ``packs/``. Its ``[tool.shardcore.matrix]`` names libraries and the releases of each that it is
+tested against; a new pack or release edits nothing here.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+__all__ = ["Cell", "Environment", "Pack", "cells_of", "find_packs", "lowest", "newest_of"]
+
+# Libraries that need a torch of their own: timm needs torchvision, which has to match torch.
+APART: Mapping[str, tuple[str, ...]] = {"timm": ("torch==2.14.1", "torchvision==0.29.1")}
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A distribution below ``packs/``."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The name of the distribution."""
+        return str(self._metadata["project"]["name"])
+
+    @property
+    def matrix(self) -> Mapping[str, Sequence[str]]:
+        """Library -> the releases that it is tested against, oldest first."""
+        matrix = self._metadata["tool"]["shardcore"]["matrix"]
+        return {library: sorted(releases, key=Version) for library, releases in matrix.items()}
+
+    @property
+    def data(self) -> Sequence[str]:
+        """Distributions that its tests read as files, such as pretrained weights."""
+        return list(self._metadata["tool"]["shardcore"].get("data", []))
+
+    @property
+    def dependencies(self) -> Sequence[str]:
+        """What it requires to be installed."""
+        return list(self._metadata["project"].get("dependencies", []))
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        return tomllib.loads((self.folder / "pyproject.toml").read_text())
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One environment, shared by all packs that are tested in it.
+
+    Attributes:
+        name: such as ``transformers-5.0.0``.
+        pins: what is installed in it, besides the packs; the torch first.
+    """
+
+    name: str
+    pins: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pack against one release of one library.
+
+    Attributes:
+        pack: the pack.
+        library: the library.
+        release: its release.
+        environment: where the tests run.
+        whole: the whole conformance kit; else sizes 1 and 2 only.
+        tags: ``matrix``, the pack's name, and ``oldest`` or ``newest``.
+    """
+
+    pack: Pack
+    library: str
+    release: str
+    environment: Environment
+    whole: bool
+    tags: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the session."""
+        return f"{self.pack.name}-{self.library}-{self.release}"
+
+
+def find_packs(root: Path) -> list[Pack]:
+    """Return the packs of a workspace, sorted by folder."""
+    return [Pack(file.parent) for file in sorted(root.glob("packs/*/pyproject.toml"))]
+
+
+def newest_of(packs: Iterable[Pack]) -> dict[str, str]:
+    """Return library -> the newest release that any of the packs is tested against; without those that are apart."""
+    newest: dict[str, str] = {}
+    for pack in packs:
+        for library, releases in pack.matrix.items():
+            if library not in APART:
+                newest[library] = max(newest.get(library, releases[-1]), releases[-1], key=Version)
+    return newest
+
+
+def cells_of(packs: Sequence[Pack], torch: str) -> list[Cell]:
+    """Return all cells: the newest releases first, then the oldest, then those between.
+
+    Args:
+        packs: the packs.
+        torch: the requirement for torch of every environment but those that are apart.
+    """
+    found = [_cell(pack, library, release, torch) for pack in packs for library in pack.matrix
+             for release in pack.matrix[library]]  # fmt: skip
+    order = {"newest": 0, "oldest": 1, "between": 2}
+
+    def rank(cell: Cell) -> tuple[int, bool, Version, str]:
+        return order[cell.tags[0]], cell.library in APART, Version(cell.release), cell.pack.name
+
+    return sorted(found, key=rank)
+
+
+def _cell(pack: Pack, library: str, release: str, torch: str) -> Cell:
+    releases = pack.matrix[library]
+    at = "newest" if release == releases[-1] else "oldest" if release == releases[0] else "between"
+    others = () if library not in APART else tuple(f"{name}=={of}" for name, of in newest_of([pack]).items())
+    pins = (*APART.get(library, (torch,)), f"{library}=={release}", *others)
+    environment = Environment(name=f"{library}-{release}", pins=pins)
+    tags = (at, "matrix", pack.name)
+    return Cell(pack, library, release, environment, whole=at != "between", tags=tags)
+
+
+def lowest(requirements: Iterable[str], library: str) -> str:
+    """Return the lowest release of a library that one of the requirements allows, as a pin.
+
+    Raises:
+        ValueError: none of them says ``>=`` of it.
+    """
+    floors = [
+        Version(clause.version)
+        for requirement in map(Requirement, requirements)
+        if requirement.name == library
+        for clause in requirement.specifier
+        if clause.operator == ">="
+    ]
+    if not floors:
+        raise ValueError(f"no lower limit of {library} in {list(requirements)}")
+    return f"{library}=={max(floors)}"

@@ -1,0 +1,155 @@
+"""What the tests came to: one file for each session, the totals over all of them, and the table of the matrix."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+__all__ = ["Result", "Results", "digest_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of one run of pytest.
+
+    Attributes:
+        name: the session's.
+        suite: what was tested, a pack or a part of the workspace.
+        against: library and release, such as ``transformers 5.0.0``; ``""`` for none.
+        passed: number of tests that passed.
+        failed: number of tests that failed; a run that ended without naming one counts as one.
+        skipped: reason -> number of tests that were skipped for it.
+        seconds: how long the tests ran, without installation.
+        sources: digest of what was tested.
+    """
+
+    name: str
+    suite: str
+    against: str = ""
+    passed: int = 0
+    failed: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    sources: str = ""
+
+    @classmethod
+    def of(cls, report: Path, *, success: bool, seconds: float, **fields: str) -> Result:
+        """Read pytest's report of a run; ``success`` is what its exit status said."""
+        outcomes = list(_outcomes(report)) if report.exists() else []
+        failed = sum(outcome == "failed" for outcome, _ in outcomes)
+        return cls(
+            passed=sum(outcome == "passed" for outcome, _ in outcomes),
+            failed=failed if success else max(failed, 1),
+            skipped=dict(Counter(reason for outcome, reason in outcomes if outcome == "skipped")),
+            seconds=round(seconds, 1),
+            **fields,  # type: ignore[arg-type]  # the strings
+        )
+
+    def __str__(self) -> str:
+        skipped = sum(self.skipped.values())
+        return f"{self.passed} passed, {self.failed} failed" + (f", {skipped} skipped" if skipped else "")
+
+
+class Results:
+    """The results of all sessions, as files in one folder, so that a run can be resumed.
+
+    Args:
+        folder: where they are; made when the first one is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def all(self) -> list[Result]:
+        """Return what was written, sorted by name."""
+        return [Result(**json.loads(file.read_text())) for file in sorted(self.folder.glob("*.json"))]
+
+    def passed_before(self, name: str, sources: str) -> bool:
+        """Tell whether a session passed with the same sources."""
+        return any(r.name == name and r.sources == sources and not r.failed for r in self.all())
+
+    def write(self, result: Result) -> None:
+        """Keep a result, in place of an earlier one of its session, and bring totals and table up to date."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(result), indent=2)
+        (self.folder / f"{result.name}.json").write_text(f"{text}\n")
+        (self.folder / "totals").write_text(f"{self.totals()}\n")
+        (self.folder / "table.md").write_text(self.table())
+
+    def totals(self) -> Result:
+        """Return the sum of all results."""
+        found = self.all()
+        return Result(
+            name="totals",
+            suite="",
+            passed=sum(r.passed for r in found),
+            failed=sum(r.failed for r in found),
+            skipped=dict(sum((Counter(r.skipped) for r in found), Counter())),
+        )
+
+    def table(self) -> str:
+        """Return suites x releases in markdown, with the reasons of what was skipped below it."""
+        found = self.all()
+        columns = sorted({r.against for r in found}, key=_release)
+        suites = sorted({r.suite for r in found})
+        cells = {(r.suite, r.against): _cell(r) for r in found}
+        lines = [["", *(column or "alone" for column in columns)], ["---"] * (len(columns) + 1)]
+        lines += [[suite, *(cells.get((suite, column), "") for column in columns)] for suite in suites]
+        table = [f"| {' | '.join(line)} |" for line in lines]
+        return "\n".join([*table, "", *_reasons(found)]) + "\n"
+
+
+def digest_of(places: Iterable[Path]) -> str:
+    """Return a digest of files, and of all files below folders, that were written by hand."""
+    digest = hashlib.sha256()
+    for place in places:
+        files = sorted(place.rglob("*")) if place.is_dir() else [place]
+        for file in files:
+            if file.is_file() and not {"__pycache__", ".nox"}.intersection(file.parts):
+                digest.update(f"{file.relative_to(place.parent)}\0".encode())
+                digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _cell(result: Result) -> str:
+    minutes, seconds = divmod(round(result.seconds), 60)
+    return f"{result} ({minutes}:{seconds:02})"
+
+
+def _release(column: str) -> tuple[str, Version]:
+    library, _, release = column.partition(" ")
+    try:
+        return library, Version(release)
+    except InvalidVersion:
+        return library, Version("0")
+
+
+def _reasons(results: Sequence[Result]) -> Iterator[str]:
+    for suite in sorted({r.suite for r in results}):
+        total = sum((Counter(r.skipped) for r in results if r.suite == suite), Counter())
+        for reason, count in sorted(total.items()):
+            yield f"- {suite}, {count} skipped: {reason}"
+
+
+def _outcomes(report: Path) -> Iterator[tuple[str, str]]:
+    """Yield ``passed``, ``failed`` or ``skipped`` and the reason for each test of a report; an error counts as failed.
+
+    A test that fails and whose teardown fails too has two entries there and counts once.
+    """
+    outcomes: dict[tuple[str, str], tuple[str, str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        key = case.get("classname", ""), case.get("name", "")
+        kinds = {child.tag: child for child in case}
+        if {"failure", "error"} & kinds.keys():
+            outcomes[key] = ("failed", "")
+        elif outcomes.get(key, ("", ""))[0] != "failed":
+            skipped = kinds.get("skipped")
+            outcomes[key] = ("passed", "") if skipped is None else ("skipped", skipped.get("message", ""))
+    yield from outcomes.values()
