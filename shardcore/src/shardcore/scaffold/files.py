@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import importlib_metadata
@@ -64,6 +65,7 @@ def _files(name: str, model: nn.Module, draft: Draft) -> dict[str, str]:
         "floor": f">={version}" if version else "",
         "config": type(getattr(model, "config", None)).__name__,
         "generates": str(callable(getattr(model, "generate", None))),
+        "imports": _imports(model),
         "series": ".".join(shardcore.__version__.split(".")[:2]),
         "next": _next(shardcore.__version__),
     }
@@ -80,6 +82,12 @@ def _files(name: str, model: nn.Module, draft: Draft) -> dict[str, str]:
     }
 
 
+def _imports(model: nn.Module) -> str:
+    """Return the lines that import a model's class and its configuration."""
+    classes = [type(model), type(getattr(model, "config", None))]
+    return "\n".join(sorted({f"from {cls.__module__} import {cls.__name__}" for cls in classes}))
+
+
 def _next(version: str) -> str:
     major, minor = version.split(".")[:2]
     return f"{major}.{int(minor) + 1}"
@@ -92,7 +100,10 @@ def _policy(values: dict[str, str], draft: Draft) -> str:
     if base == "Policy":
         imports.append("Policy")
     head = [f"from shardcore.{home} import {base}"] if base == "PretrainedPolicy" else []
-    doubts = "".join(f"#   - {doubt}\n" for doubt in dict.fromkeys(draft.doubts))
+    doubts = "".join(
+        f"{textwrap.fill(doubt, 116, initial_indent='#   - ', subsequent_indent='#     ')}\n"
+        for doubt in dict.fromkeys(draft.doubts)
+    )
     body = "\n".join(f"        {line}" for line in lines(draft))
     return (
         f'"""How {values["model"]} is sharded."""\n\nfrom __future__ import annotations\n\n'
@@ -148,13 +159,26 @@ timeout = 600
 _README = """\
 # {name}
 
-The pack that teaches shardcore `{model}` of {library}. Once it is installed, shardcore finds it:
+The pack that teaches [shardcore](https://pypi.org/project/shardcore/) to split `{model}` of {library}
+over many devices.
 
-```python
-model = shardcore.shard(model, tp=2)
+```
+python -m pip install {name}
 ```
 
-Its tests: `python -m pip install -e .[test] && python -m pytest`.
+```python
+# torchrun --nproc-per-node 2 train.py
+import shardcore
+
+model = shardcore.shard(model, tp=2)  # finds this pack by the model's class
+```
+
+`shardcore explain {model} --tp 2` shows what is done to the model, before it is done.
+
+## Tested
+
+{library} {version}. The tests are shardcore's conformance kit: outputs, losses and every gradient are those of the
+unsharded model. `python -m pip install -e ".[test]" && python -m pytest`; every release of the matrix: `nox`.
 """
 
 _NOXFILE = '''\
@@ -202,7 +226,12 @@ from shardcore.hooks import PolicySpec, hookimpl
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve {model}."""
-    return [PolicySpec(target="{module}.{model}", policy="{package}.policy:{model}Policy")]
+    return [
+        PolicySpec(
+            target="{module}.{model}",
+            policy="{package}.policy:{model}Policy",
+        )
+    ]
 
 
 @hookimpl
@@ -220,10 +249,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+{imports}
 
 from shardcore.testing import Case, Supports
-from {module} import {model}
-from {library} import {config}
 
 __all__ = ["cases"]
 

@@ -1,0 +1,137 @@
+"""A pack for GPT-NeoX, which none of this project's packs serves: written by the command, installed, tested, used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from shardcore.cli import main
+from shardcore.errors import ShardcoreError
+
+pytest.importorskip("transformers")
+
+MODEL = "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM"
+
+# What docs/writing-a-pack.md asks for in its steps 2 and 3, for this model: (file, text, what replaces it).
+EDITS = (
+    ("policy.py", "  # guess", ""),
+    ("cases.py", "vocab_size=101, hidden_size=64", "vocab_size=97, hidden_size=32"),
+)
+
+
+def new_pack(folder: Path, name: str = "shard-gpt-neox", model: str = MODEL):
+    return CliRunner().invoke(main, ["new-pack", name, "--model", model, "--into", str(folder)])
+
+
+class Environment:
+    """An environment that sees what is installed here, and in which more can be installed."""
+
+    def __init__(self, folder: Path) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+        self.python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+        (site,) = folder.rglob("site-packages")
+        ours = {sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("src"))}
+        (site / "outer.pth").write_text("".join(f"{path}\n" for path in sorted(ours)))
+
+    def install(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps"]
+        subprocess.run([*command, str(folder)], check=True, timeout=100)
+
+    def run(self, *arguments: str, cwd: Path, timeout: float = 110) -> str:
+        done = subprocess.run(
+            [str(self.python), *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def shardcore(self, *arguments: str, cwd: Path) -> str:
+        return self.run("-c", "from shardcore.cli import main; main()", *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Environment, Path]:
+    """The pack with the documented edits, installed into an environment of its own."""
+    folder = tmp_path_factory.mktemp("scaffold")
+    result = new_pack(folder)
+    assert result.exit_code == 0, result.output
+    pack = folder / "shard-gpt-neox"
+    for name, text, by in EDITS:
+        file = pack / "src" / "shard_gpt_neox" / name
+        assert text in file.read_text(), (name, text)
+        file.write_text(file.read_text().replace(text, by))
+    environment = Environment(folder / "environment")
+    environment.install(pack)
+    return environment, pack
+
+
+def test_it_is_a_complete_distribution(tmp_path):
+    result = new_pack(tmp_path)
+    assert result.exit_code == 0, result.output
+    pack = tmp_path / "shard-gpt-neox"
+    files = {str(file.relative_to(pack)) for file in pack.rglob("*") if file.is_file()}
+    assert files == {
+        "pyproject.toml", "README.md", "noxfile.py", ".github/workflows/tests.yml", "tests/test_conformance.py",
+        *(f"src/shard_gpt_neox/{name}.py" for name in ("__init__", "plugin", "policy", "cases")),
+    }  # fmt: skip
+    assert all(str(pack / file) in result.output for file in files)
+    policy = (pack / "src" / "shard_gpt_neox" / "policy.py").read_text()
+    regions = policy.count("region(")
+    assert regions == 2
+    assert policy.count("# guess") == regions  # every guess is marked
+    assert 'by="head" is right if' in policy  # and what is in doubt is said
+    for file in files:
+        if file.endswith(".py"):
+            text = (pack / file).read_text()
+            compile(text, file, "exec")
+            assert max(map(len, text.splitlines())) <= 120, file
+
+
+@pytest.mark.timeout(300)
+def test_its_tests_pass_after_the_documented_edits(made):
+    environment, pack = made
+    printed = environment.run(
+        "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", str(pack), cwd=pack, timeout=280
+    )
+    passed, skipped = (int(word) for word in printed.splitlines()[-1].split() if word.isdigit())
+    assert passed > 20, printed
+    assert skipped < 6, printed
+
+
+def test_it_is_found_and_explained(made):
+    environment, pack = made
+    rows = {row["name"]: row for row in json.loads(environment.shardcore("packs", "--json", cwd=pack.parent))}
+    assert rows["gpt-neox"]["distribution"] == "shard-gpt-neox"
+    assert rows["gpt-neox"]["status"] == "loaded"
+    text = environment.shardcore("explain", "GPTNeoXForCausalLM", "--tp", "2", cwd=pack.parent)
+    assert "gpt_neox.layers.{0-43}.attention.query_key_value" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "message"),
+    [
+        ("Shard_X", MODEL, "is no name of a distribution; wanted something like shard-gpt-neox"),
+        ("shard-x", "transformers.NoSuchModel", "NoSuchModel"),
+    ],
+)
+def test_what_cannot_be_made_leaves_nothing_behind(tmp_path, name, model, message):
+    result = new_pack(tmp_path, name, model)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, SystemExit | ShardcoreError)
+    assert message in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_kept(tmp_path):
+    (tmp_path / "shard-gpt-neox").mkdir()
+    (tmp_path / "shard-gpt-neox" / "mine.txt").write_text("mine")
+    result = new_pack(tmp_path)
+    assert result.exit_code != 0
+    assert "exists already" in result.output
+    assert [file.name for file in (tmp_path / "shard-gpt-neox").iterdir()] == ["mine.txt"]
