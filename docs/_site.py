@@ -71,11 +71,13 @@ def file(path: str, language: str) -> str:
 
 
 def words(module: str) -> str:
-    """Return a Markdown table of the public functions of a module, in the order of the file."""
+    """Return a Markdown table of the public functions of a module, in the order of the file; imported ones last."""
     parsed = tree(module)
+    sources = [node.module for node in parsed.body if isinstance(node, ast.ImportFrom) and node.module]
+    ours = [tree(source) for source in sources if source.startswith("shardcore.")]
     rows = [
         f"| `{node.name}` | `{_call(node)}` | {_summary(node)} |"
-        for node in parsed.body
+        for node in (node for body in (parsed, *ours) for node in body.body)
         if isinstance(node, ast.FunctionDef) and node.name in public(parsed)
     ]
     return "\n".join(["| word | call | what it says |", "|---|---|---|", *rows])

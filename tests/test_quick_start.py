@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM
 
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_close
 
-# The original imports BertConfig and BertForMaskedLM; the family is that of an installed pack.
 IMPORTS = """
 import shardcore as colossalai
 from shardcore import ShardConfig, ShardFormer
-from transformers import LlamaConfig as BertConfig, LlamaForCausalLM as BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM
 """
 
 QUICK_START = """
@@ -44,14 +43,15 @@ def quick_start(folder):
     device = "'cuda'" if torch.cuda.is_available() else "'cpu'"
     exec(compile(IMPORTS + QUICK_START.replace("'cuda'", device), "quick start", "exec"), space)
     ids = torch.arange(12).view(2, 6)
-    reference = LlamaForCausalLM.from_pretrained("bert-base-uncased")
-    assert_close(reference(input_ids=ids).logits, space["sharded_model"](input_ids=ids).logits, "logits", 1e-5)
+    reference = BertForMaskedLM.from_pretrained("bert-base-uncased").eval()
+    sharded = space["sharded_model"].eval()
+    assert_close(reference(input_ids=ids).logits, sharded(input_ids=ids).logits, "logits", 1e-5)
     assert context_of(space["model"]).size == 2
 
 
 def test_the_quick_start_of_shardformer(pool, tmp_path):
-    config = LlamaConfig(
+    config = BertConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "bert-base-uncased")
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert-base-uncased")
     pool.run(quick_start, tmp_path, world=2, process_group=False)
