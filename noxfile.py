@@ -48,7 +48,9 @@ ENV: dict[str, str | None] = {
 }
 CORE = ROOT / "shardcore"
 PACKS = find_packs(ROOT)
-NEWEST = Environment("newest", (TORCH, *(f"{library}=={release}" for library, release in newest_of(PACKS).items())))
+# The environment of the newest releases, which their cells use too.
+_PINS = sorted(newest_of(PACKS).items())
+NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH, *map("==".join, _PINS)))
 RESULTS = Results(ROOT / ".nox" / "results")
 
 nox.needs_version = ">=2024.4.15"
