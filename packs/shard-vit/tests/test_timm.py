@@ -55,6 +55,27 @@ def test_heads_that_do_not_divide():
         shardcore.compile_plan(policy(model), model, shardcore.ShardConfig(tensor_parallel_size=2))
 
 
+#: Models of vision_transformer.py that are refused: an MLP with a norm over its hidden features, and parallel blocks.
+REFUSED = re.compile("TODO")
+
+
+@pytest.mark.parametrize("module", ["vision_transformer", "deit"])
+def test_every_model_of_timm_has_a_plan_or_is_refused(module):
+    planned, refused = {}, {}
+    for name in timm.list_models(module=module):
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        heads = model.blocks[0].attn.num_heads
+        ranks = next(n for n in (2, 3, 5, 7) if heads % n == 0)
+        try:
+            planned[name] = shardcore.compile_plan(
+                policy(model), model, shardcore.ShardConfig(tensor_parallel_size=ranks)
+            )
+        except shardcore.PlanError as error:
+            refused[name] = str(error)
+    print(len(planned), refused)
+
+
 def test_three_ranks_and_real_sizes(pool):
     pool.run(_three, world=3)
 
@@ -221,6 +242,22 @@ def _checkpointing() -> None:
         step_beside(each, reference, model, seed)
     assert len(calls) == 4  # H16: each block ran twice for each batch
     assert_same_gradients(reference, model)
+
+
+def test_bfloat16(pool):
+    pool.run(_bfloat16, world=2)
+
+
+def _bfloat16() -> None:
+    for name in ("timm_registers", "timm_gated_in_one"):
+        reference = case(name).build().to(torch.bfloat16)
+        model = shard(copy.deepcopy(reference))
+        outs = [m(images(16, 0).bfloat16()) for m in (reference, model)]
+        assert_close(*outs, "logits", 0.03)
+        for out in outs:
+            weighted_sum(out.float()).backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert_same_gradients(reference, model, 0.05)
 
 
 def test_other_sizes_of_images(pool):
