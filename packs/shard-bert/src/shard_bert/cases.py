@@ -84,7 +84,7 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
 def hidden_loss(out: Any) -> Tensor:
     """Return a loss of the bare model: a weighted mean of what it returns.
 
-    Not a sum: key biases have no gradient but rounding errors, which AdamW makes larger the nearer they are to its eps.
+    Not a sum: gradients then stay below 1, as those of the losses that the heads compute.
     """
     generator = torch.Generator().manual_seed(7)
     weigh = partial(torch.randn, generator=generator, dtype=torch.float64)
