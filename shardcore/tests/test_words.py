@@ -217,6 +217,8 @@ def losses():
         assert ("loss" in got) == bool(labels)
         assert_close(wanted["logits"], got["logits"], "logits")
     assert_close(2 * wanted["loss"], sharded(ids, states, ids)["loss"], "loss, labels by position")
+    assert_close(2 * wanted["loss"], sharded(ids, states, ids, False)[0], "loss of a tuple by position")
+    assert type(sharded(ids, states, labels=ids, return_dict=None)) is Out
     first, second = sharded(ids, states, labels=ids, return_dict=False)
     assert_close(2 * wanted["loss"], first, "loss of a tuple")
     assert_close(wanted["logits"], second, "logits of a tuple")

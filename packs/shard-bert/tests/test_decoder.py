@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from bert_cases import CROSS, DECODER, OLD, Collectives, checkpointing, compare, pair, shard
+from transformers import DynamicCache, EncoderDecoderCache
 
 from shard_bert.cases import build, inputs
 from shardcore.testing.parity import assert_close, assert_same_gradients
@@ -14,10 +16,9 @@ from shardcore.testing.parity import assert_close, assert_same_gradients
 SIX = {"num_attention_heads": 6}
 
 
-@pytest.mark.parametrize("name", ["BertModel", "BertLMHeadModel"])
-def test_gradients_of_the_encoders_states(pool, name):
-    pool.run(_states, name, world=2)
-    pool.run(_states, name, world=3)
+@pytest.mark.parametrize(("name", "world"), [("BertModel", 2), ("BertLMHeadModel", 3)])
+def test_gradients_of_the_encoders_states(pool, name, world):
+    pool.run(_states, name, world=world)
 
 
 def _states(name: str) -> None:
@@ -103,6 +104,23 @@ def _relative(kind: str) -> None:
     assert_same_gradients(reference, model)
 
 
+def test_fused_attention_with_a_mask(pool):
+    pool.run(_fused, world=2)
+
+
+def _fused() -> None:
+    reference, model = pair("BertLMHeadModel", is_decoder=True, attn_implementation="sdpa")
+    if OLD:
+        # Known failure: transformers 4 masks with the least float64, which sdpa takes for a float32. The unsharded
+        # model fails in the same way, so float64 tests of decoders use eager attention there.
+        for m in (reference, model):
+            with pytest.raises(RuntimeError, match="cannot be converted to type float without overflow"):
+                m(**inputs(reference, 0))
+        reference, model = (m.float() for m in (reference, model))
+    compare(reference, model, tolerance=1e-5 if OLD else 1e-9)
+    assert_same_gradients(reference, model, 1e-5 if OLD else 1e-9)
+
+
 def test_generation(pool):
     pool.run(_generation, world=2)
 
@@ -116,6 +134,34 @@ def _generation() -> None:
     assert wanted.shape == (2, 12)
     for cached in (True, False):
         assert torch.equal(wanted, model.generate(**prompt, **options, use_cache=cached))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_generation_from_an_encoders_states(pool, world):
+    pool.run(_from_states, world=world)
+
+
+def _from_states() -> None:
+    reference = build("BertLMHeadModel", **CROSS).eval()
+    model = shard(copy.deepcopy(reference))
+    batch = inputs(reference, 0)
+    prompt = {key: batch[key] for key in ("input_ids", "attention_mask", "encoder_hidden_states")}
+    options = {"max_new_tokens": 6, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    wanted = reference.generate(**prompt, **options)
+    assert wanted[:, 8:].unique().numel() > 3
+    other = {**prompt, "encoder_hidden_states": -prompt["encoder_hidden_states"]}
+    assert not torch.equal(wanted, reference.generate(**other, **options))
+    assert torch.equal(wanted, model.generate(**prompt, **options))
+    # Left alone, generate() makes a cache without a place for the states, which fails in the unsharded model too.
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    cached = {**options, "use_cache": True, "past_key_values": cache}
+    assert torch.equal(wanted, model.generate(**prompt, **cached))
+    heads = reference.config.num_attention_heads // dist.get_world_size()
+    for part in (cache.self_attention_cache, cache.cross_attention_cache):
+        assert [layer.keys.shape[1] for layer in part.layers] == [heads, heads]
+    for m in (reference, model):
+        with pytest.raises((AttributeError, RuntimeError)):
+            m.generate(**prompt, **{**options, "use_cache": True})
 
 
 def test_cache_of_both_attentions(pool):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardcore
 
-SENTENCES = 200
+SENTENCES = 64
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def _batch() -> dict[str, Tensor]:
     sentences = [s for s in dict.fromkeys(prose.split(". ")) if 5 <= len(s.split()) <= 40 and s[0].isupper()]
     tokenizer = transformers.AutoTokenizer.from_pretrained(_folder())
     assert len(sentences) >= SENTENCES
-    options = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
+    options = {"padding": True, "truncation": True, "max_length": 32, "return_tensors": "pt"}
     return dict(tokenizer(sentences[:SENTENCES], **options))
 
 

@@ -23,8 +23,10 @@ def _tied(model: Any) -> tuple[bool, bool]:
     return head.decoder.weight is words.weight, head.decoder.bias is head.bias
 
 
-@pytest.mark.parametrize("vocabulary", [101, 97, 5])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "vocabulary"),
+    [("BertForMaskedLM", 101), ("BertForMaskedLM", 5), ("BertForPreTraining", 97), ("BertLMHeadModel", 101)],
+)
 def test_ties_survive(pool, name, vocabulary):
     pool.run(_survive, name, vocabulary, world=4)
 
@@ -41,7 +43,7 @@ def _survive(name: str, vocabulary: int) -> None:
     assert list(model.state_dict()) == list(reference.state_dict())
     assert len(list(model.parameters())) == len(list(reference.parameters()))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-    for step in range(3):
+    for step in range(2):
         compare(reference, model, seeds=(2 * step, 2 * step + 1))
         assert_same_gradients(reference, model)
         for optimizer in optimizers:

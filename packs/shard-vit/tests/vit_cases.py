@@ -18,6 +18,7 @@ from shard_vit.cases import cases
 from shardcore.registry import GROUP, Registry
 from shardcore.testing.cases import Case
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore.testing.subject import adamw
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def step_beside(case: Case, reference: Any, sharded: Any, seed: int, **call: Any
 def train_beside(case: Case, reference: Any, sharded: Any, steps: int = 2) -> None:
     """Train both on the same micro-batches, two in each step; everything is compared in every step."""
     both = (reference, sharded)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in both]
+    optimizers = [adamw(m) for m in both]
     for step in range(steps):
         for micro in range(2):
             step_beside(case, reference, sharded, 10 * step + micro)

@@ -15,10 +15,12 @@ from shardcore.testing import Case, Supports
 __all__ = ["build", "cases", "inputs"]
 
 _OLD = Version(transformers.__version__) < Version("5")
+#: What most cases use, because it can return its weights.
+_EAGER = {"attn_implementation": ("eager",)}
 
 
 def build(name: str, *, seed: int = 0, dropout: float = 0.0, **options: Any) -> Any:
-    """Return the BERT of class ``name`` in float64, every parameter, biases too, drawn from N(0, 0.2)."""
+    """Return the BERT of class ``name`` in float64, every parameter random, and no position like another."""
     settings: dict[str, Any] = {
         "vocab_size": 101,  # divides by no number of ranks
         "hidden_size": 48,
@@ -29,14 +31,16 @@ def build(name: str, *, seed: int = 0, dropout: float = 0.0, **options: Any) -> 
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": dropout,
         "use_cache": False,
-        "attn_implementation": "sdpa",
+        "attn_implementation": "eager",
         **options,
     }
     model = getattr(transformers, name)(transformers.BertConfig(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        for label, parameter in model.named_parameters():
+            spread = 1.0 if "position_embeddings" in label else 0.2
+            middle = float(label.endswith("LayerNorm.weight"))  # around 0, every token would be the same
+            parameter.copy_(middle + spread * torch.randn(parameter.shape, generator=generator))
     return model.double()
 
 
@@ -78,17 +82,21 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
 
 
 def hidden_loss(out: Any) -> Tensor:
-    """Return a loss of the bare model: a weighted sum of what it returns."""
+    """Return a loss of the bare model: a weighted mean of what it returns.
+
+    Not a sum: gradients then stay below 1, as those of the losses that the heads compute.
+    """
     generator = torch.Generator().manual_seed(7)
     weigh = partial(torch.randn, generator=generator, dtype=torch.float64)
     hidden, pooled = out.last_hidden_state, out.pooler_output
-    loss: Tensor = (hidden * weigh(hidden.shape)).sum() + (pooled * weigh(pooled.shape)).sum()
+    loss: Tensor = (hidden * weigh(hidden.shape)).mean() + (pooled * weigh(pooled.shape)).mean()
     return loss
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
     settings: dict[str, Any] = {
         "inputs": inputs,
+        "options": _EAGER,
         "outputs": ("logits",),
         "layers": "bert.encoder.layer",
         "sharded": ("word_embeddings.weight", "query.bias", "intermediate.dense.weight"),
@@ -101,25 +109,24 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
 
 def cases() -> list[Case]:
     """Return a case for every class, and one for a decoder that attends to an encoder's states."""
-    both = {"attn_implementation": ("sdpa", "eager")}
+    both = {"attn_implementation": ("eager", "sdpa")}
     # Before transformers 5, sdpa with a mask fails in a float64 decoder, unsharded too.
-    decoding = {"attn_implementation": ("eager",) if _OLD else ("eager", "sdpa")}
-    decoder = {"is_decoder": True, "attn_implementation": "eager"}
-    ties = {"tie_word_embeddings": (True, False)}
+    decoding = _EAGER if _OLD else both
+    decoder, ties = {"is_decoder": True}, {"tie_word_embeddings": (True, False)}
     states, words = ("last_hidden_state", "pooler_output"), ("prediction_logits", "seq_relationship_logits")
     generates = Supports(captured=("attentions", "hidden_states"), generation=True)
-    crosses = Supports(captured=("attentions", "cross_attentions", "hidden_states"))
+    crosses = Supports(captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
     across: dict[str, Any] = {"usual": {**decoder, "add_cross_attention": True}, "collectives": (3, 3)}
     three: dict[str, Any] = {"usual": {"num_labels": 3}}
     return [
         _case("model", "BertModel", options=both, outputs=states, loss=hidden_loss, layers="encoder.layer"),
-        _case("pretraining", "BertForPreTraining", options=ties, outputs=words),
+        _case("pretraining", "BertForPreTraining", options={**_EAGER, **ties}, outputs=words),
         _case("masked_lm", "BertForMaskedLM", options={**both, **ties, "vocab_size": (101, 97, 5)}),
         _case("causal_lm", "BertLMHeadModel", usual=decoder, options=decoding, supports=generates),
         _case("cross_attention", "BertLMHeadModel", **across, options=decoding, supports=crosses),
         _case("next_sentence", "BertForNextSentencePrediction"),
         _case("sequence_classification", "BertForSequenceClassification", **three),
         _case("multiple_choice", "BertForMultipleChoice"),
-        _case("token_classification", "BertForTokenClassification", **three, options={"num_labels": (3, 2)}),
+        _case("token_classification", "BertForTokenClassification", **three, options={**_EAGER, "num_labels": (3, 2)}),
         _case("question_answering", "BertForQuestionAnswering", outputs=("start_logits", "end_logits")),
     ]

@@ -38,7 +38,7 @@ def _learns(block: Any, name: str) -> bool:
 _REFUSALS = [
     refuse(
         _any_block(lambda block: not _is(block, *_BLOCKS)),
-        f"its blocks are none of {', '.join(_BLOCKS)}: parallel blocks compute attention and MLP in fused linears",
+        f"its blocks are none of {', '.join(_BLOCKS)}: parallel blocks run attention and MLP side by side",
     ),
     refuse(
         _any_block(lambda block: _is(block, *_BLOCKS) and not _is(block.attn, "Attention")),

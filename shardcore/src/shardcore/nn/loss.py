@@ -10,6 +10,7 @@ from torch import nn
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
+from shardcore.nn.outputs import ReturnDict
 
 __all__ = ["TakesLoss"]
 
@@ -28,6 +29,7 @@ class TakesLoss(SwappedModule):
 
     _shard_loss: tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]
     _shard_positions: dict[str, int]
+    _loss_return_dict: ReturnDict
 
     @classmethod
     def adopt(
@@ -42,9 +44,11 @@ class TakesLoss(SwappedModule):
     ) -> Self:
         """See `SwappedModule.adopt`."""
         names = list(inspect.signature(module.forward).parameters)
+        return_dict = ReturnDict.of(module)
         new = super().adopt(module, context)
         new.__dict__["_shard_loss"] = (function, labels, logits)
         new.__dict__["_shard_positions"] = {name: names.index(name) for name in labels}
+        new.__dict__["_loss_return_dict"] = return_dict
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,9 +60,9 @@ class TakesLoss(SwappedModule):
         taken = {self._shard_positions[name] for name in labels}
         args = tuple(None if i in taken else value for i, value in enumerate(args))
         kwargs = {name: value for name, value in kwargs.items() if name not in labels}
-        by_default = getattr(getattr(self, "config", None), "return_dict", True)
-        as_tuple = kwargs.get("return_dict") is False or (kwargs.get("return_dict") is None and not by_default)
-        out = super().forward(*args, **{**kwargs, "return_dict": True})
+        as_tuple = self._loss_return_dict.is_tuple(self, args, kwargs)
+        args, kwargs = self._loss_return_dict.named(args, kwargs)
+        out = super().forward(*args, **kwargs)
         loss = function(self, *(out[name] for name in logits), *values)
         whole = _with_loss(out, loss)
         return whole.to_tuple() if as_tuple else whole

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -12,7 +13,38 @@ from shardcore.comm.collectives import gather_from_tp
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 
-__all__ = ["GathersOutputs"]
+__all__ = ["GathersOutputs", "ReturnDict"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnDict:
+    """The argument ``return_dict`` of a forward, wherever it stands.
+
+    Attributes:
+        position: among the positional arguments; -1 where it is given by keyword only.
+    """
+
+    position: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ReturnDict:
+        """Look it up in the signature of a module that is not swapped yet."""
+        names = list(inspect.signature(module.forward).parameters)
+        return cls(names.index("return_dict") if "return_dict" in names else -1)
+
+    def is_tuple(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether a call of ``module`` returns a tuple; its configuration decides where the caller does not."""
+        wish = args[self.position] if self._is_in(args) else kwargs.get("return_dict")
+        return not (getattr(getattr(module, "config", None), "return_dict", True) if wish is None else wish)
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the same call for named outputs."""
+        if self._is_in(args):
+            return (*args[: self.position], True, *args[self.position + 1 :]), dict(kwargs)
+        return args, {**kwargs, "return_dict": True}
+
+    def _is_in(self, args: tuple[Any, ...]) -> bool:
+        return 0 <= self.position < len(args)
 
 
 class GathersOutputs(SwappedModule):
@@ -31,6 +63,7 @@ class GathersOutputs(SwappedModule):
 
     _dims: tuple[tuple[str, int, int], ...]
     _places: tuple[str, ...]
+    _return_dict: ReturnDict
     _shard_context: ShardContext
 
     @classmethod
@@ -44,18 +77,18 @@ class GathersOutputs(SwappedModule):
         **options: Any,
     ) -> Self:
         """See `SwappedModule.adopt`."""
+        return_dict = ReturnDict.of(module)
         new = super().adopt(module, context)
         new._dims = dims
         new._places = places
+        new._return_dict = return_dict
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward and gather what it captured."""
-        by_default = getattr(getattr(self, "config", None), "return_dict", True)
-        wish = kwargs.get("return_dict")
-        as_tuple = not (by_default if wish is None else wish)
+        as_tuple = self._return_dict.is_tuple(self, args, kwargs)
         if as_tuple:
-            kwargs["return_dict"] = True
+            args, kwargs = self._return_dict.named(args, kwargs)
         out = super().forward(*args, **kwargs)
         for name, dim, size in self._dims:
             captured = out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import gradient_errors, parameter_errors, whole
-from shardcore.testing.subject import Subject, flat
+from shardcore.testing.subject import Subject, adamw, flat
 
 __all__ = ["captured", "saving", "state"]
 
@@ -88,7 +88,7 @@ def _checkpoint(s: Subject, ledger: Ledger) -> None:
     """Save in the middle of a training, and go on unsharded and sharded: the next step is the unsharded model's."""
     reference, model = s.twins()
     untrained = copy.deepcopy(reference)
-    wanted, optimizer = _adamw(reference), _adamw(model)
+    wanted, optimizer = adamw(reference), adamw(model)
     _step(s, reference, wanted, 0)
     _step(s, model, optimizer, 0)
     with _folder(s) as folder:
@@ -97,7 +97,7 @@ def _checkpoint(s: Subject, ledger: Ledger) -> None:
         loaded = {"unsharded": _other(untrained), f"tp {s.tp}": s.shard(_other(untrained))}
         for name, into in loaded.items():
             with ledger.place(f"continued {name}"):
-                own = _adamw(into)
+                own = adamw(into)
                 states = get_state_dict(into, own)
                 read: dict[str, Any] = {"model": states[0], "optimizer": states[1]}
                 load(read, checkpoint_id=folder)
@@ -109,10 +109,6 @@ def _checkpoint(s: Subject, ledger: Ledger) -> None:
         _step(s, into, own, 1)
         with ledger.place(f"one step later, {name}"):
             ledger.errors(parameter_errors(reference, into))
-
-
-def _adamw(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def _step(s: Subject, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -14,7 +14,7 @@ from shardcore.testing.checks_plan import checkpointing
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Collectives, calls_of_leaves
 from shardcore.testing.parity import gradient_errors, parameter_errors, whole
-from shardcore.testing.subject import Subject, flat
+from shardcore.testing.subject import Subject, adamw, flat
 
 __all__ = ["communication", "options", "recomputation", "training"]
 
@@ -25,7 +25,7 @@ def training(s: Subject, ledger: Ledger, *, steps: int = 2) -> None:
     _names(s, ledger, reference, model)
     _ties(ledger, reference, model)
     _evaluate(s, ledger, reference, model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)]
+    optimizers = [adamw(m) for m in (reference, model)]
     for step in range(steps):
         for micro in range(2):
             with ledger.place(f"step {step}"):

@@ -24,7 +24,7 @@ from shardcore.policy import Policy
 from shardcore.registry import GROUP, Registry, default_registry
 from shardcore.testing.cases import Case
 
-__all__ = ["Subject", "cases_of", "flat", "meta_copy", "registry_of"]
+__all__ = ["Subject", "adamw", "cases_of", "flat", "meta_copy", "registry_of"]
 
 Value = TypeVar("Value")
 
@@ -160,6 +160,15 @@ class Subject:
 
 def _item(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer whose steps are compared.
+
+    Its eps lies far above rounding errors. Otherwise a parameter without a true gradient (a key bias) moves by nothing
+    but them: as far as any other, and in another direction wherever a softmax in float32 rounds otherwise.
+    """
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
 def flat(out: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
