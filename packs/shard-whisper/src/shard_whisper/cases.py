@@ -80,15 +80,16 @@ def hidden_loss(out: Any) -> Tensor:
     return (hidden * weights).sum()
 
 
+_HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 _ATTENTION = {"attn_implementation": ("sdpa", "eager")}
 _LAYER = ("self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2")
-_CAPTURED = Supports(captured=("decoder_attentions", "cross_attentions", "decoder_hidden_states", "encoder_attentions"))
-_REFUSED = ({"encoder_attention_heads": 7, "decoder_attention_heads": 7, "d_model": 56},)
+_STACKS = ("decoder_attentions", "cross_attentions", "decoder_hidden_states", "encoder_attentions")
+_REFUSED = ({"d_model": 56, **dict.fromkeys(_HEADS, 7)},)
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
     settings: dict[str, Any] = {
-        "build": partial(build, kind),
+        "build": partial(build, kind, **fields.pop("usual", {})),
         "inputs": inputs,
         "outputs": ("logits",),
         "options": _ATTENTION,
@@ -101,26 +102,25 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
 
 def cases() -> list[Case]:
     """Return a case for every class, and one with the six heads of the smallest pretrained model."""
-    six = partial(build, "WhisperForConditionalGeneration", d_model=48, **dict.fromkeys(_HEADS, 6))
-    weighted = partial(build, "WhisperForAudioClassification", use_weighted_layer_sum=True)
-    sound = Supports(captured=("attentions",))
-    text = Supports(captured=("attentions", "cross_attentions", "hidden_states"))
-    decoder = {"layers": "model.decoder.layers", "collectives": (3, 3)}
+    six: dict[str, Any] = {"usual": {"d_model": 48, **dict.fromkeys(_HEADS, 6)}}
+    speech = Supports(captured=_STACKS, generation=True)
+    few = Supports(captured=_STACKS, generation=True, tensor_parallel=(1, 2, 3))
+    text = Supports(captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
+    sound = Supports(captured=("attentions", "hidden_states"))
+    decoder: dict[str, Any] = {"layers": "model.decoder.layers", "collectives": (3, 3)}
+    bare: dict[str, Any] = {"loss": hidden_loss, "outputs": ("encoder_last_hidden_state",)}
+    # Its weights of the layers fit one number of layers: as a case of its own it could not lose one.
+    weighted = {**_ATTENTION, "use_weighted_layer_sum": (False, True)}
     return [
-        _case("speech_to_text", "WhisperForConditionalGeneration", supports=_CAPTURED, **decoder),
-        _case("six_heads", "", build=six, supports=Supports(tensor_parallel=(1, 2, 3)), **decoder),
-        _case(
-            "model",
-            "WhisperModel",
-            loss=hidden_loss,
-            outputs=("encoder_last_hidden_state",),
-            layers="decoder.layers",
-            collectives=(3, 3),
-        ),
+        _case("speech_to_text", "WhisperForConditionalGeneration", supports=speech, **decoder),
+        _case("six_heads", "WhisperForConditionalGeneration", supports=few, **six, **decoder),
+        _case("model", "WhisperModel", **bare, **{**decoder, "layers": "decoder.layers"}),
         _case("causal_lm", "WhisperForCausalLM", supports=text, **decoder),
-        _case("audio_classification", "WhisperForAudioClassification", supports=sound, layers="encoder.layers"),
-        _case("weighted_layers", "", build=weighted, supports=sound, layers="encoder.layers"),
+        _case(
+            "audio_classification",
+            "WhisperForAudioClassification",
+            supports=sound,
+            options=weighted,
+            layers="encoder.layers",
+        ),
     ]
-
-
-_HEADS = ("encoder_attention_heads", "decoder_attention_heads")

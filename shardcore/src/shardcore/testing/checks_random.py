@@ -162,10 +162,12 @@ def _cache(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) 
 
 
 def _heads(out: Any) -> list[int]:
+    """Return the number of heads in every layer of a cache; of both its caches, if it has one for another sequence."""
     cache = getattr(out, "past_key_values", None)
-    cache = getattr(cache, "self_attention_cache", cache)
-    layers = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-    return [keys.shape[1] for keys in layers if isinstance(keys, Tensor)]
+    both = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
+    layers = [layer for one in (both if all(both) else [cache]) for layer in getattr(one, "layers", ())]
+    keys = [getattr(layer, "keys", None) for layer in layers]
+    return [held.shape[1] for held in keys if isinstance(held, Tensor) and held.ndim == 4]
 
 
 def _sampling(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) -> None:
