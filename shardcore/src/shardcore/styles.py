@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, SharedRandom, VocabEmbedding
+from shardcore.nn import ColumnLinear, Replicated, RowLinear, SharedNumpy, SharedRandom, VocabEmbedding
 from shardcore.policy import HeadCounts, Row
 from shardcore.region_rows import EnterArgRow, Fused, RegionRow
 from shardcore.rows import (
@@ -51,6 +51,7 @@ __all__ = [
     "replicate",
     "row",
     "segments",
+    "shared_numpy",
     "shared_rng",
     "vocab",
     "when_divisible",
@@ -214,6 +215,16 @@ def loss(
 def shared_rng(*names: str, optional: bool = False) -> Row:
     """Modules that draw the same random numbers on all ranks wherever they run (dropping whole samples or paths)."""
     return SwapRow(text=_text("shared_rng", *names), optional=optional, names=names, target=SharedRandom)
+
+
+def shared_numpy(*methods: str) -> Row:
+    """Methods that draw from numpy's global generator (masks of SpecAugment): the same numbers on all ranks.
+
+    They are those of the module that the row is listed under. `shardcore.manual_seed` reaches them, numpy's own seed
+    does not.
+    """
+    text = _text("shared_numpy", *methods)
+    return SwapRow(text=text, names=("",), target=SharedNumpy, options=(("methods", methods),))
 
 
 def when_divisible(size: str, row: Row, *, otherwise: Row) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Row, Stages
-from shardcore.styles import attribute, enter_arg, head, norm, outputs, per_rank, region, replicate, vocab
+from shardcore.styles import attribute, enter_arg, head, norm, outputs, per_rank, region, replicate, shared_numpy, vocab
 
 __all__ = [
     "WhisperForAudioClassificationPolicy",
@@ -14,17 +14,11 @@ __all__ = [
 ]
 
 
-def _attention(name: str, *, also: tuple[str, ...] = ()) -> list[Row]:
+def _attention(name: str, *also: str) -> list[Row]:
     """Return the rows of one attention; encoder and decoder may have different numbers of heads."""
+    columns = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
     return [
-        region(
-            enter=name,
-            arg="hidden_states",
-            also=also,
-            col=(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
-            row=f"{name}.out_proj",
-            heads=f"{name}.num_heads",
-        ),
+        region(enter=name, also=also, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
         attribute(f"{name}.num_heads", per_rank),
         norm(f"{name}_layer_norm"),
     ]
@@ -49,12 +43,11 @@ _DECODER: ModulePolicy = {
         norm("layer_norm"),
         outputs(attentions="heads", cross_attentions="heads", heads="layers.0.self_attn.num_heads"),
     ],
-    "WhisperDecoderLayer": [
-        *_attention("self_attn"),
-        *_attention("encoder_attn", also=("key_value_states",)),
-        *_MLP,
-    ],
+    "WhisperDecoderLayer": [*_attention("self_attn"), *_attention("encoder_attn", "key_value_states"), *_MLP],
 }
+
+#: SpecAugment, with which transformers masks the features in training, draws from numpy.
+_MODEL: ModulePolicy = {"WhisperModel": [shared_numpy("_mask_input_features")]}
 
 
 class WhisperModelPolicy(PretrainedPolicy):
@@ -67,8 +60,8 @@ class WhisperModelPolicy(PretrainedPolicy):
     )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of encoder and decoder."""
-        return {**_ENCODER, **_DECODER}
+        """Return the rows of encoder, decoder and the model around them."""
+        return {**_ENCODER, **_DECODER, **_MODEL}
 
 
 class WhisperForConditionalGenerationPolicy(WhisperModelPolicy):

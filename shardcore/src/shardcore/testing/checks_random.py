@@ -33,7 +33,7 @@ def dropout(s: Subject, ledger: Ledger) -> None:
             return
         kinds: list[dict[str, Any] | None] = [None]
         if s.case.supports.checkpointing:
-            kinds += [{"use_reentrant": False}, {"use_reentrant": True}]
+            kinds += [{"use_reentrant": False}] + [{"use_reentrant": True}] * s.case.supports.reentrant
         for kind in kinds:
             with ledger.place(f"checkpointing {kind}" if kind else "plain"):
                 _replayed(s, ledger, kind)
