@@ -44,7 +44,6 @@ def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
         "suppress_tokens": None,
         "begin_suppress_tokens": None,
         "attn_implementation": "sdpa",
-        "use_cache": False,
         **options,
     }
     model = getattr(transformers, name)(transformers.WhisperConfig(**settings))

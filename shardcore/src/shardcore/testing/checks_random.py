@@ -155,6 +155,7 @@ def _cache(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) 
     """A cache holds the heads of one rank only."""
     way = {**_GREEDY, "use_cache": True, "return_dict_in_generate": True}
     wanted, got = (_heads(m.generate(**prompt, **way)) for m in (reference, model))
+    ledger.true(bool(wanted), "the unsharded model returns no cache of keys: that caches are local is not seen (H18)")
     ledger.true(len(wanted) == len(got), f"the cache has {len(got)} layers, wanted {len(wanted)} (H18)")
     for index, (whole, local) in enumerate(zip(wanted, got, strict=False)):
         part = max(1, whole // s.tp)
