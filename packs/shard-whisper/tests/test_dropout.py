@@ -11,7 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
-from whisper_cases import CHECKPOINTS, build, checkpointing, compare, equal_on_ranks, inputs, loss_of, pair, shard
+from whisper_cases import (
+    CHECKPOINTS,
+    build,
+    checkpointing,
+    compare,
+    equal_on_ranks,
+    inputs,
+    loss_of,
+    pair,
+    policy,
+    shard,
+)
 
 import shardcore
 from shardcore.testing.parity import assert_close, assert_same_gradients
@@ -102,6 +113,17 @@ def _dropped(dropout: float) -> list[list[str]]:
         loss.backward()
     assert all(equal_on_ranks(p.grad.full_tensor()) for p in model.parameters() if p.grad is not None)
     return runs
+
+
+def test_replicas_that_would_drop_other_layers_are_refused():
+    config = shardcore.ShardConfig(tensor_parallel_size=2, data_parallel_size=2)
+    model = build("WhisperForConditionalGeneration", **DROPS)
+    with pytest.raises(shardcore.PlanError) as caught:
+        shardcore.compile_plan(policy(model), model, config)
+    assert [problem.where for problem in caught.value.problems] == ["model.encoder", "model.decoder"]
+    assert "every data-parallel replica would leave out other blocks" in str(caught.value)
+    model = build("WhisperForConditionalGeneration")
+    shardcore.compile_plan(policy(model), model, config)
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS, ids=str)

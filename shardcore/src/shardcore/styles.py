@@ -24,6 +24,7 @@ from shardcore.region_rows import EnterArgRow, Fused, RegionRow
 from shardcore.rows import (
     AttributeRow,
     HeadRow,
+    LayerDropRow,
     LossRow,
     NormRow,
     OutputsRow,
@@ -39,6 +40,7 @@ __all__ = [
     "col",
     "enter_arg",
     "head",
+    "layer_drop",
     "local_groups",
     "local_heads",
     "loss",
@@ -92,6 +94,18 @@ def head(*names: str, bias: str | None = None, optional: bool = False) -> Row:
         optional: they may be absent.
     """
     return HeadRow(text=_text("head", *names, bias=bias), optional=optional, names=names, bias=bias)
+
+
+def layer_drop(name: str) -> Row:
+    """A module that leaves out blocks at random in training (LayerDrop, https://arxiv.org/abs/1909.11556).
+
+    It draws from the stream that all ranks share, so that they leave out the same blocks. Data-parallel replicas draw
+    other numbers and gather parameters block by block: with several of them it is refused.
+
+    Args:
+        name: the attribute with the probability.
+    """
+    return LayerDropRow(text=_text("layer_drop", name), name=name)
 
 
 def norm(*names: str, rms: str | None = None, optional: bool = False) -> Row:
