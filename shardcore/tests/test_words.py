@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from shardcore.styles import (
     attribute,
     enter_arg,
     head,
+    layer_drop,
     loss,
     norm,
     per_rank,
@@ -344,6 +346,30 @@ def test_a_variant_that_is_refused_is_one_problem():
     (problem,) = _problems(Refusing)
     assert problem.startswith("(the model itself): it has layers that cannot be split\n")
     assert "next: build the model without it, or pass shard() a policy of your own" in problem
+
+
+def test_blocks_are_not_left_out_by_replicas():
+    class Dropping(ModelPolicy):
+        name = "layerdrop"
+
+        def module_policy(self):
+            rows = super().module_policy()
+            return {**rows, "Decoder": [*rows["Decoder"], layer_drop(self.name)]}
+
+    class Misnamed(Dropping):
+        name = "layer_drop"
+
+    for rate, dp, said in ((0.5, 1, False), (0.0, 2, False), (0.5, 2, True)):
+        model = _model()
+        model.decoder.layerdrop = rate
+        config = ShardConfig(tensor_parallel_size=2, data_parallel_size=dp)
+        if not said:
+            compile_plan(Dropping, model, config)
+            continue
+        with pytest.raises(PlanError, match=r"Decoder.layerdrop is 0.5: every data-parallel replica would leave out"):
+            compile_plan(Dropping, model, config)
+        compile_plan(Dropping, model, dataclasses.replace(config, inference_only=True))
+    assert any("Decoder has no number 'layer_drop'" in p for p in _problems(Misnamed))
 
 
 def test_a_partly_absent_region_is_a_problem():

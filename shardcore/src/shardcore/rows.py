@@ -18,6 +18,7 @@ from shardcore.steps import FuseNorm, GatherOutputs, OpenRegion, SetAttribute, S
 __all__ = [
     "AttributeRow",
     "HeadRow",
+    "LayerDropRow",
     "LossRow",
     "NormRow",
     "OutputsRow",
@@ -249,6 +250,25 @@ class LossRow(Row):
                 scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")
                 return
         scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=self.labels, logits=self.logits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDropRow(Row):
+    """`shardcore.styles.layer_drop`."""
+
+    name: str
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        kind, rate = type(scope.module).__name__, getattr(scope.module, self.name, None)
+        if not isinstance(rate, int | float):
+            scope.problem(f"{kind} has no number {self.name!r}", "correct the name")
+        elif rate and (scope.config.data_parallel_size or 1) > 1 and not scope.config.inference_only:
+            scope.problem(
+                f"{kind}.{self.name} is {rate}: every data-parallel replica would leave out other blocks in training, "
+                "while their collectives wait for the same block on all of them",
+                f"set {self.name} to 0, or use tensor parallelism alone",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, SharedRandom, VocabEmbedding
+from shardcore.nn import ColumnLinear, Replicated, RowLinear, SharedNumpy, SharedRandom, VocabEmbedding
 from shardcore.policy import HeadCounts, Row
 from shardcore.region_rows import EnterArgRow, Fused, RegionRow
 from shardcore.rows import (
     AttributeRow,
     HeadRow,
+    LayerDropRow,
     LossRow,
     NormRow,
     OutputsRow,
@@ -39,6 +40,7 @@ __all__ = [
     "col",
     "enter_arg",
     "head",
+    "layer_drop",
     "local_groups",
     "local_heads",
     "loss",
@@ -51,6 +53,7 @@ __all__ = [
     "replicate",
     "row",
     "segments",
+    "shared_numpy",
     "shared_rng",
     "vocab",
     "when_divisible",
@@ -91,6 +94,18 @@ def head(*names: str, bias: str | None = None, optional: bool = False) -> Row:
         optional: they may be absent.
     """
     return HeadRow(text=_text("head", *names, bias=bias), optional=optional, names=names, bias=bias)
+
+
+def layer_drop(name: str) -> Row:
+    """A module that leaves out blocks at random in training (LayerDrop, https://arxiv.org/abs/1909.11556).
+
+    It draws from the stream that all ranks share, so that they leave out the same blocks. Data-parallel replicas draw
+    other numbers and gather parameters block by block: with several of them it is refused.
+
+    Args:
+        name: the attribute with the probability.
+    """
+    return LayerDropRow(text=_text("layer_drop", name), name=name)
 
 
 def norm(*names: str, rms: str | None = None, optional: bool = False) -> Row:
@@ -214,6 +229,16 @@ def loss(
 def shared_rng(*names: str, optional: bool = False) -> Row:
     """Modules that draw the same random numbers on all ranks wherever they run (dropping whole samples or paths)."""
     return SwapRow(text=_text("shared_rng", *names), optional=optional, names=names, target=SharedRandom)
+
+
+def shared_numpy(*methods: str) -> Row:
+    """Methods that draw from numpy's global generator (masks of SpecAugment): the same numbers on all ranks.
+
+    They are those of the module that the row is listed under. `shardcore.manual_seed` reaches them, numpy's own seed
+    does not.
+    """
+    text = _text("shared_numpy", *methods)
+    return SwapRow(text=text, names=("",), target=SharedNumpy, options=(("methods", methods),))
 
 
 def when_divisible(size: str, row: Row, *, otherwise: Row) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import kit_net
@@ -564,6 +565,20 @@ def build_at_random(**options: Any) -> Net:
 
 _OTHER = torch.Generator()
 _OTHER.seed()
+
+
+class Forgetful(Net):
+    """H18: it does not return the cache that it generates with."""
+
+    def generate(self, *args: Any, return_dict_in_generate: bool = False, **kwargs: Any) -> Any:
+        tokens = super().generate(*args, **kwargs)
+        return SimpleNamespace(sequences=tokens) if return_dict_in_generate else tokens
+
+
+def build_without_cache(**options: Any) -> Net:
+    model = kit_net.build(**options)
+    model.__class__ = Forgetful
+    return model
 
 
 def same_inputs(model: Any, seed: int) -> dict[str, Tensor]:

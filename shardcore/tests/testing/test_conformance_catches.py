@@ -101,6 +101,8 @@ CASES = [
     ({"refuses": ({"heads": 8},)}, {}, "refusals", "it was sharded"),
     ({"supports": Supports(generation=False)}, {}, "closed", "generation is not supported, but it did not raise"),
     ({"supports": Supports(checkpointing=False)}, {}, "closed", "checkpointing is not supported, but"),
+    ({"supports": Supports(reentrant=False)}, {}, "closed", "reentrant checkpointing is not supported, but"),
+    ({"build": wrong.build_without_cache}, {}, "generation", "returns no cache of keys"),
     ({"supports": Supports(captured=("states",))}, {}, "captured", ""),
     ({"collectives": (2, 5)}, {}, "communication", "costs 3 collectives forward, and 2 are allowed"),
     ({"layers": "decoder.norm"}, {}, "communication", ""),

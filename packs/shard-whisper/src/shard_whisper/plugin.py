@@ -11,7 +11,11 @@ _MODELS = ("WhisperModel", "WhisperForConditionalGeneration", "WhisperForAudioCl
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve Whisper and its heads."""
-    return [PolicySpec(target=f"{_WHISPER}.{name}", policy=f"shard_whisper.policy:{name}Policy") for name in _MODELS]
+    specs = []
+    for name in _MODELS:
+        module = "policy" if name == "WhisperModel" else "heads"
+        specs.append(PolicySpec(target=f"{_WHISPER}.{name}", policy=f"shard_whisper.{module}:{name}Policy"))
+    return specs
 
 
 @hookimpl

@@ -17,7 +17,7 @@ from shardcore.nn.recompute import Recomputed
 from shardcore.nn.region import Region
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
-from shardcore.nn.shared_random import SharedRandom
+from shardcore.nn.shared_random import SharedNumpy, SharedRandom
 
 __all__ = [
     "ColumnLinear",
@@ -32,6 +32,7 @@ __all__ = [
     "RowLinear",
     "Segments",
     "ShardedModel",
+    "SharedNumpy",
     "SharedRandom",
     "Split",
     "StreamGuarded",

@@ -21,6 +21,7 @@ class Supports:
         tensor_parallel: the sizes at which the case is compared.
         dropout: the case can be built with dropout.
         checkpointing: ``gradient_checkpointing_enable`` works.
+        reentrant: it works with ``use_reentrant=True`` too; otherwise a backward with it raises.
         generation: ``generate`` works.
         captured: outputs that can be asked for: ``attentions``, ``hidden_states``, ``cross_attentions``, ...
         save_pretrained: the model saves itself as an unsharded checkpoint.
@@ -30,6 +31,7 @@ class Supports:
     tensor_parallel: tuple[int, ...] = (1, 2, 4)
     dropout: bool = True
     checkpointing: bool = True
+    reentrant: bool = True
     generation: bool = False
     captured: tuple[str, ...] = ()
     save_pretrained: bool = True

@@ -134,6 +134,14 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
         yield "flash_attention", lambda: s.plan(s.build(), device_type="cuda", enable_flash_attention=True)
     if not supports.checkpointing:
         yield "checkpointing", lambda: checkpointing(s.shard(s.build()), {"use_reentrant": False})
+    elif not supports.reentrant:
+
+        def recompute() -> None:
+            model = s.shard(s.build())
+            checkpointing(model, {"use_reentrant": True})
+            s.loss(model.train()(**s.inputs(model))).backward()
+
+        yield "reentrant checkpointing", recompute
     if not supports.generation:
 
         def generate() -> None:

@@ -33,7 +33,7 @@ def dropout(s: Subject, ledger: Ledger) -> None:
             return
         kinds: list[dict[str, Any] | None] = [None]
         if s.case.supports.checkpointing:
-            kinds += [{"use_reentrant": False}, {"use_reentrant": True}]
+            kinds += [{"use_reentrant": False}] + [{"use_reentrant": True}] * s.case.supports.reentrant
         for kind in kinds:
             with ledger.place(f"checkpointing {kind}" if kind else "plain"):
                 _replayed(s, ledger, kind)
@@ -155,6 +155,7 @@ def _cache(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) 
     """A cache holds the heads of one rank only."""
     way = {**_GREEDY, "use_cache": True, "return_dict_in_generate": True}
     wanted, got = (_heads(m.generate(**prompt, **way)) for m in (reference, model))
+    ledger.true(bool(wanted), "the unsharded model returns no cache of keys: that caches are local is not seen (H18)")
     ledger.true(len(wanted) == len(got), f"the cache has {len(got)} layers, wanted {len(wanted)} (H18)")
     for index, (whole, local) in enumerate(zip(wanted, got, strict=False)):
         part = max(1, whole // s.tp)
@@ -162,10 +163,12 @@ def _cache(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) 
 
 
 def _heads(out: Any) -> list[int]:
+    """Return the number of heads in every layer of a cache; of both its caches, if it has one for another sequence."""
     cache = getattr(out, "past_key_values", None)
-    cache = getattr(cache, "self_attention_cache", cache)
-    layers = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-    return [keys.shape[1] for keys in layers if isinstance(keys, Tensor)]
+    both = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
+    layers = [layer for one in (both if all(both) else [cache]) for layer in getattr(one, "layers", ())]
+    keys = [getattr(layer, "keys", None) for layer in layers]
+    return [held.shape[1] for held in keys if isinstance(held, Tensor) and held.ndim == 4]
 
 
 def _sampling(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from shardcore.testing.subject import Subject, adamw, flat
 
 __all__ = ["captured", "saving", "state"]
 
+#: What tells apart the captured outputs of several stacks, all of which one argument asks for.
+_STACK = re.compile("^(encoder|decoder|cross)_")
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -160,8 +163,7 @@ def captured(s: Subject, ledger: Ledger) -> None:
         if "eager" in s.case.options.get("attn_implementation", ()):  # other attentions return no weights
             options["attn_implementation"] = "eager"
         reference, model = s.twins(**options)
-        asked = {f"output_{name.removeprefix('cross_').split('.')[-1]}": True for name in s.case.supports.captured}
-        asked = dict.fromkeys(dict.fromkeys(asked), True)
+        asked = {f"output_{_STACK.sub('', name)}": True for name in s.case.supports.captured}
         wanted, got = (m(**s.inputs(reference), **asked) for m in (reference, model))
         losses = []
         for out in (wanted, got):

@@ -167,6 +167,8 @@ def recomputation(s: Subject, ledger: Ledger) -> None:
             ledger.closed("checkpointing")
             return
         for kind, arguments, when in _WAYS:
+            if arguments["use_reentrant"] and not s.case.supports.reentrant:
+                continue  # the check of what is closed tries it
             with ledger.place(f"{kind}, enabled {when} sharding"):
                 _recompute(s, ledger, arguments, when)
 

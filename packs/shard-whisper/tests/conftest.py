@@ -1,0 +1,18 @@
+"""Makes `whisper_cases` importable, here and in the workers of the pool, which inherit the search path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def listener(tmp_path_factory):
+    """The folder of a Whisper that understands the speech of `whisper_cases`."""
+    from whisper_cases import trained
+
+    folder = tmp_path_factory.mktemp("listener")
+    trained().save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,131 @@
+"""What the tests of this pack share: policies, twins, and speech that a tiny Whisper can learn in seconds."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardcore
+from shard_whisper.cases import build, hidden_loss, inputs
+from shard_whisper.plugin import shardcore_policies
+from shardcore.testing.parity import assert_close
+
+#: Before transformers 5 the unsharded model cannot do it (`shard_whisper.cases`).
+REENTRANT = Version(transformers.__version__) >= Version("5")
+#: How gradient checkpointing is turned on, where the unsharded model can do it.
+CHECKPOINTS = [None, {"use_reentrant": False}] + [{"use_reentrant": True}] * REENTRANT
+
+_MELS, _LENGTH, _FRAMES_EACH = 8, 6, 3
+_FIRST = 3  # the token of the lowest tone, after those for padding, start and end
+
+
+def policy(model: Any) -> Any:
+    """Return the pack's policy for the class of ``model``; packs are not installed while they are developed."""
+    name = type(model).__name__
+    (reference,) = (spec.policy for spec in shardcore_policies() if spec.target.endswith(f".{name}"))
+    module, _, found = reference.partition(":")
+    return getattr(importlib.import_module(module), found)
+
+
+def shard(model: Any, **options: Any) -> Any:
+    """Shard ``model`` by the pack's policy; over all ranks along ``tp`` unless told otherwise."""
+    return shardcore.shard(model, policy=policy(model), **(options or {"tp": dist.get_world_size()}))
+
+
+def pair(name: str = "WhisperForConditionalGeneration", **options: Any) -> tuple[Any, Any]:
+    """Return an unsharded model in training mode and its sharded twin."""
+    reference = build(name, **options).double().train()
+    return reference, shard(copy.deepcopy(reference))
+
+
+def loss_of(out: Any) -> Tensor:
+    """Return the model's loss, or one for the bare model."""
+    return out.loss if "loss" in out else hidden_loss(out)
+
+
+def compare(reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), tolerance: float = 1e-9) -> None:
+    """Run both on batches, compare losses and hidden states or logits, run both backwards: gradients add up."""
+    for seed in seeds:
+        batch = inputs(reference, seed)
+        wanted, got = reference(**batch), sharded(**batch)
+        assert type(wanted) is type(got)
+        for name in ("logits", "last_hidden_state", "encoder_last_hidden_state"):
+            if wanted.get(name) is not None:
+                assert_close(wanted[name], got[name], name, tolerance)
+        assert_close(loss_of(wanted), loss_of(got), "loss", tolerance)
+        loss_of(wanted).backward()
+        loss_of(got).backward()
+
+
+def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:
+    """Turn gradient checkpointing on, or off with None, by the name that this transformers has for it."""
+    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if kind is None:
+        getattr(model, f"{prefix}_checkpointing_disable")()
+    else:
+        getattr(model, f"{prefix}_checkpointing_enable")(kind)
+
+
+def equal_on_ranks(tensor: Tensor) -> bool:
+    """Tell whether all ranks hold bit-equal tensors."""
+    mine = tensor.detach().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return all(torch.equal(parts[0], part) for part in parts)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented  # so that what DTensor does inside is seen
+        self.count += func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> int:
+        """Return the number of collectives since the last time, and start again."""
+        count, self.count = self.count, 0
+        return count
+
+
+def speech(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return mel features (rows, mels, frames) of tones over some noise, and the tokens (rows, 6) that they spell.
+
+    No token comes twice in a row of tokens, so that a model which repeats itself cannot be right.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tones = torch.stack([torch.randperm(_MELS, generator=generator)[:_LENGTH] for _ in range(rows)])
+    heard = torch.nn.functional.one_hot(tones.repeat_interleave(_FRAMES_EACH, 1), _MELS).mT  # (rows, mels, 18)
+    features = torch.randn(rows, _MELS, 20, generator=generator) * 0.1
+    features[:, :, : heard.shape[2]] += heard
+    return features.to(dtype), tones + _FIRST
+
+
+def trained(steps: int = 250) -> Any:
+    """Return a Whisper that has learnt, unsharded, to write down what the tones spell."""
+    torch.manual_seed(0)
+    model = build("WhisperForConditionalGeneration", init_std=0.1).train()
+    model.apply(model._init_weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    ends = torch.full((32, 1), model.config.eos_token_id)
+    for step in range(steps):
+        features, tokens = speech(32, 1000 + step)
+        model(input_features=features, labels=torch.cat([tokens, ends], 1)).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()
