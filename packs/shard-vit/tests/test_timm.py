@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from vit_cases import case, equal_on_ranks, pair, policy, shard, step_beside, train_beside
 
 import shardcore
-from shard_vit.cases import images, weighted_mean
+from shard_vit.cases import images, weighted_sum
 from shardcore.comm.reads import local_tensor
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
@@ -199,7 +199,7 @@ def _drop_path() -> None:
                 path.register_forward_hook(lambda module, args, out: dropped.append((out == 0).all(-1).all(-1)))
     masks = []
     for seed in range(3):
-        weighted_mean(model(images(16, seed, rows=8))).backward()
+        weighted_sum(model(images(16, seed, rows=8))).backward()
         masks.append(torch.stack(dropped))
         dropped.clear()
         assert equal_on_ranks(masks[-1].to(torch.int8))
@@ -228,7 +228,7 @@ def _distilled() -> None:
         for mine, theirs in zip(wanted, got, strict=True):  # of the class and of the distillation token
             assert_close(mine, theirs, "logits")
         for out in (wanted, got):
-            weighted_mean(*out).backward()
+            weighted_sum(*out).backward()
     assert_same_gradients(reference, model)
     assert type(model).__name__ == "VisionTransformerDistilled"
 
@@ -260,7 +260,7 @@ def _bfloat16() -> None:
         outs = [m(images(16, 0).bfloat16()) for m in (reference, model)]
         assert_close(*outs, "logits", 0.03)
         for out in outs:
-            weighted_mean(out.float()).backward()
+            weighted_sum(out.float()).backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
         assert_same_gradients(reference, model, 0.05)
 
@@ -276,5 +276,5 @@ def _dynamic() -> None:
         wanted, got = (m(images(size, 1)) for m in (reference, model))
         assert_close(wanted, got, "logits")
         for out in (wanted, got):
-            weighted_mean(out).backward()
+            weighted_sum(out).backward()
     assert_same_gradients(reference, model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vit_cases import case, pair, shard, step_beside, tensors, train_beside
 
-from shard_vit.cases import images, weighted_mean
+from shard_vit.cases import images, weighted_sum
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 CASES = ("model", "image_classification", "masked_image_modeling")
@@ -38,7 +38,7 @@ def _larger() -> None:
     assert wanted.last_hidden_state.shape[1] == 101
     assert_close(wanted.last_hidden_state, got.last_hidden_state, "last_hidden_state")
     for out in (wanted, got):
-        weighted_mean(out.last_hidden_state).backward()
+        weighted_sum(out.last_hidden_state).backward()
     assert_same_gradients(reference, model)
 
 
@@ -57,6 +57,6 @@ def _bfloat16(name: str) -> None:
         assert theirs.dtype == mine.dtype
         assert_close(mine, theirs, label, 0.03)
     for out in outs:
-        weighted_mean(*(t.float() for label, t in tensors(out) if label != "loss")).backward()
+        weighted_sum(*(t.float() for label, t in tensors(out) if label != "loss")).backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
     assert_same_gradients(reference, model, 0.05)

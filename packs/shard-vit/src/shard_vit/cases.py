@@ -16,7 +16,7 @@ __all__ = ["build_timm", "build_vit", "cases"]
 
 #: What becomes of the keyword ``dropout``.
 _VIT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_TIMM_DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+_TIMM_DROPOUTS = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -87,21 +87,20 @@ def _timm_inputs(model: Any, seed: int) -> dict[str, Tensor]:
     return {"x": images(model.patch_embed.img_size[0], seed)}
 
 
-def weighted_mean(*tensors: Tensor) -> Tensor:
-    """Return a mean of everything in ``tensors`` with fixed random weights: a loss that sees each of them.
-
-    Not a sum: gradients then stay below 1, as those of the losses that models compute themselves.
-    """
+def weighted_sum(*tensors: Tensor) -> Tensor:
+    """Return a sum of everything in ``tensors`` with fixed random weights: a loss that sees each of them."""
     generator = torch.Generator().manual_seed(7)
-    return torch.stack([(t * torch.randn(t.shape, generator=generator).to(t.dtype)).mean() for t in tensors]).sum()
+    return torch.stack([(t * torch.randn(t.shape, generator=generator).to(t.dtype)).sum() for t in tensors]).sum()
 
 
 def _loss_of_states(out: Any) -> Tensor:
-    return weighted_mean(out.last_hidden_state, out.pooler_output)
+    # Of a mean, as the losses that models compute themselves: of a sum, all gradients would be large.
+    states = (out.last_hidden_state, out.pooler_output)
+    return weighted_sum(*(t / t.numel() for t in states))
 
 
 def _loss_of_logits(out: Tensor) -> Tensor:
-    return weighted_mean(out)
+    return weighted_sum(out)
 
 
 def cases() -> list[Case]:
