@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardcore
 
-SENTENCES = 64
+SENTENCES = 200
 
 
 @functools.cache
