@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -143,8 +143,20 @@ def device_type_here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-#: Default process group -> the meshes over all its ranks, by device type and shape.
-_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[str, tuple[int, ...]], DeviceMesh]] = WeakKeyDictionary()
+class _SharedMeshes:
+    """The meshes over all ranks of one default process group, by device type and shape; the next group starts anew."""
+
+    def __init__(self) -> None:
+        self._of: ReferenceType[ProcessGroup] | None = None
+        self._known: dict[tuple[str, tuple[int, ...]], DeviceMesh] = {}
+
+    def of(self, world: ProcessGroup) -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:
+        if self._of is None or self._of() is not world:
+            self._of, self._known = ref(world), {}  # a mesh holds its groups, and they their threads
+        return self._known
+
+
+_shared = _SharedMeshes()
 
 
 def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
@@ -153,7 +165,7 @@ def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
     Every rank of the default process group has to call this. Models that are sharded alike share one mesh: each new one
     would cost four process groups, with their threads and connections.
     """
-    known = _meshes.setdefault(_default_group(), {})
+    known = _shared.of(_default_group())
     key = device_type_of(), tuple(sizes.get(axis, 1) for axis in AXES)
     if key not in known:
         known[key] = init_device_mesh(*key, mesh_dim_names=AXES)
@@ -162,7 +174,7 @@ def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
 
 def shared_groups() -> set[ProcessGroup]:
     """Return the process groups of the meshes that `build_mesh` keeps for the default process group."""
-    return {group for mesh in _meshes.get(_default_group(), {}).values() for group in mesh.get_all_groups()}
+    return {group for mesh in _shared.of(_default_group()).values() for group in mesh.get_all_groups()}
 
 
 def _default_group() -> ProcessGroup:

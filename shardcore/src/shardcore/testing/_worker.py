@@ -55,7 +55,7 @@ class Worker:
                 return
             task: Task | Join = pickle.loads(message)
             reply = self._answer(task)
-            gc.collect(1)  # generation 2 holds all of torch and costs more than most tests
+            gc.collect()  # a group that nobody holds ends its threads; cheap, as `_freeze` leaves torch out
             sys.stdout.flush()
             sys.stderr.flush()
             self.connection.send_bytes(pickle.dumps(reply))
