@@ -41,7 +41,7 @@ def test_stages_under_a_head():
     stages = Stages(first="embed", blocks="layers", last=("norm",), everywhere=("rotary", "mask"))
     assert stages.under("model", then=("drop", "head")) == Stages(
         first=("model.embed",),
-        blocks="model.layers",
+        blocks=("model.layers",),
         last=("model.norm", "drop", "head"),
         everywhere=("model.rotary", "model.mask"),
     )
