@@ -70,7 +70,8 @@ def add_cell(cell: Cell) -> None:
     """Make the sessions of one cell of the matrix."""
 
     def test(session: nox.Session, *, quick: bool = not cell.whole) -> None:
-        suite_of(session, cell.pack, cell.environment, f"{cell.library} {cell.release}", quick=quick).run()
+        against = f"{cell.library} {cell.release}"
+        suite_of(session, cell.pack, cell.environment, against, quick=quick, select=cell.select).run()
 
     kind = "whole kit" if cell.whole else "sizes 1 and 2"
     test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kind}."
@@ -238,7 +239,9 @@ class Suite:
         self.session.run(self.python, "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
 
 
-def suite_of(session: nox.Session, pack: Pack, environment: Environment, against: str, *, quick: bool) -> Suite:
+def suite_of(
+    session: nox.Session, pack: Pack, environment: Environment, against: str, *, quick: bool, select: str = ""
+) -> Suite:
     """Return the suite of a pack."""
     return Suite(
         session,
@@ -249,5 +252,5 @@ def suite_of(session: nox.Session, pack: Pack, environment: Environment, against
         [CORE / "src", pack.folder],
         against=against,
         data=pack.data,
-        options=["--quick"] if quick else [],
+        options=[*(["--quick"] if quick else []), *(["-k", select] if select else [])],
     )
