@@ -78,7 +78,7 @@ class Cell:
         environment: where the tests run.
         whole: the whole conformance kit; else sizes 1 and 2 only.
         tags: ``matrix``, the pack's name, and ``oldest`` or ``newest``.
-        select: which tests, as an expression of pytest; all of them if empty. A library that has environments of its own
+        select: which tests, as an expression of pytest; all if empty. A library that has environments of its own
             selects what names it, and whether each policy has a case; the rest runs in the others.
     """
 
