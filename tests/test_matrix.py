@@ -114,6 +114,16 @@ def test_results_are_kept_and_a_run_is_resumed(tmp_path):
     assert "- shard-two, 1 skipped: closed" in table
 
 
+def test_reasons_of_the_kit_are_counted_together(tmp_path):
+    results = Results(tmp_path)
+    skipped = {"closed for model at tp 2: generation": 2, "closed for masked_lm at tp 4: generation": 1, "no timm": 1}
+    results.write(Result(name="one", suite="shard-one", skipped=skipped))
+    assert results.table().splitlines()[-2:] == [
+        "- shard-one, 3 skipped: closed by a case: generation",
+        "- shard-one, 1 skipped: no timm",
+    ]
+
+
 def test_releases_are_in_their_order(tmp_path):
     results = Results(tmp_path)
     for release in ("5.10.4", "5.5.4"):
