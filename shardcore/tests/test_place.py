@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch.distributed as dist
@@ -213,3 +214,25 @@ def half_of_the_world():
 
 def test_a_mesh_of_two_axes_over_half_of_the_ranks(pool):
     pool.run(half_of_the_world, world=4, process_group=False)
+
+
+def models_that_share():
+    """Shard models in one default group, then one in the next default group."""
+    dist.init_process_group("gloo")
+    first = shardcore.shard(build(), policy=TinyPolicy, tp=2, dp=2)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    second = shardcore.shard(build(), policy=TinyPolicy, tp=2, dp=2)
+    assert len(dist.distributed_c10d._world.pg_map) == groups  # each would cost four more, with their connections
+    mesh = context_of(first).mesh
+    assert context_of(second).mesh is mesh
+    assert context_of(shardcore.shard(build(), policy=TinyPolicy, tp=4)).mesh is not mesh
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo")
+    reference, third = build(), shardcore.shard(build(), policy=TinyPolicy, tp=2)
+    assert context_of(third).mesh is not mesh
+    _same(reference, third, batch())
+
+
+def test_models_of_one_default_group_share_its_mesh(pool):
+    pool.run(models_that_share, world=4, process_group=False)

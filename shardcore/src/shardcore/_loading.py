@@ -133,10 +133,12 @@ def _load(manager: pluggy.PluginManager, entry_point: importlib_metadata.EntryPo
         if not manager.get_hookcallers(plugin):
             raise PackError(f"{pack.value} implements no hook: wanted a function shardcore_*, marked with hookimpl")
         offers = _offers_of(manager, plugin, pack)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Depending on the release of pluggy, a plugin that fails validation stays registered.
         if manager.has_plugin(registered):
             manager.unregister(name=registered)
+        if isinstance(error, SystemExit):
+            error = PackError(f"{pack.value} tried to end the process, with exit code {error.code!r}")
         return replace(pack, status="broken", error=error)
     return replace(pack, status="loaded", **offers)
 

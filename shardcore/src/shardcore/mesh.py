@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ __all__ = [
     "device_type_here",
     "device_type_of",
     "group_of",
+    "mesh_of_group",
+    "shared_groups",
 ]
 
 #: The axes of the mesh, outermost first: tensor-parallel ranks are neighbours.
@@ -140,13 +143,45 @@ def device_type_here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    """Make the mesh of the default process group with `AXES` of the given ``sizes`` (absent axes have size 1).
+class _SharedMeshes:
+    """The meshes over all ranks of one default process group, by device type and shape; the next group starts anew."""
 
-    Every rank of the default process group has to call this.
+    def __init__(self) -> None:
+        self._of: ReferenceType[ProcessGroup] | None = None
+        self._known: dict[tuple[str, tuple[int, ...]], DeviceMesh] = {}
+
+    def of(self, world: ProcessGroup) -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:
+        if self._of is None or self._of() is not world:
+            self._of, self._known = ref(world), {}  # a mesh holds its groups, and they their threads
+        return self._known
+
+
+_shared = _SharedMeshes()
+
+
+def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    """Return the mesh of the default process group with `AXES` of the given ``sizes`` (absent axes have size 1).
+
+    Every rank of the default process group has to call this. Models that are sharded alike share one mesh: each new one
+    would cost four process groups, with their threads and connections.
     """
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    return init_device_mesh(device_type_of(), shape, mesh_dim_names=AXES)
+    known = _shared.of(_default_group())
+    key = device_type_of(), tuple(sizes.get(axis, 1) for axis in AXES)
+    if key not in known:
+        known[key] = init_device_mesh(*key, mesh_dim_names=AXES)
+    return known[key]
+
+
+def shared_groups() -> set[ProcessGroup]:
+    """Return the process groups of the meshes that `build_mesh` keeps for the default process group."""
+    return {group for mesh in _shared.of(_default_group()).values() for group in mesh.get_all_groups()}
+
+
+def _default_group() -> ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no default process group; call torch.distributed.init_process_group() first")
+    return world
 
 
 def mesh_of_group(group: ProcessGroup) -> DeviceMesh:

@@ -210,7 +210,9 @@ class Registry:
         yield f"  looked for: {', '.join(names)}"
         yield "  installed packs:" if self.packs else "  installed packs: none"
         for pack in self.packs:
-            yield f"    {pack}: {pack.status}" + (f": {in_one_line(pack.error)}" if pack.error else "")
+            said = f": {in_one_line(pack.error)}" if pack.error else ""
+            by = " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS" if pack.status == "blocked" else ""
+            yield f"    {pack}: {pack.status}{by}{said}"
         for spec, pack in (offer for name in names for offer in self._offers.get(name, ())):
             if spec.requires is not None:
                 have = installed(Requirement(spec.requires).name) or "not installed"

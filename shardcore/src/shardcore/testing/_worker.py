@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in the stubs
 
+from shardcore.mesh import shared_groups
 from shardcore.testing._protocol import Failure, Join, Reply, Task
 
 __all__ = ["Worker"]
@@ -34,6 +35,7 @@ class Worker:
         self.connection = connection
         self.store: TCPStore | None = None
         self.joined: dist.ProcessGroup | None = None
+        self.frozen = 0  # number of modules whose objects are frozen
 
     def serve(self) -> None:
         """Say that this rank is ready, and on rank 0 where the store is; answer until the parent closes the connection.
@@ -53,7 +55,7 @@ class Worker:
                 return
             task: Task | Join = pickle.loads(message)
             reply = self._answer(task)
-            gc.collect(1)  # generation 2 holds all of torch and costs more than most tests
+            gc.collect()  # a group that nobody holds ends its threads; cheap, as `_freeze` leaves torch out
             sys.stdout.flush()
             sys.stderr.flush()
             self.connection.send_bytes(pickle.dumps(reply))
@@ -79,6 +81,7 @@ class Worker:
     def _run(self, task: Task) -> Any:
         function = task.function.load()
         args, kwargs, filters = pickle.loads(task.call)
+        self._freeze()
         with _isolated(task.env):
             if not task.grouped:
                 self._leave()
@@ -89,11 +92,17 @@ class Worker:
                     return function(*args, **kwargs)
             finally:
                 _forget_compiled()
-                _forget_meshes()
                 if task.grouped:
                     _destroy_subgroups()
                 else:
                     self._leave()
+
+    def _freeze(self) -> None:
+        """Keep what modules hold out of collections and searches of the heap; a million objects of torch otherwise."""
+        if len(sys.modules) != self.frozen:
+            gc.collect()  # first, else garbage of earlier tasks would never be freed
+            gc.freeze()
+            self.frozen = len(sys.modules)
 
     def _join(self, join: Join) -> None:
         self._leave()
@@ -109,6 +118,7 @@ class Worker:
     def _leave(self) -> None:
         self.joined = None
         if dist.is_initialized():
+            _forget_meshes()
             dist.destroy_process_group()
 
     def _is_joined(self) -> bool:
@@ -116,13 +126,16 @@ class Worker:
 
 
 def _destroy_subgroups() -> None:
-    """Give back the threads and sockets of the groups that a task made, such as those of a device mesh."""
+    """Give back the threads and sockets of the groups that a task made, but for those that all models share."""
     if not dist.is_initialized():
         return
+    kept = {dist.group.WORLD, *shared_groups()}
     # torch has no public list of the groups there are.
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    made = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
+    if made:
+        _forget_meshes()
+    for group in made:
+        dist.destroy_process_group(group)
 
 
 def _forget_compiled() -> None:
@@ -132,7 +145,10 @@ def _forget_compiled() -> None:
 
 
 def _forget_meshes() -> None:
-    """Drop what DTensor remembers of its operations: it holds meshes of this task, equal to those of the next one."""
+    """Drop what DTensor remembers of its operations: it holds meshes, equal to later ones, whose groups end now.
+
+    As long as they live, what is remembered saves much time.
+    """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
