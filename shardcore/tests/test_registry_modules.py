@@ -251,3 +251,21 @@ def test_an_observer_that_raises_is_named(target):
         "leave the pack out with SHARDCORE_DISABLE_PACKS=shard-one:one"
     )
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_pack_that_ends_the_process_hurts_nobody_else(target):
+    install(target, "leaves", "raise SystemExit(3)\n")
+    kernels(target, "works")
+    with pytest.warns(BrokenPackWarning, match="tried to end the process, with exit code 3"):
+        registry = Registry.discover()
+    assert {pack.name: pack.status for pack in registry.packs if pack.name in ("leaves", "works")} == {
+        "leaves": "broken",
+        "works": "loaded",
+    }
+
+
+def test_a_blocked_pack_is_named_with_what_blocks_it(target, monkeypatch):
+    kernels(target, "works")
+    monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "works")
+    with pytest.raises(NoPolicyError, match="blocked by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS"):
+        Registry.discover().resolve(Norm)

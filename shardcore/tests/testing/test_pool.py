@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardcore.testing.pool
+from shardcore.mesh import build_mesh
 from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
 
 QUICK = 15.0  # seconds: a failure is reported long before the 30 s of a collective
@@ -156,6 +157,17 @@ def test_groups_that_a_task_made_are_destroyed(pool):
     first = pool.run(make_subgroup)
     assert len(set(first)) == 1
     assert pool.run(sum_of_ranks) == [(2, 1)] * 2
+
+
+def make_a_mesh():
+    build_mesh({"tp": dist.get_world_size()})
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_groups_of_earlier_tasks_have_no_threads_left(pool):
+    counts = [pool.run(make_a_mesh, world=world)[0] for world in (2, 1) * 5]
+    assert max(counts[-4:]) <= max(counts[:4]), counts
 
 
 def test_a_task_may_destroy_the_default_group(pool):
