@@ -71,7 +71,7 @@ def add_cell(cell: Cell) -> None:
 
     def test(session: nox.Session, *, quick: bool = not cell.whole) -> None:
         against = f"{cell.library} {cell.release}"
-        suite_of(session, cell.pack, cell.environment, against, quick=quick, select=cell.select).run()
+        suite_of(session, cell.pack, cell.environment, against, quick=quick, options=cell.options).run()
 
     kind = "whole kit" if cell.whole else "sizes 1 and 2"
     test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kind}."
@@ -240,7 +240,13 @@ class Suite:
 
 
 def suite_of(
-    session: nox.Session, pack: Pack, environment: Environment, against: str, *, quick: bool, select: str = ""
+    session: nox.Session,
+    pack: Pack,
+    environment: Environment,
+    against: str,
+    *,
+    quick: bool,
+    options: Sequence[str] = (),
 ) -> Suite:
     """Return the suite of a pack."""
     return Suite(
@@ -252,5 +258,5 @@ def suite_of(
         [CORE / "src", pack.folder],
         against=against,
         data=pack.data,
-        options=[*(["--quick"] if quick else []), *(["-k", select] if select else [])],
+        options=[*(["--quick"] if quick else []), *options],
     )

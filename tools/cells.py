@@ -78,8 +78,8 @@ class Cell:
         environment: where the tests run.
         whole: the whole conformance kit; else sizes 1 and 2 only.
         tags: ``matrix``, the pack's name, and ``oldest`` or ``newest``.
-        select: which tests, as an expression of pytest; all if empty. A library that has environments of its own
-            selects what names it, and whether each policy has a case; the rest runs in the others.
+        options: options of pytest. A library that has environments of its own selects what names it, and whether each
+            policy has a case; the rest runs in the others. Tests of what only torch does run at the newest release.
     """
 
     pack: Pack
@@ -88,7 +88,7 @@ class Cell:
     environment: Environment
     whole: bool
     tags: tuple[str, ...]
-    select: str = ""
+    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -135,8 +135,9 @@ def _cell(pack: Pack, library: str, release: str, torch: str) -> Cell:
     pins = (*APART.get(library, (torch,)), f"{library}=={release}", *others)
     environment = Environment(name=f"{library}-{release}", pins=pins)
     tags = (at, "matrix", pack.name)
-    select = f"{library} or every_policy" if library in APART else ""
-    return Cell(pack, library, release, environment, whole=at != "between", tags=tags, select=select)
+    select = ("-k", f"{library} or every_policy") if library in APART else ()
+    leave = ("-m", "not newest") if at != "newest" else ()
+    return Cell(pack, library, release, environment, whole=at != "between", tags=tags, options=(*select, *leave))
 
 
 def lowest(requirements: Iterable[str], library: str) -> str:

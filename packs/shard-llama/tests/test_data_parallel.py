@@ -28,6 +28,8 @@ import shardcore
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, whole
 
+pytestmark = pytest.mark.newest
+
 
 def _share(model: Any, seed: int, parts: int, part: int) -> tuple[Batch, Batch]:
     """Return a whole batch and the part of one replica; with as many real tokens in each, so that means agree."""

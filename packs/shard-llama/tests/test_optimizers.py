@@ -14,6 +14,8 @@ from torch.optim import SGD, Optimizer
 import shardcore
 from shardcore.testing.parity import assert_same_parameters
 
+pytestmark = pytest.mark.newest
+
 
 def _sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)

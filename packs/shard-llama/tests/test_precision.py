@@ -19,6 +19,8 @@ import shardcore
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_close, assert_same_gradients, gradient_errors
 
+pytestmark = pytest.mark.newest
+
 LIMIT = 0.03
 
 

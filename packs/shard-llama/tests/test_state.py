@@ -32,6 +32,8 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore.testing.parity import assert_same_gradients, assert_same_parameters
 
+pytestmark = pytest.mark.newest
+
 # Odd vocabulary, tied; shared KV heads; an intermediate size that divides by no number of ranks.
 OPTIONS = {"vocab_size": 97, "tie_word_embeddings": True, "num_key_value_heads": 2}
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
