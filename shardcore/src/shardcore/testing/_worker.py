@@ -150,9 +150,15 @@ def _forget_meshes() -> None:
     As long as they live, what is remembered saves much time.
     """
     if "torch.distributed.tensor" in sys.modules:
+        # None of them is public.
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor._collective_utils import MeshTopoInfo
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _prefer_loopback() -> None:
