@@ -25,20 +25,12 @@ _PLANNED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "pipeline_stage_manager": ((None,), "0.4", "leave it None"),
     "context_parallel_size": ((None, 1), "0.5", "use tensor and data parallelism"),
     "tensor_parallel_mode": (("1d",), "1.0", "use '1d'"),
-    "enable_sequence_parallelism": ((False,), "0.3", "leave it False"),
-    "sequence_parallelism_mode": ((None,), "0.3", "leave it None"),
+    "sequence_parallelism_mode": ((None, "split_gather"), "0.5", "use 'split_gather'"),
     "enable_sequence_overlap": ((False,), "0.3", "leave it False"),
     "enable_jit_fused": ((None, False, "auto"), "0.3", "leave it None, or call torch.compile on the sharded model"),
     "parallel_output": ((False,), "0.3", "leave it False (gather_output=True): logits are whole on every rank"),
     "fp8_communication": ((False,), "0.5", "leave it False"),
     "make_vocab_size_divisible_by": ((None,), "0.5", "leave it None: a vocabulary of any size is split unevenly"),
-}
-
-# Single values that come later than the rest of their field.
-_PLANNED_LATER = {
-    ("sequence_parallelism_mode", "ring"): "0.5",
-    ("sequence_parallelism_mode", "all_to_all"): "0.5",
-    ("sequence_parallelism_mode", "ring_attn"): "0.5",
 }
 
 # Values that a field can have at all, where that is a short list.
@@ -110,10 +102,9 @@ def _check_kinds(config: ShardConfig) -> None:
 def _check_planned(config: ShardConfig) -> None:
     for name, (works, release, instead) in _PLANNED.items():
         if (value := getattr(config, name)) not in works:
-            when = _PLANNED_LATER.get((name, str(value)), release)
             raise NotSupportedError(
                 f"ShardConfig.{name}={value!r} is not supported by shardcore {shardcore.__version__}; it is planned "
-                f"for release {when}. Until then: {instead}."
+                f"for release {release}. Until then: {instead}."
             )
 
 
@@ -128,6 +119,11 @@ def _check_contradictions(config: ShardConfig) -> None:
         raise ConfigError(
             f"ShardConfig.enable_tensor_parallelism=False contradicts tensor_parallel_size="
             f"{config.tensor_parallel_size}; leave the size None"
+        )
+    if config.sequence_parallelism_mode is not None and not config.enable_sequence_parallelism:
+        raise ConfigError(
+            f"ShardConfig.sequence_parallelism_mode={config.sequence_parallelism_mode!r} without "
+            "enable_sequence_parallelism=True says nothing; give both or neither"
         )
     if config.inference_only and config.gradient_checkpoint_config is not None:
         raise ConfigError(

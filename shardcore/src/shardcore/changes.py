@@ -22,9 +22,14 @@ from shardcore.nn import (
     Layout,
     Recomputed,
     Region,
+    Replicated,
     RowLinear,
     SwappedModule,
     TakesLoss,
+    TokenBlock,
+    TokenEnd,
+    TokenSplit,
+    TokenStack,
 )
 from shardcore.nn.base import with_methods
 from shardcore.nn.dropout import DropoutSites
@@ -42,6 +47,7 @@ from shardcore.steps import (
     ReplaceModule,
     ReplaceParameters,
     SetAttribute,
+    SplitTokens,
     Step,
     Swap,
     TakeLoss,
@@ -156,8 +162,8 @@ def _(step: SetAttribute, model: nn.Module, context: ShardContext) -> Commit:
 
 @prepare.register
 def _(step: GatherOutputs, model: nn.Module, context: ShardContext) -> Commit:
-    module = model.get_submodule(step.path)
-    return functools.partial(_adopt, GathersOutputs, module, context, {"dims": step.dims, "places": step.places})
+    options = {"dims": step.dims, "by_tokens": step.by_tokens, "places": step.places}
+    return functools.partial(_adopt, GathersOutputs, model.get_submodule(step.path), context, options)
 
 
 @prepare.register
@@ -192,6 +198,34 @@ def _(step: EnterArgument, model: nn.Module, context: ShardContext) -> Commit:
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
     return commit
+
+
+@prepare.register
+def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
+    blocks = [model.get_submodule(path) for path in step.blocks]
+    stack, end = model.get_submodule(step.path), model.get_submodule(step.end)
+
+    def commit() -> None:
+        tokens = TokenSplit(context)
+        for path, module in model.named_modules():
+            above = not path or f"{step.path}.".startswith(f"{path}.")
+            if step.covers(path) or (above and isinstance(module, GathersOutputs)):
+                _bind(module, tokens)
+        TokenStack.adopt(stack, context, tokens=tokens)
+        for block in blocks:
+            TokenBlock.adopt(block, context, tokens=tokens, argument=step.argument)
+        TokenEnd.adopt(end, context, tokens=tokens)
+
+    return commit
+
+
+def _bind(module: nn.Module, tokens: TokenSplit) -> None:
+    """Let everything at a module that depends on the number of tokens ask ``tokens``."""
+    if isinstance(module, RowLinear | Replicated | GathersOutputs):
+        module.__dict__["tokens"] = tokens
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, Region):
+            hook.tokens = tokens
 
 
 @prepare.register

@@ -119,8 +119,10 @@ class ShardConfig:
             reason where it is impossible; ``"auto"`` takes it where it is possible.
         enable_fused_normalization: torch's fused norms. True raises where a norm has none; ``"auto"`` leaves it alone.
         enable_jit_fused: bias-gelu and bias-dropout-add as compiled functions; True from 0.3.
-        enable_sequence_parallelism: activations are split along the sequence outside regions; from 0.3.
-        sequence_parallelism_mode: how; ``"split_gather"`` from 0.3, ``"all_to_all"`` and ``"ring_attn"`` later.
+        enable_sequence_parallelism: activations are split along the sequence outside regions, over the tensor-parallel
+            ranks; calls with fewer tokens than ranks are not split.
+        sequence_parallelism_mode: how; ``"split_gather"`` (None is the same), ``"all_to_all"`` and ``"ring_attn"`` from
+            0.5.
         enable_sequence_overlap: overlap the communication of sequence parallelism; from 0.3.
         enable_all_optimization: every switch above that is None becomes ``"auto"``: what is possible is used, what is
             missing is no error. Never turns sequence parallelism on.

@@ -11,11 +11,11 @@ from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
-from shardcore.nn import ColumnLinear, Layout, SwappedModule
+from shardcore.nn import ColumnLinear, Layout, SwappedModule, VocabEmbedding
 from shardcore.policy import HeadCounts, Row
-from shardcore.steps import EnterArgument, OpenRegion, SetAttribute, Step, Swap
+from shardcore.steps import EnterArgument, OpenRegion, ReplaceModule, SetAttribute, SplitTokens, Step, Swap
 
-__all__ = ["Claim", "Draft", "DraftScope", "Modules", "report_nested_entries", "report_unentered"]
+__all__ = ["Claim", "Draft", "DraftScope", "Modules", "report_nested_entries", "report_unentered", "report_unsplit"]
 
 #: Given a native class and the class that would replace it: the class to be used in its place, or None.
 Modules = Callable[[type[nn.Module], type[SwappedModule]], type[SwappedModule] | None]
@@ -197,6 +197,38 @@ def report_nested_entries(draft: Draft) -> None:
                     what=f"it would enter again what entered the region at {inside[0]}: gradients are summed twice",
                     todo="make it one of the region's col=, or move the region's enter",
                 )
+            )
+
+
+def report_unsplit(draft: Draft) -> None:
+    """Report what cannot work on split tokens, where sequence parallelism is asked for."""
+    if not draft.config.enable_sequence_parallelism:
+        return
+    splits = [step for step in draft.steps.values() if isinstance(step, SplitTokens)]
+    if not splits:
+        draft.problems.append(
+            Problem(
+                where="",
+                row="ShardConfig.enable_sequence_parallelism=True",
+                what="the policy does not say between which modules tokens may be split",
+                todo="turn it off, or add a sequence(scatter=..., gather=...) row to the policy",
+            )
+        )
+    members = {path for step in draft.steps.values() if isinstance(step, OpenRegion) for path in step.members}
+    for step in draft.steps.values():
+        if not any(split.covers(step.path) for split in splits):
+            continue
+        what = ""
+        if isinstance(step, Swap) and issubclass(step.target, ColumnLinear) and step.path not in members:
+            what = "it enters by itself, after its module has read the number of tokens"
+        elif isinstance(step, Swap) and issubclass(step.target, VocabEmbedding):
+            what = "an embedding between split tokens would look up other ids on each rank"
+        elif isinstance(step, ReplaceModule):
+            what = f"{step.target.__name__} would be called with a part of the tokens"
+        if what:
+            todo = "declare a region(enter=...) whose entry is the module that reads them, or turn it off"
+            draft.problems.append(
+                Problem(where=step.path, row=step.describe(), what=f"under sequence parallelism {what}", todo=todo)
             )
 
 

@@ -12,14 +12,14 @@ from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.descriptions import rows_of
-from shardcore.draft import Claim, Draft, DraftScope, Modules, report_nested_entries, report_unentered
+from shardcore.draft import Claim, Draft, DraftScope, Modules, report_nested_entries, report_unentered, report_unsplit
 from shardcore.errors import PlanError, Problem
 from shardcore.mesh import device_type_here
 from shardcore.nn import Layout
 from shardcore.optimizations import Choice, optimize
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy, Stages
 from shardcore.rendering import render
-from shardcore.steps import FuseNorm, OpenRegion, Step, Swap, to_data
+from shardcore.steps import FuseNorm, OpenRegion, Recompute, SplitTokens, Step, Swap, to_data
 
 __all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
 
@@ -132,6 +132,7 @@ def compile_plan(
         raise PlanError(_subject(policy, model, ranks), [*checked, *draft.refusals])
     report_nested_entries(draft)
     report_unentered(draft)
+    report_unsplit(draft)
     choices = _optimize(draft, policy, device_type or device_type_here())
     parameters = _parameters(draft)
     if draft.problems:
@@ -264,7 +265,7 @@ def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return steps in the order in which they build on each other.
 
     A norm is fused before it is made to read replicated parameters; regions are opened between modules that have become
-    parallel.
+    parallel; tokens are split between regions; a block that is recomputed splits and draws as it did before.
     """
     regions: dict[str, Step] = {}
     for step in steps:
@@ -273,6 +274,8 @@ def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
     return (
         *(s for s in steps if isinstance(s, FuseNorm)),
         *(s for s in steps if isinstance(s, Swap)),
-        *(s for s in steps if not isinstance(s, FuseNorm | Swap | OpenRegion)),
+        *(s for s in steps if not isinstance(s, FuseNorm | Swap | OpenRegion | SplitTokens | Recompute)),
         *regions.values(),
+        *(s for s in steps if isinstance(s, SplitTokens)),
+        *(s for s in steps if isinstance(s, Recompute)),
     )

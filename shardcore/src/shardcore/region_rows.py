@@ -133,14 +133,14 @@ class RegionRow(Row):
     def _entry(self, scope: Scope) -> OpenRegion | None:
         """Return where the region is entered, or None if its several column linears enter by themselves.
 
-        Without a backward there is nothing to do at the entry; linears that enter by themselves cost nothing then, and
-        are right if somebody asks for a gradient all the same.
+        Without a backward there is nothing to do at the entry, unless tokens are gathered there; linears that enter by
+        themselves cost nothing then, and are right if somebody asks for a gradient all the same.
         """
         members = tuple(scope.name(name) for name in (*self.col, *self.kv))
         place = self.enter if self.enter is not None else self.col[0]
         if self.enter is None and len(members) > 1:
             return None
-        if scope.config.inference_only:
+        if scope.config.inference_only and not scope.config.enable_sequence_parallelism:
             return None
         module = scope.find(place)
         argument = None if module is None else argument_of(module, self.arg)

@@ -216,23 +216,30 @@ class OutputsRow(Row):
     """`shardcore.styles.outputs`."""
 
     by_heads: tuple[str, ...]
+    by_tokens: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     heads: str | None = None
 
     def plan(self, scope: Scope) -> None:
         """See `Row.plan`."""
-        if self.by_heads and "forward" in vars(scope.module):
+        by_tokens = self.by_tokens if scope.config.enable_sequence_parallelism else ()
+        if not self.by_heads and not by_tokens:
+            return
+        if "forward" in vars(scope.module):
             scope.problem(
                 f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
                 "instead of the one that gathers outputs",
                 "set it on a subclass, or after shard()",
             )
-        elif self.by_heads:
+            return
+        dims: tuple[tuple[str, int, int], ...] = ()
+        if self.by_heads:
             heads = scope.heads.query if self.heads is None and scope.heads else None
             count = heads if self.heads is None else number_of(scope, self.heads)
-            if count is not None:
-                dims = tuple((name, 1, count) for name in self.by_heads)
-                scope.add(GatherOutputs(path=scope.name(""), dims=dims, places=self.places))
+            if count is None:
+                return
+            dims = tuple((name, 1, count) for name in self.by_heads)
+        scope.add(GatherOutputs(path=scope.name(""), dims=dims, by_tokens=by_tokens, places=self.places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

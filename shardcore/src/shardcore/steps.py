@@ -32,6 +32,7 @@ __all__ = [
     "ReplaceModule",
     "ReplaceParameters",
     "SetAttribute",
+    "SplitTokens",
     "Step",
     "Swap",
     "TakeLoss",
@@ -150,15 +151,41 @@ class GatherOutputs(Step):
 
     Attributes:
         dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
+        by_tokens: outputs that are split along the sequence where sequence parallelism is on.
         places: outputs that have their place in a tuple (``return_dict=False``) also when they are None.
     """
 
     dims: tuple[tuple[str, int, int], ...]
+    by_tokens: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """See `Step.describe`."""
-        return "gathers " + ", ".join(f"{name} on dim {dim} to {size}" for name, dim, size in self.dims)
+        gathered = [f"{name} on dim {dim} to {size}" for name, dim, size in self.dims]
+        return "gathers " + ", ".join([*gathered, *(f"{name} along the sequence" for name in self.by_tokens)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTokens(Step):
+    """Activations between the blocks of the module ``path`` are split along the sequence.
+
+    Attributes:
+        blocks: its blocks; the first one that is called splits them.
+        argument: name and position of the argument of a block that holds them.
+        end: the module after which they are whole again.
+    """
+
+    blocks: tuple[str, ...]
+    argument: tuple[str, int]
+    end: str
+
+    def covers(self, path: str) -> bool:
+        """Tell whether the module ``path`` works on split tokens, or inside regions between them."""
+        return any(path == place or path.startswith(f"{place}.") for place in (*self.blocks, self.end))
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"tokens of {self.argument[0]!r} split from {self.blocks[0]} to {self.end}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from shardcore.rows import (
     WhenDivisibleRow,
     per_rank,
 )
+from shardcore.sequence_rows import SequenceRow
 
 __all__ = [
     "attribute",
@@ -53,6 +54,7 @@ __all__ = [
     "replicate",
     "row",
     "segments",
+    "sequence",
     "shared_numpy",
     "shared_rng",
     "vocab",
@@ -226,6 +228,23 @@ def loss(
     return LossRow(text=text, function=fn, labels=_tuple(labels), logits=_tuple(logits))
 
 
+def sequence(*, scatter: str, gather: str, optional: bool = False) -> Row:
+    """Between which modules of a stack activations may be split along the sequence.
+
+    Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
+    them. Which norms and biases then have partial gradients follows from their place. The module that the row is listed
+    under is the one whose ``forward`` runs the blocks.
+
+    Args:
+        scatter: the first block of a list (``"layers[0]"``), whose input is split.
+        gather: the module whose output is whole again: the last norm, or where there is none the last block
+            (``"layer[-1]"``).
+        optional: the modules may be absent.
+    """
+    text = _text("sequence", scatter=scatter, gather=gather)
+    return SequenceRow(text=text, optional=optional, scatter=scatter, gather=gather)
+
+
 def shared_rng(*names: str, optional: bool = False) -> Row:
     """Modules that draw the same random numbers on all ranks wherever they run (dropping whole samples or paths)."""
     return SwapRow(text=_text("shared_rng", *names), optional=optional, names=names, target=SharedRandom)
@@ -289,6 +308,7 @@ def outputs(
     *,
     attentions: Literal["heads"] | None = None,
     cross_attentions: Literal["heads"] | None = None,
+    hidden_states: Literal["sequence"] | None = None,
     places: str | tuple[str, ...] = (),
     heads: str | None = None,
     optional: bool = False,
@@ -298,6 +318,7 @@ def outputs(
     Args:
         attentions: ``"heads"`` if attention weights (B, heads, S, S) hold this rank's heads only.
         cross_attentions: likewise of the attention to another sequence, (B, heads, S, T).
+        hidden_states: ``"sequence"`` if hidden states of blocks hold this rank's tokens under sequence parallelism.
         places: outputs that keep their place when they are None and the module returns a tuple (``return_dict=False``);
             most modules leave them out.
         heads: the attribute that counts the heads, where not all stacks of the model have equally many.
@@ -305,8 +326,11 @@ def outputs(
     """
     captured = {"attentions": attentions, "cross_attentions": cross_attentions}
     by_heads = tuple(name for name, what in captured.items() if what == "heads")
-    text = _text("outputs", **captured, places=places or None, heads=heads)
-    return OutputsRow(text=text, optional=optional, by_heads=by_heads, places=_tuple(places), heads=heads)
+    text = _text("outputs", **captured, hidden_states=hidden_states, places=places or None, heads=heads)
+    by_tokens = ("hidden_states",) if hidden_states == "sequence" else ()
+    return OutputsRow(
+        text=text, optional=optional, by_heads=by_heads, by_tokens=by_tokens, places=_tuple(places), heads=heads
+    )
 
 
 def local_heads(heads: HeadCounts) -> int:

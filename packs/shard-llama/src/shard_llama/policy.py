@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
-from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, vocab
+from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, sequence, vocab
 
 __all__ = [
     "LlamaForCausalLMPolicy",
@@ -27,7 +27,8 @@ class LlamaModelPolicy(PretrainedPolicy):
             "LlamaModel": [
                 vocab("embed_tokens"),
                 norm("norm", rms="variance_epsilon"),
-                outputs(attentions="heads"),
+                sequence(scatter="layers[0]", gather="norm"),
+                outputs(attentions="heads", hidden_states="sequence"),
             ],
             "LlamaDecoderLayer": [
                 norm("input_layernorm", "post_attention_layernorm", rms="variance_epsilon"),

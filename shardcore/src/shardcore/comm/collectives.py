@@ -21,11 +21,19 @@ from torch.distributed import ProcessGroup
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["chunk_bounds", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "refuse_double_backward", "split_to_tp"]
+__all__ = [
+    "all_gather_single",
+    "chunk_bounds",
+    "copy_to_tp",
+    "gather_from_tp",
+    "reduce_from_tp",
+    "refuse_double_backward",
+    "split_to_tp",
+]
 
 
 # torch 2.13 renamed all_gather_into_tensor.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def refuse_double_backward() -> None:
@@ -92,7 +100,7 @@ def all_gather(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
         stacked = funcol.wait_tensor(funcol.all_gather_tensor(x.unsqueeze(0), 0, group))
     else:
         flat = x.new_empty(world * x.size(0), *x.shape[1:])
-        _all_gather_single(flat, x, group=group)
+        all_gather_single(flat, x, group=group)
         stacked = flat.view(world, *x.shape)
     parts = [part.narrow(dim, 0, _length(size, world, rank)) for rank, part in enumerate(stacked.unbind(0))]
     return torch.cat(parts, dim)

@@ -18,6 +18,7 @@ from shardcore.nn.region import Region
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
 from shardcore.nn.shared_random import SharedNumpy, SharedRandom
+from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
 
 __all__ = [
     "ColumnLinear",
@@ -38,6 +39,10 @@ __all__ = [
     "StreamGuarded",
     "SwappedModule",
     "TakesLoss",
+    "TokenBlock",
+    "TokenEnd",
+    "TokenSplit",
+    "TokenStack",
     "VocabEmbedding",
     "Whole",
     "fsdp_placement",

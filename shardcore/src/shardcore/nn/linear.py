@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.reads import read_local, read_partial
+from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
 from shardcore.nn.region import Region, deferred_linear, entered, take_rows
+from shardcore.nn.tokens import TokenSplit
 
 __all__ = ["ColumnLinear", "RowLinear"]
 
@@ -149,6 +151,8 @@ class RowLinear(SwappedModule, nn.Linear):
     parallel_input: bool
     #: The region that this linear ends; None if it stands alone.
     region: Region | None
+    #: Set where the activations that it returns are split along the sequence.
+    tokens: TokenSplit | None
     _shard_context: ShardContext
 
     @classmethod
@@ -175,22 +179,28 @@ class RowLinear(SwappedModule, nn.Linear):
         """See `SwappedModule.adopt`."""
         new = super().adopt(module, context)
         new.parallel_input = parallel_input
-        new.region = None
+        new.region = new.tokens = None
         return new
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
-        """Return (..., out), the same on all ranks."""
+        """Return (..., out), the same on all ranks; or this rank's tokens of it, where the sequence is split."""
         if self.region is not None:
             self.region.leave()
         elif not torch.compiler.is_compiling():
             self._shard_context.random.join(_OWN_FORK)
         x = input if self.parallel_input else split_to_tp(input, self._shard_context.group, -1)
+        length = None if self.tokens is None else self.tokens.length
         # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
         # nothing, and so repeats one collective less for each block.
-        out = reduce_from_tp(local_linear(x, self.weight), self._shard_context.group, fresh=True)
+        out = local_linear(x, self.weight)
+        if self.tokens is None or length is None:
+            out = reduce_from_tp(out, self._shard_context.group, fresh=True)
+        else:
+            self.tokens.expect(out, length, type(self).__name__)
+            out = leave_to_sequence(out, self._shard_context.group)
         if self.bias is None:
             return out
-        (bias,) = read_local(self.bias)
+        (bias,) = read_local(self.bias) if length is None else read_partial(self._shard_context, self.bias)
         return out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:

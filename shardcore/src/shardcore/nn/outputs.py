@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from shardcore.comm.collectives import gather_from_tp
+from shardcore.comm.sequence import gather_sequence
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
+from shardcore.nn.tokens import TokenSplit
 
 __all__ = ["GathersOutputs", "ReturnDict"]
 
@@ -55,13 +57,17 @@ class GathersOutputs(SwappedModule):
 
     Options:
         dims: (name, dim, full size) for each output that holds this rank's part.
+        by_tokens: outputs that hold this rank's tokens where the sequence is split.
         places: outputs that have their place in the native tuple also when they are None.
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"dims", "places"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"by_tokens", "dims", "places"})
 
+    #: Set where the sequence of the module, or of one below it, is split.
+    tokens: TokenSplit | None
     _dims: tuple[tuple[str, int, int], ...]
+    _by_tokens: tuple[str, ...]
     _places: tuple[str, ...]
     _return_dict: ReturnDict
     _shard_context: ShardContext
@@ -73,13 +79,16 @@ class GathersOutputs(SwappedModule):
         context: ShardContext,
         *,
         dims: tuple[tuple[str, int, int], ...] = (),
+        by_tokens: tuple[str, ...] = (),
         places: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
         """See `SwappedModule.adopt`."""
         return_dict = ReturnDict.of(module)
         new = super().adopt(module, context)
+        new.__dict__["tokens"] = None
         new._dims = dims
+        new._by_tokens = by_tokens
         new._places = places
         new._return_dict = return_dict
         return new
@@ -91,9 +100,12 @@ class GathersOutputs(SwappedModule):
             args, kwargs = self._return_dict.named(args, kwargs)
         out = super().forward(*args, **kwargs)
         for name, dim, size in self._dims:
-            captured = out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
-            if captured:
+            if captured := _captured(out, name):
                 out[name] = tuple(self._whole(t, dim, size) for t in captured)
+        if self.tokens is not None and (length := self.tokens.last) is not None:
+            for name in self._by_tokens:
+                if captured := _captured(out, name):
+                    out[name] = tuple(self._all_tokens(t, length) for t in captured)
         return self._as_tuple(out) if as_tuple else out
 
     def _as_tuple(self, out: Any) -> tuple[Any, ...]:
@@ -106,3 +118,11 @@ class GathersOutputs(SwappedModule):
     def _whole(self, captured: Tensor | None, dim: int, size: int) -> Tensor | None:
         # None where an attention implementation returns no weights.
         return None if captured is None else gather_from_tp(captured, self._shard_context.group, dim, size)
+
+    def _all_tokens(self, captured: Tensor, length: int) -> Tensor:
+        # What was captured before the split, or after the end, is whole already.
+        return captured if captured.size(1) == length else gather_sequence(captured, self._shard_context.group, length)
+
+
+def _captured(out: Any, name: str) -> Any:
+    return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)

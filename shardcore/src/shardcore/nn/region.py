@@ -24,11 +24,13 @@ from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
 from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
+from shardcore.comm.sequence import all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.functional import autocast, bias_gradient, cast, flat, weight_gradient
+from shardcore.nn.tokens import TokenSplit
 
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
@@ -118,26 +120,35 @@ def _spread(grad: Tensor, rows: Runs, shape: torch.Size) -> Tensor:
 
 
 class _Enter(Function):
-    """Identity forward; backward: the all-reduce of the input gradient, beside all parameter gradients."""
+    """Identity forward; backward: the all-reduce of the input gradient, beside all parameter gradients.
+
+    Where the sequence is split (``length`` tokens): all-gather forward, reduce-scatter backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, region: _Open, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, region: _Open, length: int | None, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.region, ctx.dtype = region, x.dtype
-        return x.view_as(x)
+        ctx.region, ctx.length, ctx.dtype = region, length, x.dtype
+        return x.view_as(x) if length is None else all_gather_tokens(x, region.context.group, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_double_backward()
         region: _Open = ctx.region
         calls = region.take()
-        needs = ctx.needs_input_grad  # of (region, x, *parameters)
-        gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[1] else None
-        work = None if gx is None else start_all_reduce(gx, region.context.group)
-        finished = _parameter_gradients(region, calls, needs[2:])
-        if work is not None:
+        needs = ctx.needs_input_grad  # of (region, length, x, *parameters)
+        gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
+        if gx is None:
+            return None, None, None, *_parameter_gradients(region, calls, needs[3:])
+        if ctx.length is None:
+            work = start_all_reduce(gx, region.context.group)
+            finished = _parameter_gradients(region, calls, needs[3:])
             work.wait()
-        return None, gx, *finished
+        else:
+            scattering = start_reduce_scatter(gx, region.context.group)
+            finished = _parameter_gradients(region, calls, needs[3:])
+            gx = scattering.wait()
+        return None, None, gx, *finished
 
 
 def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.dtype) -> Tensor | None:
@@ -268,6 +279,8 @@ class Region:
     ) -> None:
         self.context = context
         self.members = list(members)
+        #: Set where the activations outside are split along the sequence.
+        self.tokens: TokenSplit | None = None
         self._name, self._position = argument
         self._dropouts = dropouts
         self._also = {name for name, _ in also}
@@ -277,11 +290,14 @@ class Region:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Enter: return the arguments with the entering one in its region."""
-        self._fork()
-        if not torch.is_grad_enabled():
+        length = None if self.tokens is None else self.tokens.length
+        if length is None:
+            self._fork()  # where tokens are split, the whole block is forked
+        if torch.is_grad_enabled():
+            if len(args) + len(kwargs) > 1:
+                self._refuse_others(module, args, kwargs)
+        elif length is None:
             return args, kwargs
-        if len(args) + len(kwargs) > 1:
-            self._refuse_others(module, args, kwargs)
         if self._name in kwargs:
             return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
         if self._position >= len(args):
@@ -322,12 +338,17 @@ class Region:
             self.context.random.drop(id(self))
 
     def _enter(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        length = None
+        if self.tokens is not None and (length := self.tokens.length) is not None:
+            self.tokens.expect(x, self.tokens.local, "a tensor-parallel region")
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return enter_from_sequence(x, self.context.group, length)
+        elif torch.compiler.is_compiling():
             return copy_to_tp(x, self.context.group)
         region = _Open(self.context)
         for member in self.members:
             region.add(member)
-        new = _Enter.apply(region, x, *region.parameters)  # type: ignore[no-untyped-call]
+        new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, _OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
 

@@ -13,6 +13,7 @@ from shardcore.comm.reads import read_local, read_partial
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.layout import Layout, Whole
+from shardcore.nn.tokens import TokenSplit
 
 __all__ = ["Replicated"]
 
@@ -30,6 +31,8 @@ class Replicated(SwappedModule):
     keeps_name: ClassVar[bool] = True
     option_names: ClassVar[frozenset[str]] = frozenset({"partial"})
 
+    #: Set where the activations that it sees are split along the sequence.
+    tokens: TokenSplit | None
     _partial: bool
     _native_class: type[nn.Module]
     _shard_context: ShardContext
@@ -44,6 +47,7 @@ class Replicated(SwappedModule):
         """See `SwappedModule.adopt`."""
         native = type(module)
         new = super().adopt(module, context)
+        new.__dict__["tokens"] = None
         new._partial = partial
         new._native_class = native
         return new
@@ -52,7 +56,8 @@ class Replicated(SwappedModule):
         """Run the native forward on this rank's copies of the parameters."""
         own = self._parameters
         shared = {name: p for name, p in own.items() if p is not None}
-        read = functools.partial(read_partial, self._shard_context) if self._partial else read_local
+        partial = self._partial or (self.tokens is not None and self.tokens.length is not None)
+        read = functools.partial(read_partial, self._shard_context) if partial else read_local
         local = read(*shared.values())
         parameters = {**own, **dict(zip(shared, local, strict=True))}
         if torch.compiler.is_compiling():

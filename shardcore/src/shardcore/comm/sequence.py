@@ -1,0 +1,187 @@
+"""Collectives along the sequence, each with the collective that its gradient needs.
+
+Sequence parallelism (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.2) splits along the
+sequence what tensor parallelism leaves whole: outside regions each rank holds some of the tokens. Entering a region
+gathers them and leaving it scatters the sum, so an all-gather and a reduce-scatter take the place of each all-reduce.
+
+Shapes: (B, S, ...) is whole, S tokens; (B, L, ...) is one rank's part, L = ceil(S / tp) tokens, of which the last ranks
+may hold fewer than L or none: the rest is padding, cut off wherever tokens are gathered, so that nothing computed from
+it counts and its gradient is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol  # the collectives that torch.compile traces; no public path
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from shardcore.comm.collectives import all_gather_single, refuse_double_backward
+
+__all__ = [
+    "Scattering",
+    "all_gather_tokens",
+    "enter_from_sequence",
+    "gather_sequence",
+    "leave_to_sequence",
+    "local_tokens",
+    "scatter_sequence",
+    "start_reduce_scatter",
+]
+
+# torch 2.13 renamed reduce_scatter_tensor.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def local_tokens(length: int, ranks: int) -> int:
+    """Return L, the number of tokens that each rank holds, padding included."""
+    return -(-length // ranks)
+
+
+def all_gather_tokens(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+    """Put the parts of all ranks together: (B, L, ...) to (B, S, ...), S being ``length``."""
+    ranks = dist.get_world_size(group)
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        stacked: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.unsqueeze(0), 0, group))
+    else:
+        flat = x.new_empty(ranks * x.size(0), *x.shape[1:])
+        all_gather_single(flat, x, group=group)
+        stacked = flat.view(ranks, *x.shape)
+    if x.size(0) == 1:
+        return stacked.view(1, ranks * x.size(1), *x.shape[2:]).narrow(1, 0, length)
+    step = x.size(1)
+    parts = stacked.unbind(0)
+    return torch.cat([p.narrow(1, 0, max(0, min(step, length - r * step))) for r, p in enumerate(parts)], 1)
+
+
+def _stack_parts(x: Tensor, ranks: int) -> Tensor:
+    """Return what each rank is to hold, padded with zeros: (B, S, ...) to (tp, B, L, ...), contiguous."""
+    batch, length = x.shape[:2]
+    step = local_tokens(length, ranks)
+    if missing := ranks * step - length:
+        x = torch.cat([x, x.new_zeros(batch, missing, *x.shape[2:])], 1)
+    return x.view(batch, ranks, step, *x.shape[2:]).transpose(0, 1).contiguous()
+
+
+class Scattering:
+    """A reduce-scatter of tokens that is under way; eager mode only."""
+
+    def __init__(self, stacked: Tensor, group: ProcessGroup) -> None:
+        if stacked.device.type == "cpu":
+            # gloo's own reduce-scatter takes ten times as long as sending every rank its summands.
+            self._summands = torch.empty_like(stacked)
+            self._out = None
+            self._work = dist.all_to_all_single(self._summands, stacked, group=group, async_op=True)
+        else:
+            self._summands = stacked  # alive as long as it is read
+            self._out = stacked.new_empty(stacked.shape[1:])
+            self._work = _reduce_scatter_single(self._out, stacked, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return this rank's part of the sum, (B, L, ...)."""
+        self._work.wait()
+        return self._summands.sum(0) if self._out is None else self._out
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Scattering:
+    """Start the sum of ``x`` (B, S, ...) over ``group``, of which each rank gets its tokens; eager mode only."""
+    return Scattering(_stack_parts(x, dist.get_world_size(group)), group)
+
+
+def reduce_scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum ``x`` over ``group`` and return this rank's tokens: (B, S, ...) to (B, L, ...)."""
+    if not torch.compiler.is_compiling():
+        return start_reduce_scatter(x, group).wait()
+    stacked = _stack_parts(x, dist.get_world_size(group))
+    scattered: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(stacked, "sum", 0, group))
+    return scattered.squeeze(0)
+
+
+def own_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's tokens of a tensor that all ranks hold: (B, S, ...) to (B, L, ...), padded with zeros."""
+    step, rank = local_tokens(x.size(1), dist.get_world_size(group)), dist.get_rank(group)
+    start = min(rank * step, x.size(1))
+    part = x.narrow(1, start, min(step, x.size(1) - start))
+    if missing := step - part.size(1):
+        part = torch.cat([part, part.new_zeros(part.size(0), missing, *part.shape[2:])], 1)
+    return part.contiguous()
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+        ctx.group = group
+        return all_gather_tokens(x, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        refuse_double_backward()
+        return reduce_scatter_tokens(grads[0], ctx.group), None, None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.length = group, x.size(1)
+        return reduce_scatter_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        return all_gather_tokens(grads[0], ctx.group, ctx.length), None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.length = group, x.size(1)
+        return own_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        return all_gather_tokens(grads[0], ctx.group, ctx.length), None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+        ctx.group = group
+        return all_gather_tokens(x, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return own_tokens(grads[0], ctx.group), None, None
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)
+    return out
+
+
+def enter_from_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+    """Enter a region: all-gather forward, reduce-scatter backward; (B, L, ...) to (B, S, ...)."""
+    return _apply(_Enter, x, group, length)
+
+
+def leave_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Leave a region: reduce-scatter of the summands forward, all-gather backward; (B, S, ...) to (B, L, ...)."""
+    return _apply(_Leave, x, group)
+
+
+def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Keep this rank's tokens forward, all-gather backward; (B, S, ...), the same on all ranks, to (B, L, ...)."""
+    return _apply(_Scatter, x, group)
+
+
+def gather_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+    """All-gather forward, own tokens backward; (B, L, ...) to (B, S, ...).
+
+    The backward holds if what follows is the same on all ranks, as it is outside regions.
+    """
+    return _apply(_Gather, x, group, length)

@@ -1,0 +1,55 @@
+"""The row that says between which modules activations may be split along the sequence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardcore.policy import Row, Scope
+from shardcore.region_rows import argument_of
+from shardcore.steps import SplitTokens
+
+__all__ = ["SequenceRow"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRow(Row):
+    """`shardcore.styles.sequence`."""
+
+    scatter: str
+    gather: str
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        owner, _ = _list_and_index(self.scatter)
+        scatter, gather = (_from_the_front(scope, name) for name in (self.scatter, self.gather))
+        blocks, first, last = scope.find(owner), scope.find(scatter), scope.find(gather)
+        if blocks is None or first is None or last is None:
+            return
+        if not owner or not isinstance(blocks, nn.ModuleList | nn.Sequential):
+            what = f"{self.scatter!r} names no block of a list, but a child of a {type(blocks).__name__}"
+            scope.problem(what, "name the first block: scatter='layers[0]'", scatter)
+            return
+        argument = argument_of(first, None)
+        if argument is None:
+            scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", scatter)
+        elif scope.config.enable_sequence_parallelism:
+            names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
+            scope.add(SplitTokens(path=scope.name(""), blocks=names, argument=argument, end=scope.name(gather)))
+
+
+def _list_and_index(name: str) -> tuple[str, int | None]:
+    """Return ``layers`` and 0 of ``layers[0]`` or ``layers.0``."""
+    found = re.fullmatch(r"(.+?)(?:\[(-?\d+)\]|\.(\d+))", name)
+    return (found[1], int(found[2] or found[3])) if found else ("", None)
+
+
+def _from_the_front(scope: Scope, name: str) -> str:
+    """Return ``layer[-1]`` as ``layer[11]``."""
+    owner, index = _list_and_index(name)
+    if index is None or index >= 0:
+        return name
+    blocks = scope.find(owner)
+    return f"{owner}[{len(blocks) + index}]" if isinstance(blocks, nn.ModuleList | nn.Sequential) else name
