@@ -52,9 +52,9 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
         return torch.randint(0, high, shape, generator=generator)
 
     name, config = type(model).__name__.removeprefix("FSDP"), model.config
-    shape = (3, 2, 8) if name == "BertForMultipleChoice" else (3, 8)
-    lengths = torch.tensor([8, 5, 7]).roll(seed)
-    mask = (torch.arange(8) < lengths[:, None]).long().view(3, *(1,) * (len(shape) - 2), 8).expand(shape).contiguous()
+    shape = (3, 2, 7) if name == "BertForMultipleChoice" else (3, 7)
+    lengths = torch.tensor([7, 5, 6]).roll(seed)
+    mask = (torch.arange(7) < lengths[:, None]).long().view(3, *(1,) * (len(shape) - 2), 7).expand(shape).contiguous()
     ids = (1 + integers(config.vocab_size - 1, *shape)) * mask
     batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": integers(2, *shape)}
     if config.add_cross_attention:
@@ -101,7 +101,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "bert.encoder.layer",
         "sharded": ("word_embeddings.weight", "query.bias", "intermediate.dense.weight"),
         "refuses": ({"num_attention_heads": 3},),
-        "supports": Supports(captured=("attentions", "hidden_states")),
+        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
@@ -114,8 +114,8 @@ def cases() -> list[Case]:
     decoding = _EAGER if _OLD else both
     decoder, ties = {"is_decoder": True}, {"tie_word_embeddings": (True, False)}
     states, words = ("last_hidden_state", "pooler_output"), ("prediction_logits", "seq_relationship_logits")
-    generates = Supports(captured=("attentions", "hidden_states"), generation=True)
-    crosses = Supports(captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
+    generates = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
+    crosses = Supports(sequence=True, captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
     across: dict[str, Any] = {"usual": {**decoder, "add_cross_attention": True}, "collectives": (3, 3)}
     three: dict[str, Any] = {"usual": {"num_labels": 3}}
     return [

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Row, Stages
-from shardcore.styles import enter_arg, norm, outputs, region, replicate, vocab
+from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequence, vocab
 
 __all__ = ["BertModelPolicy"]
 
@@ -42,14 +42,17 @@ class BertModelPolicy(PretrainedPolicy):
         return {
             "BertModel": [
                 replicate("pooler", optional=True),
-                outputs(attentions="heads", cross_attentions="heads"),
+                outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
             ],
             "BertEmbeddings": [
                 vocab("word_embeddings"),
                 replicate("position_embeddings", "token_type_embeddings"),
                 norm("LayerNorm"),
             ],
-            "BertEncoder": [enter_arg("", "encoder_hidden_states")],
+            "BertEncoder": [
+                enter_arg("", "encoder_hidden_states"),
+                sequence(scatter="layer[0]", gather="layer[-1]"),
+            ],
             "BertLayer": [
                 *_attention("attention"),
                 *_attention("crossattention", also=("encoder_hidden_states",), optional=True),

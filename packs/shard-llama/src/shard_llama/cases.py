@@ -45,9 +45,9 @@ def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
 
 
 def inputs(model: Any, seed: int) -> dict[str, Tensor]:
-    """Return right-padded ids (3, 8) with the labels of the model's class; the padding differs with the seed."""
+    """Return right-padded ids (3, 7) with the labels of the model's class; the padding differs with the seed."""
     generator = torch.Generator().manual_seed(seed)
-    config, rows, length = model.config, 3, 8
+    config, rows, length = model.config, 3, 7
     mask = torch.ones(rows, length, dtype=torch.long)
     for row, pads in enumerate(((0, 3, 1), (2, 0, 5), (4, 4, 0))[seed % 3]):
         mask[row, length - pads :] = 0
@@ -87,7 +87,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "options": _ATTENTION,
         "sharded": _LAYER,
         "refuses": _REFUSED,
-        "supports": Supports(captured=("attentions", "hidden_states")),
+        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
         **fields,
     }
     return Case(name=name, **settings)
@@ -95,7 +95,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
 
 def cases() -> list[Case]:
     """Return a case for every class, and for what decoders differ in: shared KV heads, tied and odd vocabularies."""
-    generating = Supports(captured=("attentions", "hidden_states"), generation=True)
+    generating = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
     shared = partial(build, "LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=True, vocab_size=97)
     return [
         _case("causal_lm", "LlamaForCausalLM", sharded=(*_LAYER, "lm_head"), supports=generating),

@@ -29,9 +29,9 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def build_vit(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
-    """Return the ViT of transformers with this class name: 49 patches and the class token, two layers."""
+    """Return the ViT of transformers with this class name: 36 patches and the class token, two layers."""
     settings: dict[str, Any] = {
-        "image_size": 28,
+        "image_size": 24,
         "patch_size": 4,
         "encoder_stride": 4,
         "hidden_size": 48,
@@ -109,7 +109,7 @@ def cases() -> list[Case]:
         "inputs": _vit_inputs,
         "options": {"attn_implementation": ("eager", "sdpa"), "qkv_bias": (True, False)},
         "sharded": ("attention.",),
-        "supports": Supports(captured=("attentions", "hidden_states")),
+        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
     }
     found = [
         Case(
@@ -186,7 +186,7 @@ def _timm_cases() -> list[Case]:
             collectives=(2, _BACKWARD.get(variant, 3)),
             sharded=("qkv.weight",),
             refuses=refused if variant == "plain" else (),
-            supports=Supports(checkpointing=False, save_pretrained=False, flash_attention=False),
+            supports=Supports(sequence=True, checkpointing=False, save_pretrained=False, flash_attention=False),
         )
         for variant in TIMM_VARIANTS
     ]

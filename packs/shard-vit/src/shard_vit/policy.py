@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Row, Stages
-from shardcore.styles import attribute, local_heads, norm, outputs, per_rank, region, replicate
+from shardcore.styles import attribute, local_heads, norm, outputs, per_rank, region, replicate, sequence
 
 __all__ = [
     "OldViTForImageClassificationPolicy",
@@ -47,13 +47,19 @@ class ViTModelPolicy(PretrainedPolicy):
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first="embeddings", blocks="layers", last="layernorm")
     layer: ClassVar[tuple[Row, ...]] = _LAYER
+    blocks: ClassVar[str] = "layers"
 
     def module_policy(self) -> ModulePolicy:
         """Return the rows of the encoder."""
         return {
             "ViTEmbeddings": [replicate("")],
             "ViTLayer": self.layer,
-            "ViTModel": [norm("layernorm"), replicate("pooler", optional=True), outputs(attentions="heads")],
+            "ViTModel": [
+                sequence(scatter=f"{self.blocks}[0]", gather="layernorm"),
+                norm("layernorm"),
+                replicate("pooler", optional=True),
+                outputs(attentions="heads", hidden_states="sequence"),
+            ],
         }
 
 
@@ -82,6 +88,7 @@ class OldViTModelPolicy(ViTModelPolicy):
 
     stages = Stages(first="embeddings", blocks="encoder.layer", last="layernorm")
     layer = _OLD_LAYER
+    blocks = "encoder.layer"
 
 
 class OldViTForImageClassificationPolicy(ViTForImageClassificationPolicy):
@@ -89,6 +96,7 @@ class OldViTForImageClassificationPolicy(ViTForImageClassificationPolicy):
 
     stages = OldViTModelPolicy.stages.under("vit", then="classifier")
     layer = _OLD_LAYER
+    blocks = "encoder.layer"
 
 
 class OldViTForMaskedImageModelingPolicy(ViTForMaskedImageModelingPolicy):
@@ -96,3 +104,4 @@ class OldViTForMaskedImageModelingPolicy(ViTForMaskedImageModelingPolicy):
 
     stages = OldViTModelPolicy.stages.under("vit", then="decoder")
     layer = _OLD_LAYER
+    blocks = "encoder.layer"

@@ -8,7 +8,18 @@ from typing import Any
 from torch import nn
 
 from shardcore.policy import ModulePolicy, Policy, Stages
-from shardcore.styles import attribute, norm, partial, per_rank, refuse, region, replicate, segments, shared_rng
+from shardcore.styles import (
+    attribute,
+    norm,
+    partial,
+    per_rank,
+    refuse,
+    region,
+    replicate,
+    segments,
+    sequence,
+    shared_rng,
+)
 
 __all__ = ["VisionTransformerPolicy"]
 
@@ -87,6 +98,7 @@ class VisionTransformerPolicy(Policy):
                 *_REFUSALS,
                 replicate("cls_token", "reg_token", "dist_token", "pos_embed", "attn_pool", "head_dist", optional=True),
                 replicate("patch_embed", "norm_pre", "norm", "fc_norm", "head"),
+                sequence(scatter="blocks[0]", gather="norm"),
             ],
             "ResPostBlock" if _is(first, "ResPostBlock") else "Block": block,
         }

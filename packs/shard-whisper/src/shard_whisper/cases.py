@@ -16,7 +16,7 @@ from shardcore.testing import Case, Supports
 __all__ = ["cases"]
 
 _OLD = Version(transformers.__version__) < Version("5")
-_MELS, _FRAMES = 8, 20
+_MELS, _FRAMES = 8, 22
 
 
 def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
@@ -56,14 +56,14 @@ def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
 
 
 def inputs(model: Any, seed: int) -> dict[str, Any]:
-    """Return what the model's class takes: features (3, mels, frames), ids (3, 8), labels."""
+    """Return what the model's class takes: features (3, mels, frames), ids (3, 7), labels."""
     generator = torch.Generator().manual_seed(seed)
     dtype = next(model.parameters()).dtype
     features = torch.randn(3, _MELS, _FRAMES, generator=generator, dtype=torch.float64).to(dtype)
-    ids = torch.randint(3, model.config.vocab_size, (3, 8), generator=generator)
+    ids = torch.randint(3, model.config.vocab_size, (3, 7), generator=generator)
     padded = ids.clone()
     for row, pads in enumerate(((0, 3, 1), (2, 0, 5), (4, 4, 0))[seed % 3]):
-        padded[row, 8 - pads :] = -100
+        padded[row, 7 - pads :] = -100
     match type(model).__name__:
         case "WhisperForConditionalGeneration":
             return {"input_features": features, "labels": padded}
@@ -109,14 +109,14 @@ def cases() -> list[Case]:
     six: dict[str, Any] = {"usual": {"d_model": 48, **dict.fromkeys(_HEADS, 6)}}
     # transformers 4 gives the encoder's states to the layers by keyword. A reentrant checkpoint does not see them, and
     # the second layer goes backwards through the encoder again, which raises in the unsharded model too.
-    speech = Supports(captured=_STACKS, generation=True, reentrant=not _OLD)
-    text = Supports(captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
-    sound = Supports(captured=("attentions", "hidden_states"))
+    speech = Supports(sequence=True, captured=_STACKS, generation=True, reentrant=not _OLD)
+    text = Supports(sequence=True, captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
+    sound = Supports(sequence=True, captured=("attentions", "hidden_states"))
     decoder: dict[str, Any] = {"layers": "model.decoder.layers", "collectives": (3, 3)}
     bare: dict[str, Any] = {
         "loss": hidden_loss,
         "outputs": ("encoder_last_hidden_state",),
-        "supports": Supports(captured=_STACKS, reentrant=not _OLD),
+        "supports": Supports(sequence=True, captured=_STACKS, reentrant=not _OLD),
     }
     # Its weights of the layers fit one number of layers: as a case of its own it could not lose one.
     weighted = {**_ATTENTION, "use_weighted_layer_sum": (False, True)}

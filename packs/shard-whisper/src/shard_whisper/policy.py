@@ -15,6 +15,7 @@ from shardcore.styles import (
     per_rank,
     region,
     replicate,
+    sequence,
     shared_numpy,
     vocab,
 )
@@ -38,7 +39,8 @@ def _stack(**captured: Any) -> list[Row]:
         replicate("embed_positions"),
         layer_drop("layerdrop"),
         norm("layer_norm"),
-        outputs(attentions="heads", heads="layers.0.self_attn.num_heads", **captured),
+        sequence(scatter="layers[0]", gather="layer_norm"),
+        outputs(attentions="heads", hidden_states="sequence", heads="layers.0.self_attn.num_heads", **captured),
     ]
 
 

@@ -24,6 +24,7 @@ class Supports:
         reentrant: it works with ``use_reentrant=True`` too; otherwise a backward with it raises.
         generation: ``generate`` works.
         captured: outputs that can be asked for: ``attentions``, ``hidden_states``, ``cross_attentions``, ...
+        sequence: ``enable_sequence_parallelism`` works. Give inputs a number of tokens that no size divides.
         save_pretrained: the model saves itself as an unsharded checkpoint.
         flash_attention: ``enable_flash_attention`` may work, given a device for it.
     """
@@ -34,6 +35,7 @@ class Supports:
     reentrant: bool = True
     generation: bool = False
     captured: tuple[str, ...] = ()
+    sequence: bool = False
     save_pretrained: bool = True
     flash_attention: bool = True
 

@@ -149,6 +149,8 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
             model.generate(**s.prompt(model), max_new_tokens=2)
 
         yield "generation", generate
+    if not supports.sequence:
+        yield "sequence parallelism", lambda: s.plan(s.build(), enable_sequence_parallelism=True)
     if not supports.save_pretrained:
         yield "save_pretrained", lambda: s.shard(s.build()).save_pretrained("/dev/null/nowhere")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -139,16 +140,8 @@ def options(s: Subject, ledger: Ledger) -> None:
     tried = [(name, value) for name, values in s.case.options.items() for value in values[1:]]
     for name, value in tried:
         other = dataclasses.replace(s, options={name: value})
-        with ledger.check("options"), ledger.place(f"{name}={value!r}"):
-            own = Ledger(TRAINING, s.case.tolerance)
-            try:
-                training(other, own, steps=1)
-            finally:
-                for finding in own.findings():
-                    if finding.state == "failed":
-                        ledger.failed(f"{finding.check}: {finding.message}")
-                    elif finding.error is not None:
-                        ledger.error(f"{finding.check} {finding.where}", finding.error)
+        with ledger.check("options"):
+            ledger.absorb(f"{name}={value!r}", TRAINING, functools.partial(training, other, steps=1))
     if not tried:
         ledger.closed("the case has no options with several values", "options")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,6 +123,21 @@ class Ledger:
     def closed(self, reason: str, check: str | None = None) -> None:
         """Write down that a capability is closed."""
         self._closed[check or self._current] = reason
+
+    def absorb(self, name: str, checks: tuple[str, ...], run: Callable[[Ledger], None]) -> None:
+        """Run checks that have other names, and write what they find down as the current one."""
+        own = Ledger(checks, self.tolerance)
+        with self.place(name) if name else nullcontext():
+            try:
+                run(own)
+            finally:
+                for finding in own.findings():
+                    if finding.state == "failed":
+                        self.failed(f"{finding.check}: {finding.message}")
+                    elif finding.error is not None:
+                        self.error(f"{finding.check} {finding.where}", finding.error)
+                    elif finding.state == "passed":
+                        self._compared[self._current] += finding.compared
 
     def findings(self) -> list[Finding]:
         """Return one finding for each check."""

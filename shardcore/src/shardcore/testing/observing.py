@@ -101,10 +101,12 @@ class Replay(TorchDispatchMode):
             return parts[0]
         for dim in range(like.dim() if like.dim() == parts[0].dim() else 0):
             rest = [[size for d, size in enumerate(t.shape) if d != dim] for t in (*parts, like)]
-            if all(r == rest[0] for r in rest) and sum(part.shape[dim] for part in parts) == like.shape[dim]:
+            drawn = sum(part.shape[dim] for part in parts)
+            # Parts of a sequence are padded to equal lengths.
+            if all(r == rest[0] for r in rest) and 0 <= drawn - like.shape[dim] < len(parts):
                 if same and parts[0].numel() > 100:
                     self.problems.append(f"{name}: every rank draws the same numbers for its own part (H6)")
-                return torch.cat(list(parts), dim)
+                return torch.cat(list(parts), dim).narrow(dim, 0, like.shape[dim])
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         self.problems.append(f"{name}: the ranks draw {shapes}, which are no parts of it")
         return None

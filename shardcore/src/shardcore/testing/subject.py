@@ -66,12 +66,14 @@ class Subject:
         tp: the number of tensor-parallel ranks.
         plugin: the module of a pack that need not be installed; ``""`` for what is installed.
         options: options of ``build`` that differ from their defaults.
+        fields: of the configuration that it is sharded with.
     """
 
     case: Case
     tp: int
     plugin: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.case.name} at tp {self.tp}"
@@ -97,7 +99,7 @@ class Subject:
 
     def shard(self, model: Any, **fields: Any) -> Any:
         """Shard ``model`` over all ranks."""
-        return shardcore.shard(model, policy=self.policy(model), tp=self.tp, **fields)
+        return shardcore.shard(model, policy=self.policy(model), tp=self.tp, **{**self.fields, **fields})
 
     def twins(self, **options: Any) -> tuple[Any, Any]:
         """Return an unsharded model and its sharded copy."""
@@ -110,7 +112,7 @@ class Subject:
         """Compile the plan of ``model``."""
         policy = self.policy(model)
         modules = None
-        config = ShardConfig.of(tp=tp or self.tp, **fields)
+        config = ShardConfig.of(tp=tp or self.tp, **{**self.fields, **fields})
         if policy is None:
             registry = default_registry()
             policy = registry.resolve(type(model)).load()()

@@ -1,0 +1,48 @@
+"""Checks of sequence parallelism: what other sections compare, compared again with tokens split over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from shardcore.nn import TokenStack
+from shardcore.testing import checks_random, checks_state, checks_training
+from shardcore.testing.findings import Ledger
+from shardcore.testing.subject import Subject
+
+__all__ = ["sequence"]
+
+
+def sequence(s: Subject, ledger: Ledger) -> None:
+    """With tokens split over the ranks everything is as before: numbers, masks, captured outputs, tokens, cost."""
+    with ledger.check("sequence"):
+        if not s.case.supports.sequence:
+            ledger.closed("sequence parallelism")
+            return
+        split = dataclasses.replace(s, fields={**s.fields, "enable_sequence_parallelism": True})
+        _splits(split, ledger)
+        training = functools.partial(checks_training.training, split, steps=1)
+        ledger.absorb("", checks_training.TRAINING, training)
+        for name, run in (
+            ("checkpointing", checks_training.recomputation),
+            ("dropout", checks_random.dropout),
+            ("replicas", checks_random.replicas),
+            ("captured", checks_state.captured),
+            ("generation", checks_random.generation),
+        ):
+            ledger.absorb(name, (name,), functools.partial(run, split))
+        # The partial gradients of norms and biases are sent once for each step.
+        deferred = dataclasses.replace(split, fields={**split.fields, "partial_gradients": "deferred"})
+        twice: Any = tuple(2 * allowed for allowed in s.case.collectives)
+        cheaper = dataclasses.replace(deferred, case=dataclasses.replace(s.case, collectives=twice))
+        ledger.absorb("cost", ("communication",), functools.partial(checks_training.communication, cheaper))
+
+
+def _splits(s: Subject, ledger: Ledger) -> None:
+    """Tokens are split."""
+    model = s.shard(s.build())
+    model(**s.inputs(model))
+    lengths = [m._tokens.last for m in model.modules() if isinstance(m, TokenStack)]
+    ledger.true(bool(lengths), "no module of the model splits its tokens")
+    ledger.true(None not in lengths, "the inputs of the case have fewer tokens than there are ranks")
