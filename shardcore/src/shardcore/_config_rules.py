@@ -28,7 +28,6 @@ _PLANNED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "sequence_parallelism_mode": ((None, "split_gather"), "0.5", "use 'split_gather'"),
     "enable_sequence_overlap": ((False,), "0.3", "leave it False"),
     "enable_jit_fused": ((None, False, "auto"), "0.3", "leave it None, or call torch.compile on the sharded model"),
-    "parallel_output": ((False,), "0.3", "leave it False (gather_output=True): logits are whole on every rank"),
     "fp8_communication": ((False,), "0.5", "leave it False"),
     "make_vocab_size_divisible_by": ((None,), "0.5", "leave it None: a vocabulary of any size is split unevenly"),
 }
@@ -119,6 +118,11 @@ def _check_contradictions(config: ShardConfig) -> None:
         raise ConfigError(
             f"ShardConfig.enable_tensor_parallelism=False contradicts tensor_parallel_size="
             f"{config.tensor_parallel_size}; leave the size None"
+        )
+    if config.loss_chunk_size is not None and not config.parallel_output:
+        raise ConfigError(
+            f"ShardConfig.loss_chunk_size={config.loss_chunk_size} without parallel_output=True: logits that are whole "
+            "on every rank are not computed in chunks; give both or neither"
         )
     if config.sequence_parallelism_mode is not None and not config.enable_sequence_parallelism:
         raise ConfigError(

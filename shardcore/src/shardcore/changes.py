@@ -24,6 +24,7 @@ from shardcore.nn import (
     Region,
     Replicated,
     RowLinear,
+    SplitsLogits,
     SwappedModule,
     TakesLoss,
     TokenBlock,
@@ -47,6 +48,7 @@ from shardcore.steps import (
     ReplaceModule,
     ReplaceParameters,
     SetAttribute,
+    SplitLogits,
     SplitTokens,
     Step,
     Swap,
@@ -232,6 +234,13 @@ def _bind(module: nn.Module, tokens: TokenSplit) -> None:
 def _(step: TakeLoss, model: nn.Module, context: ShardContext) -> Commit:
     options = {"function": step.function, "labels": step.labels, "logits": step.logits}
     return functools.partial(_adopt, TakesLoss, model.get_submodule(step.path), context, options)
+
+
+@prepare.register
+def _(step: SplitLogits, model: nn.Module, context: ShardContext) -> Commit:
+    heads = [model.get_submodule(path) for path in step.heads]
+    options = {"labels": step.labels, "heads": heads, "chunk": step.chunk}
+    return functools.partial(_adopt, SplitsLogits, model.get_submodule(step.path), context, options)
 
 
 @prepare.register

@@ -114,7 +114,10 @@ class ShardConfig:
         device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``dp_replicate``, ``dp_shard`` besides.
         inference_only: for evaluation: parameters need no gradient, the model is in eval mode, and what only a backward
             needs is left out.
-        parallel_output: logits stay split over the vocabulary; from 0.3. False: they are whole on every rank.
+        parallel_output: in calls with labels, logits stay split over the vocabulary, and the loss is computed from the
+            parts; ``logits`` of the output is a DTensor. False: they are whole on every rank.
+        loss_chunk_size: with ``parallel_output``: compute logits within the loss, for so many tokens at a time, and
+            again in the backward; they never exist as a whole, and the output has none. None keeps them.
         enable_flash_attention: flash attention (the flash-attn package, through transformers). True raises with the
             reason where it is impossible; ``"auto"`` takes it where it is possible.
         enable_fused_normalization: torch's fused norms. True raises where a norm has none; ``"auto"`` leaves it alone.
@@ -151,6 +154,7 @@ class ShardConfig:
     device_mesh: DeviceMesh | None = None
     inference_only: bool = False
     parallel_output: bool = False
+    loss_chunk_size: int | None = None
     enable_flash_attention: Switch = None
     enable_fused_normalization: Switch = None
     enable_jit_fused: Switch = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,14 @@ class DraftScope:
                 )
             return None
         return found
+
+    def above(self) -> Iterator[tuple[str, nn.Module]]:
+        """See `Scope.above`."""
+        path = self.path
+        while path:
+            yield path, self.draft.model.get_submodule(path)
+            path = path.rpartition(".")[0]
+        yield "", self.draft.model
 
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
         """See `Scope.swap`."""

@@ -19,7 +19,7 @@ from shardcore.nn import Layout
 from shardcore.optimizations import Choice, optimize
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy, Stages
 from shardcore.rendering import render
-from shardcore.steps import FuseNorm, OpenRegion, Recompute, SplitTokens, Step, Swap, to_data
+from shardcore.steps import FuseNorm, OpenRegion, Recompute, SplitLogits, SplitTokens, Step, Swap, to_data
 
 __all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
 
@@ -265,8 +265,10 @@ def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return steps in the order in which they build on each other.
 
     A norm is fused before it is made to read replicated parameters; regions are opened between modules that have become
-    parallel; tokens are split between regions; a block that is recomputed splits and draws as it did before.
+    parallel; tokens are split between regions; a block that is recomputed splits and draws as it did before. Logits are
+    split around whatever else a model does with its labels.
     """
+    last = (OpenRegion, SplitTokens, SplitLogits, Recompute)
     regions: dict[str, Step] = {}
     for step in steps:
         if isinstance(step, OpenRegion):
@@ -274,8 +276,9 @@ def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
     return (
         *(s for s in steps if isinstance(s, FuseNorm)),
         *(s for s in steps if isinstance(s, Swap)),
-        *(s for s in steps if not isinstance(s, FuseNorm | Swap | OpenRegion | SplitTokens | Recompute)),
+        *(s for s in steps if not isinstance(s, (FuseNorm, Swap, *last))),
         *regions.values(),
         *(s for s in steps if isinstance(s, SplitTokens)),
+        *(s for s in steps if isinstance(s, SplitLogits)),
         *(s for s in steps if isinstance(s, Recompute)),
     )

@@ -7,7 +7,7 @@ description classes are the way Shardformer (ColossalAI) writes the same; both c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -78,6 +78,9 @@ class Scope(Protocol):
 
     def find(self, suffix: str) -> nn.Module | None:
         """Return a submodule; if there is none, record a problem (unless the row is optional) and return None."""
+
+    def above(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the full name of the module and the module, then those that hold it, up to the model."""
 
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
         """Plan a class swap and claim the parameters that it lays out.

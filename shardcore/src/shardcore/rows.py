@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, Split, SwappedModule, VocabEmbedding, Whole
+from shardcore.nn import ColumnLinear, Replicated, RowLinear, Split, SwappedModule, VocabEmbedding, VocabHead, Whole
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.policy import HeadCounts, Row, Scope
 from shardcore.region_rows import argument_of, number_of
-from shardcore.steps import FuseNorm, GatherOutputs, OpenRegion, SetAttribute, Swap, TakeLoss
+from shardcore.steps import FuseNorm, GatherOutputs, OpenRegion, SetAttribute, SplitLogits, Swap, TakeLoss
 
 __all__ = [
     "AttributeRow",
@@ -131,9 +131,21 @@ class HeadRow(Row):
             elif scope.config.inference_only:
                 scope.swap(name, ColumnLinear, gather_output=True)
             else:
-                scope.swap(name, ColumnLinear, gather_output=True, enters=False)
+                target = VocabHead if scope.config.parallel_output else ColumnLinear
+                scope.swap(name, target, gather_output=True, enters=False)
                 path = scope.name(name)
                 scope.add(OpenRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
+                if scope.config.parallel_output:
+                    self._split(scope, path)
+
+    def _split(self, scope: Scope, head: str) -> None:
+        """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""
+        for path, module in scope.above():
+            if labels := argument_of(module, "labels"):
+                scope.add(SplitLogits(path=path, labels=labels, heads=(head,), chunk=scope.config.loss_chunk_size))
+                return
+        what = "parallel_output=True, but no module that holds the head takes labels"
+        scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
 
     def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
         """Let the bare parameter lie as the bias of ``module`` does: mostly both are one object."""

@@ -32,6 +32,7 @@ __all__ = [
     "ReplaceModule",
     "ReplaceParameters",
     "SetAttribute",
+    "SplitLogits",
     "SplitTokens",
     "Step",
     "Swap",
@@ -131,6 +132,26 @@ class TakeLoss(Step):
     def describe(self) -> str:
         """See `Step.describe`."""
         return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLogits(Step):
+    """In calls of the module with labels, logits stay split over the vocabulary.
+
+    Attributes:
+        labels: name and position of the argument with labels.
+        heads: the heads, by their full names.
+        chunk: the number of tokens whose logits are computed at a time, within the loss; None keeps all of them.
+    """
+
+    labels: tuple[str, int]
+    heads: tuple[str, ...]
+    chunk: int | None = None
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        how = "stay split" if self.chunk is None else f"are computed within the loss, {self.chunk} tokens at a time,"
+        return f"logits of {', '.join(self.heads)} {how} where {self.labels[0]!r} are given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,15 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
+def all_reduce_max(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the largest of all ranks' values, element by element; in place in eager mode."""
+    if torch.compiler.is_compiling():
+        out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "max", group))
+        return out
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x
+
+
 def all_gather(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
     """Put the parts of ``x`` along ``dim`` together again; ``size`` is the full extent of that dim.
 

@@ -7,8 +7,10 @@ from shardcore.nn.base import ParallelModule, SwappedModule
 from shardcore.nn.embedding import VocabEmbedding
 from shardcore.nn.fused import FusedColumnLinear
 from shardcore.nn.guard import StreamGuarded
+from shardcore.nn.head import VocabHead
 from shardcore.nn.layout import Layout, Segments, Split, Whole
 from shardcore.nn.linear import ColumnLinear, RowLinear
+from shardcore.nn.logits import SplitLogits, SplitsLogits, UncomputedLogits
 from shardcore.nn.loss import TakesLoss
 from shardcore.nn.norm import FusedRMSNorm
 from shardcore.nn.outputs import GathersOutputs
@@ -36,6 +38,8 @@ __all__ = [
     "SharedNumpy",
     "SharedRandom",
     "Split",
+    "SplitLogits",
+    "SplitsLogits",
     "StreamGuarded",
     "SwappedModule",
     "TakesLoss",
@@ -43,7 +47,9 @@ __all__ = [
     "TokenEnd",
     "TokenSplit",
     "TokenStack",
+    "UncomputedLogits",
     "VocabEmbedding",
+    "VocabHead",
     "Whole",
     "fsdp_placement",
     "reduce_partial_gradients",

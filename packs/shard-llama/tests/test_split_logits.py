@@ -1,0 +1,137 @@
+"""Logits that stay split over the vocabulary, and the loss from their parts, whole or in chunks of tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from llama_cases import Collectives, batch, build, shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import cross_entropy
+
+from shardcore.errors import NotSupportedError
+from shardcore.testing.parity import assert_close, assert_same_gradients
+
+
+def _in_double(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
+    """Compute what transformers' loss does, without its step through float32."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    how = "mean" if num_items_in_batch is None else "sum"
+    loss = cross_entropy(
+        logits.view(-1, vocab_size), shift_labels.reshape(-1), ignore_index=ignore_index, reduction=how
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _pair(chunk=None, **options):
+    reference = build(**options)
+    chunks = {} if chunk is None else {"loss_chunk_size": chunk}
+    sharded = shard(copy.deepcopy(reference), tp=dist.get_world_size(), parallel_output=True, **chunks)
+    reference.loss_function = _in_double
+    return reference, sharded
+
+
+def _losses(chunk, vocabulary, tied):
+    heads = (
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48} if dist.get_world_size() == 3 else {}
+    )
+    reference, sharded = _pair(chunk, vocab_size=vocabulary, tie_word_embeddings=tied, **heads)
+    inputs = batch(reference)
+    count = int((inputs["labels"] != -100).sum())
+    shifted = inputs["labels"].roll(-1, 1)
+    calls = (
+        inputs,
+        {**inputs, "num_items_in_batch": 2 * count},
+        {**inputs, "num_items_in_batch": torch.tensor(count)},
+        {**inputs, "shift_labels": shifted},
+        {**inputs, "labels": torch.full_like(inputs["labels"], -100), "num_items_in_batch": 5},
+    )
+    for call in calls:
+        wanted, got = reference(**call), sharded(**call)
+        assert_close(wanted.loss, got.loss, "loss", 1e-12)
+        if chunk is None:
+            assert isinstance(got.logits, DTensor)
+            assert got.logits.placements == (Shard(2),)
+            assert_close(wanted.logits, got.logits.full_tensor(), "logits", 1e-12)
+        (3 * wanted.loss).backward()
+        (3 * got.loss).backward()
+    assert_same_gradients(reference, sharded)
+
+
+@pytest.mark.parametrize(("tp", "vocabulary", "tied"), [(2, 101, False), (3, 97, True), (4, 7, False)])
+@pytest.mark.parametrize("chunk", [None, 5, 1000])
+def test_losses(pool, tp, vocabulary, tied, chunk):
+    pool.run(_losses, chunk, vocabulary, tied, world=tp)
+
+
+def _nothing_to_learn(chunk):
+    reference, sharded = _pair(chunk)
+    inputs = batch(reference)
+    inputs["labels"].fill_(-100)
+    assert reference(**inputs).loss.isnan()
+    assert sharded(**inputs).loss.isnan()
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_all_labels_ignored(pool, chunk):
+    pool.run(_nothing_to_learn, chunk, world=2)
+
+
+def _without_labels():
+    reference, sharded = _pair()
+    inputs = batch(reference, pads=(0,))
+    sharded(**inputs).loss.backward()
+    labels = inputs.pop("labels")
+    assert_close(reference(**inputs).logits, sharded(**inputs).logits, "logits", 1e-12)
+    way = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(reference.eval().generate(**inputs, **way), sharded.eval().generate(**inputs, **way))
+    out = sharded(**inputs, labels=labels)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        out.logits + torch.ones(101)
+    assert type(sharded(**inputs, labels=labels, return_dict=False)[1]) is DTensor
+
+
+def test_without_labels_logits_are_whole(pool):
+    pool.run(_without_labels, world=2)
+
+
+def _cost():
+    _, sharded = _pair()
+    inputs = batch(sharded)
+    counts = []
+    for labels in (inputs["labels"], None):
+        with Collectives() as seen:
+            out = sharded(**{**inputs, "labels": labels})
+            counts.append(seen.take())
+            (out.logits.float().sum() if labels is None else out.loss).backward()
+            counts.append(seen.take())
+    return counts
+
+
+def test_two_collectives_instead_of_one_large(pool):
+    for counts in pool.run(_cost, world=2):
+        assert counts[0] == counts[2] + 1  # two small ones, no gathered logits
+        assert counts[1] == counts[3]
+
+
+def _refusals():
+    _, sharded = _pair(5)
+    inputs = batch(sharded)
+    out = sharded(**inputs)
+    with pytest.raises(NotSupportedError, match="split over the vocabulary"):
+        out.logits.argmax(-1)
+    with pytest.raises(NotSupportedError, match="split over the vocabulary"):
+        torch.softmax(out.logits, -1)
+    sharded.loss_function = lambda logits, labels, **_: torch.softmax(logits, -1).sum()
+    with pytest.raises(NotSupportedError, match="softmax"):
+        sharded(**inputs)
+    with pytest.raises(IndexError, match="from 0 to 101"):
+        del sharded._loss_function
+        sharded(**{**inputs, "labels": inputs["labels"].clamp(min=101)})
+
+
+def test_what_cannot_be_computed_raises(pool):
+    pool.run(_refusals, world=2)

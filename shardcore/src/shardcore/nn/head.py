@@ -1,0 +1,46 @@
+"""The head whose logits may stay split over the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shardcore.comm.collectives import chunk_bounds, gather_from_tp
+from shardcore.mesh import ShardContext
+from shardcore.nn.cross_entropy import Vocabulary
+from shardcore.nn.linear import ColumnLinear
+from shardcore.nn.logits import SplitLogits, UncomputedLogits
+
+__all__ = ["VocabHead"]
+
+
+class VocabHead(ColumnLinear):
+    """A `ColumnLinear` over the vocabulary that gathers its output, unless a model takes its logits split.
+
+    Input (..., H); output (..., V), or `SplitLogits` in calls with labels, which `SplitsLogits` recognises. See
+    `ColumnLinear` for the options.
+    """
+
+    keeps_split: bool
+    #: The number of tokens whose logits are computed at a time, within the loss; None computes all in the head.
+    chunk: int | None
+    _vocabulary: Vocabulary
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context, **options)
+        start, _ = chunk_bounds(new.out_features, context.size, context.rank)
+        new.keeps_split, new.chunk = False, None
+        new._vocabulary = Vocabulary(context, new.out_features, start)
+        return new
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002  # the native argument name is part of the interface
+        """Return (..., V), or split logits."""
+        if self.keeps_split and self.chunk is not None:
+            return UncomputedLogits(input, self._vocabulary, self, self.chunk)
+        out = self._local_forward(input)
+        if self.keeps_split:
+            return SplitLogits(out, self._vocabulary)
+        return gather_from_tp(out, self._shard_context.group, -1, self.out_features)
