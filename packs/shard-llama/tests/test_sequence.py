@@ -7,15 +7,17 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from llama_cases import batch, build, checkpointing, compare_forward, loss_of, shard, train_beside
+from llama_cases import Collectives, batch, build, checkpointing, compare_forward, loss_of, shard, train_beside
 
+from shardcore.errors import NotSupportedError
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
-def _pair(name="LlamaForCausalLM", *, deferred=False, **options):
+def _pair(name="LlamaForCausalLM", *, fields=None, **options):
     reference = build(name, **options)
-    mode = {"partial_gradients": "deferred"} if deferred else {}
-    sharded = shard(copy.deepcopy(reference), tp=dist.get_world_size(), enable_sequence_parallelism=True, **mode)
+    sharded = shard(
+        copy.deepcopy(reference), tp=dist.get_world_size(), enable_sequence_parallelism=True, **(fields or {})
+    )
     return reference, sharded
 
 
@@ -59,14 +61,58 @@ def test_two_lengths_alive(pool, kind):
     pool.run(_two_alive, kind, world=2)
 
 
-def _training(deferred):
-    reference, sharded = _pair(deferred=deferred)
+def _training(fields):
+    reference, sharded = _pair(fields=fields)
     train_beside(reference, sharded)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_training(pool, deferred):
-    pool.run(_training, deferred, world=2)
+@pytest.mark.parametrize("fields", [{}, {"partial_gradients": "deferred"}, {"sequence_keep_gathered": False}])
+def test_training(pool, fields):
+    pool.run(_training, fields, world=2)
+
+
+def _cost(layers, fields):
+    _, sharded = _pair(num_hidden_layers=layers, fields=fields)
+    with Collectives() as seen:
+        loss = loss_of(sharded(**batch(sharded, length=7)))
+        forward = seen.take()
+        loss.backward()
+        return forward, seen.take()
+
+
+@pytest.mark.parametrize(
+    ("fields", "backward"),
+    [
+        ({}, 8),  # and one for each norm and each row bias
+        ({"partial_gradients": "deferred"}, 4),
+        ({"partial_gradients": "deferred", "sequence_keep_gathered": False}, 6),
+    ],
+)
+def test_four_gathers_and_four_scatters_for_a_layer(pool, fields, backward):
+    for two, three in zip(pool.run(_cost, 2, fields, world=2), pool.run(_cost, 3, fields, world=2), strict=True):
+        assert (three[0] - two[0], three[1] - two[1]) == (4, backward)
+
+
+def _from_the_embedding():
+    reference, sharded = _pair()
+    inputs = batch(reference, length=7)
+    wanted = loss_of(reference(**inputs)).item()
+    counts = []
+    for hook in (None, lambda module, args, out: 1.0 * out):
+        handle = sharded.model.embed_tokens.register_forward_hook(hook) if hook else None
+        with Collectives() as seen:
+            assert loss_of(sharded(**inputs)).item() == pytest.approx(wanted, rel=1e-7)  # the loss is in float32
+            counts.append(seen.take())
+    assert counts[0] == counts[1]  # one sum, of the kept tokens or of all
+    handle.remove()
+    # Somebody between the embedding and the first block.
+    sharded.model.rotary_emb.register_forward_pre_hook(lambda module, args: (args[0].mul_(2.0),))
+    with pytest.raises(NotSupportedError, match="something between them has changed"), torch.no_grad():
+        sharded(**inputs)
+
+
+def test_the_embedding_sums_what_a_rank_keeps(pool):
+    pool.run(_from_the_embedding, world=2)
 
 
 def _captured():

@@ -46,6 +46,7 @@ _FLAGS = (
     "inference_only",
     "parallel_output",
     "enable_sequence_parallelism",
+    "sequence_keep_gathered",
     "enable_sequence_overlap",
     "enable_all_optimization",
     "fp8_communication",

@@ -31,6 +31,7 @@ from shardcore.nn import (
     TokenEnd,
     TokenSplit,
     TokenStack,
+    VocabEmbedding,
 )
 from shardcore.nn.base import with_methods
 from shardcore.nn.dropout import DropoutSites
@@ -206,6 +207,7 @@ def _(step: EnterArgument, model: nn.Module, context: ShardContext) -> Commit:
 def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
     blocks = [model.get_submodule(path) for path in step.blocks]
     stack, end = model.get_submodule(step.path), model.get_submodule(step.end)
+    embedding = model.get_submodule(step.embedding) if step.embedding else None
 
     def commit() -> None:
         tokens = TokenSplit(context)
@@ -213,6 +215,8 @@ def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
             above = not path or f"{step.path}.".startswith(f"{path}.")
             if step.covers(path) or (above and isinstance(module, GathersOutputs)):
                 _bind(module, tokens)
+        if isinstance(embedding, VocabEmbedding):
+            embedding.tokens = tokens
         TokenStack.adopt(stack, context, tokens=tokens)
         for block in blocks:
             TokenBlock.adopt(block, context, tokens=tokens, argument=step.argument)

@@ -126,6 +126,8 @@ class ShardConfig:
             ranks; calls with fewer tokens than ranks are not split.
         sequence_parallelism_mode: how; ``"split_gather"`` (None is the same), ``"all_to_all"`` and ``"ring_attn"`` from
             0.5.
+        sequence_keep_gathered: what each region gathered is kept for its backward. False gathers it again: two more
+            all-gathers for each layer, and the memory of split activations only.
         enable_sequence_overlap: overlap the communication of sequence parallelism; from 0.3.
         enable_all_optimization: every switch above that is None becomes ``"auto"``: what is possible is used, what is
             missing is no error. Never turns sequence parallelism on.
@@ -160,6 +162,7 @@ class ShardConfig:
     enable_jit_fused: Switch = None
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
+    sequence_keep_gathered: bool = True
     enable_sequence_overlap: bool = False
     enable_all_optimization: bool = False
     gradient_checkpoint_config: GradientCheckpointConfig | None = None

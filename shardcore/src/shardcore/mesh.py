@@ -58,6 +58,7 @@ class ShardContext:
         random: the random stream of the model.
         partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
             ``"deferred"`` leaves them partial until `shardcore.reduce_partial_gradients`.
+        keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
     """
 
     mesh: DeviceMesh
@@ -67,6 +68,7 @@ class ShardContext:
     size: int
     random: RandomStream
     partial_gradients: PartialGradients = "in_backward"
+    keeps_gathered: bool = True
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class ShardContext:
         *,
         seed: int = 0,
         partial_gradients: PartialGradients = "in_backward",
+        keeps_gathered: bool = True,
         forks: bool = True,
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
@@ -91,6 +94,7 @@ class ShardContext:
             size=tp.size(),
             random=RandomStream(seed, tp.get_local_rank(), device, forks=forks),
             partial_gradients=partial_gradients,
+            keeps_gathered=keeps_gathered,
         )
         context.reseed(seed)
         return context

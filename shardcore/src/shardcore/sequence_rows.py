@@ -20,6 +20,7 @@ class SequenceRow(Row):
 
     scatter: str
     gather: str
+    embedding: str | None = None
 
     def plan(self, scope: Scope) -> None:
         """See `Row.plan`."""
@@ -33,11 +34,21 @@ class SequenceRow(Row):
             scope.problem(what, "name the first block: scatter='layers[0]'", scatter)
             return
         argument = argument_of(first, None)
+        if self.embedding is not None and scope.find(self.embedding) is None:
+            return
         if argument is None:
             scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", scatter)
         elif scope.config.enable_sequence_parallelism:
             names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
-            scope.add(SplitTokens(path=scope.name(""), blocks=names, argument=argument, end=scope.name(gather)))
+            scope.add(
+                SplitTokens(
+                    path=scope.name(""),
+                    blocks=names,
+                    argument=argument,
+                    end=scope.name(gather),
+                    embedding=None if self.embedding is None else scope.name(self.embedding),
+                )
+            )
 
 
 def _list_and_index(name: str) -> tuple[str, int | None]:

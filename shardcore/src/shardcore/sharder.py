@@ -176,7 +176,12 @@ class ModelSharder:
         config = self.plan.config
         if self._sync_from is not None:
             _broadcast(self.model, self._sync_from, self.group)
-        self.context = ShardContext.of(config.mesh(), seed=reports[0].seed, partial_gradients=config.partial_gradients)
+        self.context = ShardContext.of(
+            config.mesh(),
+            seed=reports[0].seed,
+            partial_gradients=config.partial_gradients,
+            keeps_gathered=config.sequence_keep_gathered,
+        )
         return self.context
 
     def replace_model_class(self) -> None:

@@ -194,11 +194,13 @@ class SplitTokens(Step):
         blocks: its blocks; the first one that is called splits them.
         argument: name and position of the argument of a block that holds them.
         end: the module after which they are whole again.
+        embedding: the embedding whose output the first block is called with, if it is split over the vocabulary.
     """
 
     blocks: tuple[str, ...]
     argument: tuple[str, int]
     end: str
+    embedding: str | None = None
 
     def covers(self, path: str) -> bool:
         """Tell whether the module ``path`` works on split tokens, or inside regions between them."""

@@ -228,7 +228,7 @@ def loss(
     return LossRow(text=text, function=fn, labels=_tuple(labels), logits=_tuple(logits))
 
 
-def sequence(*, scatter: str, gather: str, optional: bool = False) -> Row:
+def sequence(*, scatter: str, gather: str, embedding: str | None = None, optional: bool = False) -> Row:
     """Between which modules of a stack activations may be split along the sequence.
 
     Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
@@ -239,10 +239,12 @@ def sequence(*, scatter: str, gather: str, optional: bool = False) -> Row:
         scatter: the first block of a list (``"layers[0]"``), whose input is split.
         gather: the module whose output is whole again: the last norm, or where there is none the last block
             (``"layer[-1]"``).
+        embedding: the vocabulary embedding, if the first block is called with nothing but its output and nothing looks
+            at that before (shapes and dtypes excepted): then only the tokens that a rank keeps are summed.
         optional: the modules may be absent.
     """
-    text = _text("sequence", scatter=scatter, gather=gather)
-    return SequenceRow(text=text, optional=optional, scatter=scatter, gather=gather)
+    text = _text("sequence", scatter=scatter, gather=gather, embedding=embedding)
+    return SequenceRow(text=text, optional=optional, scatter=scatter, gather=gather, embedding=embedding)
 
 
 def shared_rng(*names: str, optional: bool = False) -> Row:

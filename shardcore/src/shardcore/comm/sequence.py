@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from shardcore.comm.collectives import all_gather_single, refuse_double_backward
 
 __all__ = [
+    "Gathering",
     "Scattering",
     "all_gather_tokens",
     "enter_from_sequence",
@@ -44,19 +45,35 @@ def local_tokens(length: int, ranks: int) -> int:
 
 def all_gather_tokens(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
     """Put the parts of all ranks together: (B, L, ...) to (B, S, ...), S being ``length``."""
-    ranks = dist.get_world_size(group)
-    x = x.contiguous()
-    if torch.compiler.is_compiling():
-        stacked: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.unsqueeze(0), 0, group))
-    else:
-        flat = x.new_empty(ranks * x.size(0), *x.shape[1:])
-        all_gather_single(flat, x, group=group)
-        stacked = flat.view(ranks, *x.shape)
-    if x.size(0) == 1:
-        return stacked.view(1, ranks * x.size(1), *x.shape[2:]).narrow(1, 0, length)
-    step = x.size(1)
+    if not torch.compiler.is_compiling():
+        return Gathering(x, group, length).wait()
+    return _join_parts(funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous().unsqueeze(0), 0, group)), length)
+
+
+def _join_parts(stacked: Tensor, length: int) -> Tensor:
+    """Return the tokens of all ranks without their padding: (tp, B, L, ...) to (B, S, ...)."""
+    ranks, batch, step = stacked.shape[:3]
+    if batch == 1:
+        return stacked.view(1, ranks * step, *stacked.shape[3:]).narrow(1, 0, length)
     parts = stacked.unbind(0)
     return torch.cat([p.narrow(1, 0, max(0, min(step, length - r * step))) for r, p in enumerate(parts)], 1)
+
+
+class Gathering:
+    """An all-gather of tokens that is under way; eager mode only."""
+
+    def __init__(self, x: Tensor, group: ProcessGroup, length: int) -> None:
+        self._length = length
+        self._x = x.contiguous()  # alive as long as it is read
+        ranks = dist.get_world_size(group)
+        flat = x.new_empty(ranks * x.size(0), *x.shape[1:])
+        self._work = all_gather_single(flat, self._x, group=group, async_op=True)
+        self._stacked = flat.view(ranks, *x.shape)
+
+    def wait(self) -> Tensor:
+        """Return the tokens of all ranks, (B, S, ...)."""
+        self._work.wait()
+        return _join_parts(self._stacked, self._length)
 
 
 def _stack_parts(x: Tensor, ranks: int) -> Tensor:

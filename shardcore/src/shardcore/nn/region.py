@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
 from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
-from shardcore.comm.sequence import all_gather_tokens, enter_from_sequence, start_reduce_scatter
+from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
@@ -57,15 +57,16 @@ class _Call(NamedTuple):
 
     member: _Member
     grad: Tensor  # (..., out/tp)
-    x: Tensor  # (..., in)
+    x: Tensor | None  # (..., in); None where enter gathers it again
     weight: Tensor  # (out/tp, in), in the dtype of the product
 
 
 class _Open:
     """An open region: its calls fill up during a backward and are taken by enter's."""
 
-    def __init__(self, context: ShardContext) -> None:
+    def __init__(self, context: ShardContext, *, again: bool = False) -> None:
         self.context = context
+        self.again = again  # what members multiply is gathered again in the backward, not kept
         self.members: dict[int, _Member] = {}
         self.parameters: list[Tensor] = []  # of all members
         self.rows: list[Runs | None] = []  # that this rank uses of each, where it holds others too
@@ -129,6 +130,8 @@ class _Enter(Function):
     def forward(ctx: Any, region: _Open, length: int | None, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.region, ctx.length, ctx.dtype = region, length, x.dtype
+        if region.again:
+            ctx.save_for_backward(x)
         return x.view_as(x) if length is None else all_gather_tokens(x, region.context.group, length)
 
     @staticmethod
@@ -137,16 +140,17 @@ class _Enter(Function):
         region: _Open = ctx.region
         calls = region.take()
         needs = ctx.needs_input_grad  # of (region, length, x, *parameters)
+        gathering = Gathering(ctx.saved_tensors[0], region.context.group, ctx.length) if region.again else None
         gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
         if gx is None:
-            return None, None, None, *_parameter_gradients(region, calls, needs[3:])
+            return None, None, None, *_parameter_gradients(region, calls, needs[3:], gathering)
         if ctx.length is None:
             work = start_all_reduce(gx, region.context.group)
-            finished = _parameter_gradients(region, calls, needs[3:])
+            finished = _parameter_gradients(region, calls, needs[3:], gathering)
             work.wait()
         else:
             scattering = start_reduce_scatter(gx, region.context.group)
-            finished = _parameter_gradients(region, calls, needs[3:])
+            finished = _parameter_gradients(region, calls, needs[3:], gathering)
             gx = scattering.wait()
         return None, None, gx, *finished
 
@@ -164,13 +168,17 @@ def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.d
     return total if extra is None else total.add_(extra)
 
 
-def _parameter_gradients(region: _Open, calls: Sequence[_Call], needed: Sequence[bool]) -> list[Tensor | None]:
+def _parameter_gradients(
+    region: _Open, calls: Sequence[_Call], needed: Sequence[bool], gathering: Gathering | None
+) -> list[Tensor | None]:
     """Return the gradients of all parameters, summed over the calls, as DTensors."""
     grads: list[Tensor | None] = [None] * len(needed)
-    for member, grad, x, _ in calls:
+    gathered = None if gathering is None else gathering.wait()
+    for member, grad, kept, weight in calls:
         i = member.place
-        if needed[i]:
-            grads[i] = _plus(grads[i], weight_gradient(grad, x, member.weight.dtype))
+        x = gathered if kept is None else kept
+        if needed[i] and x is not None:
+            grads[i] = _plus(grads[i], weight_gradient(grad, cast(x, weight.dtype), member.weight.dtype))
         if member.bias is not None and needed[i + 1]:
             grads[i + 1] = _plus(grads[i + 1], bias_gradient(grad, member.bias.dtype))
     partial = []
@@ -203,14 +211,14 @@ class _Deferred(Function):
         weight, bias = member.weight, member.bias
         if torch.is_autocast_enabled(x.device.type):
             x, weight, bias = autocast(x, weight, bias)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(weight, *(() if region.again else (x,)))
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        x, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         # Detached: x leads to enter's node, which holds the region.
-        ctx.region.put(_Call(ctx.member, grads[0], x.detach(), weight))
+        ctx.region.put(_Call(ctx.member, grads[0], kept[0].detach() if kept else None, weight))
         return None, None, None
 
 
@@ -345,7 +353,7 @@ class Region:
                 return enter_from_sequence(x, self.context.group, length)
         elif torch.compiler.is_compiling():
             return copy_to_tp(x, self.context.group)
-        region = _Open(self.context)
+        region = _Open(self.context, again=length is not None and not self.context.keeps_gathered)
         for member in self.members:
             region.add(member)
         new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]

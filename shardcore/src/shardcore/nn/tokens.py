@@ -10,12 +10,13 @@ come between, recomputes it for the same number (hazard H38).
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardcore.comm.sequence import gather_sequence, local_tokens, scatter_sequence
+from shardcore.comm.sequence import gather_sequence, leave_to_sequence, local_tokens, scatter_sequence
 from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
@@ -41,17 +42,50 @@ class TokenSplit:
         self.last: int | None = None
         self.running = False  # the forward of the stack
         self.open = False  # its first block was called, its last module was not
+        self._summand: tuple[weakref.ref[Tensor], int] | None = None  # and its version
 
     @property
     def local(self) -> int | None:
         """The tokens on this rank, padding included; None while they are whole."""
         return None if self.length is None else local_tokens(self.length, self.context.size)
 
+    def start(self) -> None:
+        """Begin a forward of the stack."""
+        self.running, self.open, self.length, self._summand = True, False, None, None
+
+    def stop(self) -> None:
+        """End the forward of the stack."""
+        self.running, self.open, self.length, self._summand = False, False, None, None
+
+    def takes(self, summand: Tensor) -> bool:
+        """Tell whether the first block will take this rank's ``summand`` of its input, and sum what it keeps only."""
+        if not self.running or self.open or torch.compiler.is_compiling() or not self._splits(summand):
+            return False
+        if self._summand is not None:  # whatever the first one was for was given a summand
+            raise self._changed()
+        self._summand = weakref.ref(summand), summand._version
+        return True
+
     def begin(self, x: Tensor) -> Tensor:
         """Split the tokens of ``x`` (B, S, ...), which the first block is called with, if each rank gets one."""
         self.open = True
-        self.last = self.length = x.size(1) if x.ndim >= 3 and x.size(1) >= self.context.size else None
+        self.last = self.length = x.size(1) if self._splits(x) else None
+        if self._summand is not None:
+            summand, version = self._summand
+            if summand() is not x or x._version != version:
+                raise self._changed()
+            return leave_to_sequence(x, self.context.group)
         return x if self.length is None else scatter_sequence(x, self.context.group)
+
+    def _splits(self, x: Tensor) -> bool:
+        return x.ndim >= 3 and x.size(1) >= self.context.size
+
+    def _changed(self) -> NotSupportedError:
+        return NotSupportedError(
+            "under sequence parallelism the first block takes what the embedding returns as it is, and sums only the "
+            "tokens that a rank keeps; something between them has changed or replaced it. Do that in a forward hook of "
+            "the embedding, which then sums by itself, or remove embedding= from the policy's sequence row."
+        )
 
     def end(self, x: Tensor) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...)."""
@@ -97,7 +131,7 @@ class TokenStack(SwappedModule):
             ShardcoreError: it returned while tokens were still split.
         """
         tokens = self._tokens
-        tokens.running, tokens.open, tokens.length = True, False, None
+        tokens.start()
         try:
             out = super().forward(*args, **kwargs)
             if tokens.length is not None:
@@ -107,7 +141,7 @@ class TokenStack(SwappedModule):
                 )
             return out
         finally:
-            tokens.running, tokens.open, tokens.length = False, False, None
+            tokens.stop()
 
 
 class TokenBlock(SwappedModule):
