@@ -136,8 +136,8 @@ def test_releases_are_in_their_order(tmp_path):
 
 
 def test_the_digest_is_of_what_is_tested(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
+    source = tmp_path / ".nox" / "source"  # where the sources themselves lie does not matter
+    source.mkdir(parents=True)
     (source / "a.py").write_text("1")
     first = digest_of([source])
     (source / "__pycache__").mkdir()

@@ -116,8 +116,9 @@ def digest_of(places: Iterable[Path]) -> str:
     for place in places:
         files = sorted(place.rglob("*")) if place.is_dir() else [place]
         for file in files:
-            if file.is_file() and not {"__pycache__", ".nox"}.intersection(file.parts):
-                digest.update(f"{file.relative_to(place.parent)}\0".encode())
+            name = file.relative_to(place.parent)
+            if file.is_file() and not {"__pycache__", ".nox"}.intersection(name.parts):
+                digest.update(f"{name}\0".encode())
                 digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 

@@ -152,16 +152,21 @@ def _from_states() -> None:
     other = {**prompt, "encoder_hidden_states": -prompt["encoder_hidden_states"]}
     assert not torch.equal(wanted, reference.generate(**other, **options))
     assert torch.equal(wanted, model.generate(**prompt, **options))
-    # Left alone, generate() makes a cache without a place for the states, which fails in the unsharded model too.
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     cached = {**options, "use_cache": True, "past_key_values": cache}
     assert torch.equal(wanted, model.generate(**prompt, **cached))
     heads = reference.config.num_attention_heads // dist.get_world_size()
     for part in (cache.self_attention_cache, cache.cross_attention_cache):
         assert [layer.keys.shape[1] for layer in part.layers] == [heads, heads]
-    for m in (reference, model):
-        with pytest.raises((AttributeError, RuntimeError)):
-            m.generate(**prompt, **{**options, "use_cache": True})
+    # Left alone, generate() of most releases makes a cache without a place for the states, and fails.
+    assert len({_generates(m, {**prompt, **options, "use_cache": True}) for m in (reference, model)}) == 1
+
+
+def _generates(model, call) -> str:
+    try:
+        return str(model.generate(**call).tolist())
+    except (AttributeError, RuntimeError) as error:
+        return type(error).__name__
 
 
 def test_cache_of_both_attentions(pool):

@@ -169,7 +169,7 @@ def _ignored_and_renamed(folder: str) -> None:
     except ImportError:  # transformers 4, where Llama is not among the classes that heed it
         model._checkpoint_conversion_mapping = {"^decoder": "model"}
     else:
-        model._weight_conversions = [WeightRenaming(r"^decoder\.", "model.")]
+        model._weight_conversions = [WeightRenaming("^decoder", "model")]
         wanted = {name.replace("model.", "decoder."): tensor for name, tensor in wanted.items()}
     model.save_pretrained(f"{folder}/renamed", max_shard_size=20_000)
     assert_saved(f"{folder}/renamed", wanted)
@@ -258,6 +258,7 @@ def _upload(folder: str) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_create_repo", lambda self, *args, **kwargs: Anything.repo_id, raising=False)
         patch.setattr(native, "_upload_modified_files", upload)
+        patch.setattr(library, "create_repo", lambda *args, **kwargs: Anything(), raising=False)
         patch.setattr(library, "hf_api", Anything, raising=False)
         patch.setattr(library, "create_and_tag_model_card", lambda *args, **kwargs: Anything())
         model.save_pretrained(folder, push_to_hub=True, max_shard_size=30_000, commit_message="weights")
