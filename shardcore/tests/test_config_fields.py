@@ -21,10 +21,7 @@ LATER = [
     ("tensor_parallel_mode", "2.5d", "1.0"),
     ("tensor_parallel_mode", "3d", "1.0"),
     ("pipeline_stage_manager", object(), "0.4"),
-    ("parallel_output", True, "0.3"),
     ("enable_jit_fused", True, "0.3"),
-    ("enable_sequence_parallelism", True, "0.3"),
-    ("sequence_parallelism_mode", "split_gather", "0.3"),
     ("sequence_parallelism_mode", "ring", "0.5"),
     ("sequence_parallelism_mode", "all_to_all", "0.5"),
     ("sequence_parallelism_mode", "ring_attn", "0.5"),
@@ -96,6 +93,20 @@ def test_values_of_the_wrong_kind(fields, message):
             ),
         ),
         (
+            {"loss_chunk_size": 128},
+            (
+                "ShardConfig.loss_chunk_size=128 without parallel_output=True: logits that are whole on every rank are "
+                "not computed in chunks; give both or neither"
+            ),
+        ),
+        (
+            {"sequence_parallelism_mode": "split_gather"},
+            (
+                "ShardConfig.sequence_parallelism_mode='split_gather' without enable_sequence_parallelism=True says "
+                "nothing; give both or neither"
+            ),
+        ),
+        (
             {"enable_tensor_parallelism": False, "tensor_parallel_size": 2},
             "ShardConfig.enable_tensor_parallelism=False contradicts tensor_parallel_size=2; leave the size None",
         ),
@@ -122,8 +133,7 @@ def test_two_names_are_one_value():
         assert one == ShardConfig(enable_flash_attention=value)
         assert one.use_flash_attention == one.enable_flash_attention == value
     assert ShardConfig(gather_output=True, parallel_output=False).parallel_output is False
-    with pytest.raises(NotSupportedError, match=r"ShardConfig\.parallel_output=True"):
-        ShardConfig(gather_output=False)
+    assert ShardConfig(gather_output=False) == ShardConfig(parallel_output=True)
     changed = ShardConfig.of(ShardConfig(enable_flash_attention=True), use_flash_attention=False)
     assert changed.enable_flash_attention is False
 

@@ -29,6 +29,7 @@ from shardcore.styles import (
     partial,
     region,
     replicate,
+    sequence,
     vocab,
 )
 from shardcore.testing import Case, Supports
@@ -222,7 +223,7 @@ class NetPolicy(Policy):
     def module_policy(self) -> ModulePolicy:
         return {
             "Net": [vocab("embed"), head("head"), replicate("encode"), *self.captured()],
-            "Decoder": [norm("norm"), *self.memory()],
+            "Decoder": [norm("norm"), *self.memory(), sequence(scatter="layers[0]", gather="norm")],
             "Block": [
                 norm("norm1", "norm2", "norm3"),
                 *self.attention(),
@@ -232,7 +233,7 @@ class NetPolicy(Policy):
         }
 
     def captured(self) -> list[Any]:
-        return [outputs(attentions="heads")]
+        return [outputs(attentions="heads", hidden_states="sequence")]
 
     def memory(self) -> list[Any]:
         return [enter_arg("", "memory")]
@@ -296,7 +297,7 @@ def build(**options: Any) -> Net:
 
 def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids, labels = (torch.randint(0, model.config.vocab, (3, 8), generator=generator) for _ in range(2))
+    ids, labels = (torch.randint(0, model.config.vocab, (3, 7), generator=generator) for _ in range(2))
     return {"input_ids": ids, "labels": labels}
 
 
@@ -309,6 +310,6 @@ CASE = Case(
     collectives=(3, 5),  # backward: three regions, and the norms on queries and keys
     sharded=("attention.q.weight", "mlp.down.weight", "embed"),
     refuses=({"heads": 8, "kv_heads": 3, "hidden": 32},),
-    supports=Supports(generation=True, captured=("attentions", "hidden_states"), save_pretrained=False),
+    supports=Supports(generation=True, captured=("attentions", "hidden_states"), sequence=True, save_pretrained=False),
     policy=NetPolicy,
 )

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
+from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding, VocabHead
 from shardcore.plan import ShardPlan
-from shardcore.steps import EnterArgument, OpenRegion, Swap
+from shardcore.steps import EnterArgument, OpenRegion, SplitLogits, SplitTokens, Step, Swap
 
 __all__ = ["Collective", "collectives"]
+
+Phase = Literal["forward", "backward"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +28,8 @@ class Collective:
     """
 
     where: str
-    phase: Literal["forward", "backward"]
-    operation: Literal["all_reduce", "all_gather"]
+    phase: Phase
+    operation: Operation
     payload: str
 
 
@@ -34,40 +37,85 @@ def collectives(plan: ShardPlan) -> list[Collective]:
     """Return the collectives of one forward and backward (under ``inference_only``: of one forward), in plan order.
 
     Column linears that enter by themselves are counted once each; at run time those called with the same tensor share
-    one.
+    one. Sequences are counted as if long enough to be split.
     """
-    swaps = {step.path: step for step in plan.steps if isinstance(step, Swap)}
-    found: list[Collective] = []
-    for step in plan.steps:
-        if isinstance(step, OpenRegion):
-            found += _region(step, swaps)
-        elif isinstance(step, EnterArgument):
-            payload = f"gradient of {step.argument[0]}"
-            found.append(Collective(where=step.path, phase="backward", operation="all_reduce", payload=payload))
-        elif isinstance(step, Swap):
-            found += _swap(step)
+    counted = _Count(plan)
+    found = [c for step in plan.steps for c in counted.of(step)]
     return [c for c in found if c.phase == "forward"] if plan.config.inference_only else found
 
 
-def _region(step: OpenRegion, swaps: dict[str, Swap]) -> Iterator[Collective]:
-    yield Collective(where=step.path, phase="backward", operation="all_reduce", payload="(B, S, H) input gradient")
-    shared = [name for name in step.members if dict(swaps[name].options).get("copies", 1) > 1]
-    if shared:
-        yield Collective(
-            where=step.path, phase="backward", operation="all_reduce", payload=f"gradients of {', '.join(shared)}"
-        )
+class _Count:
+    """Knows the whole plan while its steps are counted one by one."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self._plan = plan
+        self._swaps = {step.path: step for step in plan.steps if isinstance(step, Swap)}
+        self._splits = [step for step in plan.steps if isinstance(step, SplitTokens)]
+        self._split_heads = {head for step in plan.steps if isinstance(step, SplitLogits) for head in step.heads}
+        self._biased = {name.rpartition(".")[0] for p in plan.parameters for name in (p.name, *p.aliases)
+                        if name.endswith(".bias")}  # fmt: skip
+
+    def of(self, step: Step) -> Iterator[Collective]:
+        """Yield the collectives of one step."""
+        if isinstance(step, OpenRegion):
+            yield from self._region(step)
+        elif isinstance(step, EnterArgument):
+            yield _backward(step, "all_reduce", f"gradient of {step.argument[0]}")
+        elif isinstance(step, SplitTokens):
+            yield Collective(where=step.end, phase="forward", operation="all_gather", payload="(B, S/tp, H) output")
+            first = step.embedding or step.blocks[0]
+            yield Collective(where=first, phase="backward", operation="all_gather", payload="(B, S/tp, H) gradient")
+        elif isinstance(step, SplitLogits):
+            for what in ("largest logits", "sums and the labels' logits"):
+                yield Collective(where=step.path, phase="forward", operation="all_reduce", payload=f"(B, S) {what}")
+        elif isinstance(step, Swap):
+            yield from self._swap(step)
+
+    def _region(self, step: OpenRegion) -> Iterator[Collective]:
+        if self._is_split(step.path):
+            yield _forward(step, "all_gather", "(B, S/tp, H) input")
+            if not self._plan.config.sequence_keep_gathered:
+                yield _backward(step, "all_gather", "(B, S/tp, H) input, again")
+            yield _backward(step, "reduce_scatter", "(B, S, H) input gradient")
+        else:
+            yield _backward(step, "all_reduce", "(B, S, H) input gradient")
+        shared = [name for name in step.members if dict(self._swaps[name].options).get("copies", 1) > 1]
+        if shared and self._sums_at_once:
+            yield _backward(step, "all_reduce", f"gradients of {', '.join(shared)}")
+
+    def _swap(self, step: Swap) -> Iterator[Collective]:
+        options, split = dict(step.options), self._is_split(step.path)
+        if issubclass(step.target, RowLinear):
+            yield _forward(step, "reduce_scatter" if split else "all_reduce", "(B, S, H) output")
+            if split:
+                yield _backward(step, "all_gather", "(B, S/tp, H) output gradient")
+            if split and step.path in self._biased and self._sums_at_once:
+                yield _backward(step, "all_reduce", "gradient of its bias")
+        elif issubclass(step.target, VocabEmbedding):
+            kept = any(of.embedding == step.path for of in self._splits)
+            yield _forward(step, "reduce_scatter" if kept else "all_reduce", "(B, S, H) output")
+        elif issubclass(step.target, ColumnLinear):
+            if options.get("gather_output") and not self._keeps_split(step):
+                yield _forward(step, "all_gather", "(B, S, V) output")
+            if options.get("enters", True):
+                yield _backward(step, "all_reduce", "(B, S, H) input gradient")
+        elif issubclass(step.target, Replicated) and (options.get("partial") or split) and self._sums_at_once:
+            yield _backward(step, "all_reduce", "its parameters' gradients")
+
+    @property
+    def _sums_at_once(self) -> bool:
+        return self._plan.config.partial_gradients == "in_backward"
+
+    def _is_split(self, path: str) -> bool:
+        return any(step.covers(path) for step in self._splits)
+
+    def _keeps_split(self, step: Swap) -> bool:
+        return issubclass(step.target, VocabHead) and step.path in self._split_heads
 
 
-def _swap(step: Swap) -> Iterator[Collective]:
-    options = dict(step.options)
-    if issubclass(step.target, RowLinear) or issubclass(step.target, VocabEmbedding):
-        yield Collective(where=step.path, phase="forward", operation="all_reduce", payload="(B, S, H) output")
-    elif issubclass(step.target, ColumnLinear):
-        if options.get("gather_output"):
-            yield Collective(where=step.path, phase="forward", operation="all_gather", payload="(B, S, V) output")
-        if options.get("enters", True):
-            yield Collective(
-                where=step.path, phase="backward", operation="all_reduce", payload="(B, S, H) input gradient"
-            )
-    elif issubclass(step.target, Replicated) and options.get("partial"):
-        yield Collective(where=step.path, phase="backward", operation="all_reduce", payload="its parameters' gradients")
+def _forward(step: Step, operation: Operation, payload: str) -> Collective:
+    return Collective(where=step.path, phase="forward", operation=operation, payload=payload)
+
+
+def _backward(step: Step, operation: Operation, payload: str) -> Collective:
+    return Collective(where=step.path, phase="backward", operation=operation, payload=payload)

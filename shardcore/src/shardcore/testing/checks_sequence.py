@@ -20,7 +20,10 @@ def sequence(s: Subject, ledger: Ledger) -> None:
         if not s.case.supports.sequence:
             ledger.closed("sequence parallelism")
             return
-        split = dataclasses.replace(s, fields={**s.fields, "enable_sequence_parallelism": True})
+        # A model that checkpoints the calls of its blocks by itself can do that without reentrancy only.
+        supports = dataclasses.replace(s.case.supports, reentrant=False)
+        case = dataclasses.replace(s.case, supports=supports)
+        split = dataclasses.replace(s, case=case, fields={**s.fields, "enable_sequence_parallelism": True})
         _splits(split, ledger)
         training = functools.partial(checks_training.training, split, steps=1)
         ledger.absorb("", checks_training.TRAINING, training)
@@ -35,7 +38,7 @@ def sequence(s: Subject, ledger: Ledger) -> None:
         # The partial gradients of norms and biases are sent once for each step.
         deferred = dataclasses.replace(split, fields={**split.fields, "partial_gradients": "deferred"})
         twice: Any = tuple(2 * allowed for allowed in s.case.collectives)
-        cheaper = dataclasses.replace(deferred, case=dataclasses.replace(s.case, collectives=twice))
+        cheaper = dataclasses.replace(deferred, case=dataclasses.replace(case, collectives=twice))
         ledger.absorb("cost", ("communication",), functools.partial(checks_training.communication, cheaper))
 
 
