@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from llama_cases import batch, build, checkpointing, compare_forward, shard
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from shardcore.testing.parity import assert_same_gradients
+from shardcore.testing.parity import assert_same_gradients, whole
 
 # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -18,12 +19,16 @@ pytestmark = pytest.mark.filterwarnings("default")
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without generating code
 
 
+SEQUENCE = {"tp": 2, "enable_sequence_parallelism": True}
+
+
 @pytest.mark.parametrize("way", ["plain", "one-kv-head", "checkpointing"])
-def test_every_layer_is_one_graph(pool, way):
-    pool.run(_layers, way, world=2, timeout=100)
+@pytest.mark.parametrize("fields", [{"tp": 2}, SEQUENCE], ids=["whole", "split"])
+def test_every_layer_is_one_graph(pool, way, fields):
+    pool.run(_layers, way, fields, world=2, timeout=100)
 
 
-def _layers(way: str) -> None:
+def _layers(way: str, fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
     # Not sdpa in a compiled checkpoint: with any DTensor that `to_local` reads there, torch 2.13 takes the mesh for a
     # tensor to be saved ("expected all tensors_saved_with_vc_check to be Tensors"), without shardcore too.
@@ -32,22 +37,23 @@ def _layers(way: str) -> None:
     model = copy.deepcopy(reference)
     if way == "checkpointing":
         checkpointing(model, {"use_reentrant": False})
-    shard(model)
+    shard(model, **fields)
     for layer in model.model.layers:
         layer.compile(backend=BACKEND, fullgraph=True)
     counters.clear()
     for seed in (0, 1):
-        compare_forward(reference, model, batch(model, seed))
+        compare_forward(reference, model, batch(model, seed, length=7))
     assert_same_gradients(reference, model)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1  # one graph serves both layers and both batches
 
 
-def test_the_whole_model(pool):
-    pool.run(_whole, world=2, timeout=100)
+@pytest.mark.parametrize("fields", [{"tp": 2}, {**SEQUENCE, "parallel_output": True}], ids=["whole", "split"])
+def test_the_whole_model(pool, fields):
+    pool.run(_whole, fields, world=2, timeout=100)
 
 
-def _whole() -> None:
+def _whole(fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
     breaks = []
     for sharded in (False, True):
@@ -56,15 +62,16 @@ def _whole() -> None:
         reference = build(num_key_value_heads=2, vocab_size=97, tie_word_embeddings=True)
         model = copy.deepcopy(reference)
         if sharded:
-            shard(model)
+            shard(model, **fields)
         compiled = torch.compile(model, backend=BACKEND)
         for seed in (0, 1):
             inputs = batch(reference, seed)
             reference(**inputs).loss.backward()
             out = compiled(**inputs)
             out.loss.backward()
-            torch.testing.assert_close(out.logits, reference(**inputs).logits, rtol=0, atol=1e-9)
-        assert_same_gradients(reference, model)
+            torch.testing.assert_close(whole(out.logits), reference(**inputs).logits, rtol=0, atol=1e-9)
+        # Where logits are split, sums are in float64, and in the unsharded model in float32.
+        assert_same_gradients(reference, model, 1e-5 if "parallel_output" in fields else 1e-9)
         breaks.append(dict(counters["graph_break"]))
     assert breaks[0] == breaks[1]  # whatever breaks is transformers'
 

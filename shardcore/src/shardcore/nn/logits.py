@@ -171,10 +171,15 @@ class SplitLogits:
         return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
     def whole(self) -> Any:
-        """Return the logits as the caller of the model gets them: a DTensor split over its last dim."""
+        """Return the logits as the caller of the model gets them: a DTensor split over its last dim.
+
+        A compiled model returns them without a gradient: torch takes for granted that each DTensor which leaves a graph
+        is differentiated.
+        """
         shape = self.shape
+        local = self._local.detach() if torch.compiler.is_compiling() else self._local
         return DTensor.from_local(
-            self._local.contiguous(),
+            local.contiguous(),
             self._vocabulary.context.tp,
             [Shard(self.ndim - 1)],
             run_check=False,
