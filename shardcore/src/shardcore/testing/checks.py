@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardcore.testing import checks_plan, checks_random, checks_sequence, checks_state, checks_training
+from shardcore.testing import checks_logits, checks_plan, checks_random, checks_sequence, checks_state, checks_training
 from shardcore.testing.cases import Case
 from shardcore.testing.findings import Finding, Ledger, worst
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
@@ -58,6 +58,7 @@ SECTIONS: Mapping[str, Section] = {
     "captured": Section(run=checks_state.captured, checks=("captured",)),
     "generation": Section(run=checks_random.generation, checks=("generation",)),
     "sequence": Section(run=checks_sequence.sequence, checks=("sequence",), mechanical=True),
+    "split logits": Section(run=checks_logits.split_logits, checks=("split logits",), mechanical=True),
     "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed"), mechanical=True),
 }
 

@@ -82,16 +82,17 @@ class Ledger:
         finally:
             self._prefix = before
 
-    def error(self, where: str, error: float, check: str | None = None) -> None:
+    def error(self, where: str, error: float, check: str | None = None, *, tolerance: float | None = None) -> None:
         """Write down one relative difference."""
+        tolerance = self.tolerance if tolerance is None else tolerance
         check = check or self._current
         where = self._prefix + where
         self._compared[check] += 1
         known, _ = self._errors.get(check, (-1.0, ""))
         if not error <= known and known == known:  # NaN is the worst, and stays
             self._errors[check] = (error, where)
-        if not error <= self.tolerance:
-            self._messages[check].append(f"{where}: relative difference {error:.3g} is above {self.tolerance:.3g}")
+        if not error <= tolerance:
+            self._messages[check].append(f"{where}: relative difference {error:.3g} is above {tolerance:.3g}")
 
     def errors(self, errors: Mapping[str, float], check: str | None = None) -> None:
         """Write down relative differences by their place."""
@@ -124,9 +125,11 @@ class Ledger:
         """Write down that a capability is closed."""
         self._closed[check or self._current] = reason
 
-    def absorb(self, name: str, checks: tuple[str, ...], run: Callable[[Ledger], None]) -> None:
+    def absorb(
+        self, name: str, checks: tuple[str, ...], run: Callable[[Ledger], None], *, tolerance: float | None = None
+    ) -> None:
         """Run checks that have other names, and write what they find down as the current one."""
-        own = Ledger(checks, self.tolerance)
+        own = Ledger(checks, self.tolerance if tolerance is None else tolerance)
         with self.place(name) if name else nullcontext():
             try:
                 run(own)
@@ -135,7 +138,7 @@ class Ledger:
                     if finding.state == "failed":
                         self.failed(f"{finding.check}: {finding.message}")
                     elif finding.error is not None:
-                        self.error(f"{finding.check} {finding.where}", finding.error)
+                        self.error(f"{finding.check} {finding.where}", finding.error, tolerance=own.tolerance)
                     elif finding.state == "passed":
                         self._compared[self._current] += finding.compared
 

@@ -1,0 +1,30 @@
+"""Checks of logits that stay split over the vocabulary, and of losses that are computed from their parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from shardcore.steps import SplitLogits
+from shardcore.testing import checks_random, checks_training
+from shardcore.testing.findings import Ledger
+from shardcore.testing.subject import Subject
+
+__all__ = ["split_logits"]
+
+#: transformers computes most losses in float32, whatever the model's dtype; from parts they are computed in it.
+_SINGLE = 1e-5
+
+
+def split_logits(s: Subject, ledger: Ledger) -> None:
+    """Losses of split logits, kept or computed in chunks of tokens, and whole logits without labels (H10, H26, H37)."""
+    with ledger.check("split logits"):
+        split = dataclasses.replace(s, fields={**s.fields, "parallel_output": True})
+        if not any(isinstance(step, SplitLogits) for step in split.plan(s.build()).steps):
+            ledger.closed("no head splits a vocabulary")
+            return
+        for name, fields in (("kept", {}), ("chunks of 5", {"loss_chunk_size": 5})):
+            subject = dataclasses.replace(split, fields={**split.fields, **fields})
+            training = functools.partial(checks_training.training, subject, steps=1)
+            ledger.absorb(name, checks_training.TRAINING, training, tolerance=max(_SINGLE, ledger.tolerance))
+        ledger.absorb("generation", ("generation",), functools.partial(checks_random.generation, split))
