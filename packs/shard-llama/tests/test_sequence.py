@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llama_cases import Collectives, batch, build, checkpointing, compare_forward, loss_of, shard, train_beside
+from torch.utils.checkpoint import checkpoint
 
 from shardcore.errors import NotSupportedError
 from shardcore.testing.parity import assert_close, assert_same_gradients
@@ -131,3 +132,71 @@ def _captured():
 
 def test_captured_outputs(pool):
     pool.run(_captured, world=2)
+
+
+class _Checkpointed(torch.nn.Module):
+    """A checkpoint around the call of a layer, as users put it there."""
+
+    def __init__(self, layer, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x, **kwargs):
+        return checkpoint(lambda x: self.layer(x, **kwargs), x, use_reentrant=self.reentrant)
+
+
+def _by_hand(reentrant):
+    reference, sharded = _pair()
+    inputs = batch(reference, length=7, pads=(0,))
+    losses = []
+    for model in (reference, sharded):
+        layers = [_Checkpointed(layer, reentrant) for layer in model.model.layers]
+        model.model.layers = torch.nn.ModuleList(layers)
+        losses.append(loss_of(model(**inputs)))
+        model.model.layers = torch.nn.ModuleList(layer.layer for layer in layers)
+    losses[0].backward()
+    if reentrant:
+        with pytest.raises(NotSupportedError, match="use_reentrant=False"):
+            losses[1].backward()
+    else:
+        losses[1].backward()
+        assert_same_gradients(reference, sharded)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_by_hand(pool, reentrant):
+    pool.run(_by_hand, reentrant, world=2)
+
+
+def _alone():
+    reference, sharded = _pair()
+    compare_forward(reference, sharded, batch(reference, length=7))
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for model in (reference, sharded):
+        model.zero_grad()
+        norm, mlp = model.model.layers[0].input_layernorm, model.model.layers[0].mlp
+        out = model.model.norm(mlp(norm(x)))
+        out.sum().backward()
+    assert_same_gradients(reference, sharded)
+
+
+def test_modules_called_alone(pool):
+    pool.run(_alone, world=2)
+
+
+def _exception():
+    reference, sharded = _pair()
+
+    def fail(module, args):
+        raise KeyboardInterrupt
+
+    handle = sharded.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        sharded(**batch(reference, length=7))
+    handle.remove()
+    compare_forward(reference, sharded, batch(reference, length=9))
+    assert_same_gradients(reference, sharded)
+
+
+def test_after_an_exception(pool):
+    pool.run(_exception, world=2)

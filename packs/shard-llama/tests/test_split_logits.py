@@ -135,3 +135,29 @@ def _refusals():
 
 def test_what_cannot_be_computed_raises(pool):
     pool.run(_refusals, world=2)
+
+
+def _functional():
+    """What a user's own loss may ask of torch's cross entropy."""
+    reference, sharded = _pair()
+    inputs = batch(reference, pads=(0,))
+    labels = inputs.pop("labels")
+    labels[0, 0] = -7
+    for options in ({"label_smoothing": 0.1}, {"reduction": "sum"}, {"label_smoothing": 0.3, "reduction": "none"}):
+
+        def loss(logits, labels, options=options, **_):
+            return cross_entropy(
+                logits[..., :-1, :].flatten(0, 1) / 2, labels[..., 1:].flatten(), ignore_index=-7, **options
+            ).sum()
+
+        losses = []
+        for model in (reference, sharded):
+            model.loss_function = loss
+            losses.append(model(**inputs, labels=labels).loss)
+            losses[-1].backward()
+        assert_close(*losses, str(options), 1e-12)
+    assert_same_gradients(reference, sharded)
+
+
+def test_label_smoothing_and_reductions(pool):
+    pool.run(_functional, world=2)

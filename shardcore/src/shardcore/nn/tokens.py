@@ -26,6 +26,7 @@ __all__ = ["TokenBlock", "TokenEnd", "TokenSplit", "TokenStack"]
 
 # Carries the number of tokens from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_tokens"
+_SUMMAND = "_shardcore_summand"  # on a tensor of which this rank has a summand, also when it is used again
 
 
 class TokenSplit:
@@ -64,6 +65,7 @@ class TokenSplit:
         if self._summand is not None:  # whatever the first one was for was given a summand
             raise self._changed()
         self._summand = weakref.ref(summand), summand._version
+        setattr(summand, _SUMMAND, True)
         return True
 
     def begin(self, x: Tensor) -> Tensor:
@@ -74,8 +76,12 @@ class TokenSplit:
             summand, version = self._summand
             if summand() is not x or x._version != version:
                 raise self._changed()
-            return leave_to_sequence(x, self.context.group)
-        return x if self.length is None else scatter_sequence(x, self.context.group)
+        return x if self.length is None else self.own(x)
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return the tokens that this rank keeps of ``x``: the first block's input, or this rank's summand of it."""
+        keep = leave_to_sequence if getattr(x, _SUMMAND, False) else scatter_sequence
+        return keep(x, self.context.group)
 
     def _splits(self, x: Tensor) -> bool:
         return x.ndim >= 3 and x.size(1) >= self.context.size
@@ -217,7 +223,7 @@ class TokenBlock(SwappedModule):
                 "how many tokens it recomputes. Say use_reentrant=False, or model.gradient_checkpointing_enable()."
             )
         if x.size(1) == tokens.last:
-            return self._with_argument(scatter_sequence(x, tokens.context.group), args, kwargs)
+            return self._with_argument(tokens.own(x), args, kwargs)
         tokens.expect(x, local_tokens(tokens.last, tokens.context.size), type(self).__name__)
         return args, kwargs
 
