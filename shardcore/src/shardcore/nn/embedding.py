@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
 from shardcore.comm.reads import held, read_local
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
+from shardcore.nn.functional import can_look_at
 from shardcore.nn.layout import Layout, Split, last_rank_is_empty
 from shardcore.nn.tokens import TokenSplit
 
@@ -70,7 +70,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         Raises:
             IndexError: an id is not in the table (checked on the CPU, as the native module does).
         """
-        if input.device.type == "cpu" and not torch.compiler.is_compiling():
+        if can_look_at(input):
             self._check(input)
         (weight,) = read_local(held(self.weight))
         start, stop = self.rows

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # no public path; memory is estimated with such tensors
 from torch.autograd import Function
 
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
 
-__all__ = ["autocast", "bias_gradient", "cast", "flat", "local_linear", "weight_gradient"]
+__all__ = ["autocast", "bias_gradient", "can_look_at", "cast", "flat", "local_linear", "weight_gradient"]
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -21,6 +22,11 @@ def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
     return cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
+
+
+def can_look_at(x: Tensor) -> bool:
+    """Tell whether the values of ``x`` can be checked at no cost: they are there, and on the CPU."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ At the end of the forward the caller gets a DTensor, split over the vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -21,6 +22,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
+from shardcore.nn.functional import can_look_at
 from shardcore.nn.linear import ColumnLinear
 
 __all__ = ["SplitLogits", "SplitsLogits", "UncomputedLogits"]
@@ -92,10 +94,12 @@ class SplitLogits:
     def view(self, *shape: Any) -> Self:
         """Return the same logits in another shape, whose last dim is V."""
         wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        whole = torch.empty(self.shape, device="meta").view(wanted).shape
-        if not whole or whole[-1] != self._vocabulary.size:
-            self._refuse(f"a view as {tuple(wanted)}")
-        return self._with(self._local.reshape(*whole[:-1], self._local.size(-1)))
+        vocabulary = self._vocabulary.size
+        # A last dim of -1 stands for the vocabulary only where all others are those that there are.
+        keeps = bool(wanted) and (wanted[-1] == vocabulary or (wanted[-1] == -1 and wanted[:-1] == self.shape[:-1]))
+        if not keeps:
+            self._refuse(f"a view as {wanted}")
+        return self._with(self._local.reshape(*wanted[:-1], self._local.size(-1)))
 
     reshape = view
 
@@ -184,14 +188,14 @@ class SplitLogits:
             [Shard(self.ndim - 1)],
             run_check=False,
             shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+            stride=tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))),
         )
 
     def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
         return split_cross_entropy(self._local.flatten(0, -2), labels, self._vocabulary, smoothing)
 
     def _check(self, labels: Tensor) -> None:
-        if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
+        if not can_look_at(labels) or not labels.numel():
             return
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self._vocabulary.size:

@@ -1,0 +1,145 @@
+"""Peak memory of one training step on one rank, computed without one: fake tensors, a process group that sends nothing.
+
+    python benchmarks/memory.py --help
+
+Nothing is allocated, so any model fits and no other load disturbs it. What was tried: ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shard_llama.policy
+from shardcore import ShardConfig
+from shardcore.changes import Changes
+from shardcore.mesh import ShardContext
+from shardcore.sharder import ModelSharder
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+SPLIT = {"parallel_output": True}
+WAYS: dict[str, dict[str, Any] | None] = {
+    "unsharded": None,
+    "tp": {},
+    "tp, split logits": SPLIT,
+    "tp, loss in chunks": {**SPLIT, "loss_chunk_size": 1024},
+    "tp, sequence": {**SEQUENCE, **SPLIT, "loss_chunk_size": 1024},
+    "tp, sequence, gathered again": {**SEQUENCE, **SPLIT, "loss_chunk_size": 1024, "sequence_keep_gathered": False},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Llama and its batch; one row of tokens."""
+
+    tp: int
+    tokens: int
+    hidden: int
+    inner: int
+    heads: int
+    vocabulary: int
+    bytes: int  # of one number
+
+    def formula(self, way: str) -> float:
+        """Return the bytes that one layer keeps for its backward on one rank.
+
+        Counted as Korthikanti et al. (2022, section 4, https://arxiv.org/abs/2205.05198) do for GPT: per token and
+        hidden feature, two inputs of norms, two normed ones, two inputs of regions; and, split by heads or columns,
+        queries, keys, values and the output of attention, twice (as attention keeps it, and as the product does); per
+        inner feature gate, its activation, what it gates, and the product. Attention keeps no weights.
+        """
+        t = 1 if way == "unsharded" else self.tp
+        outside, inputs = (4 / t, 2 / t if "again" in way else 2) if "sequence" in way else (4, 2)
+        features = self.hidden * (outside + inputs + 5 / t) + 4 * self.inner / t
+        return self.tokens * self.bytes * features
+
+
+def shard_alone(model: Any, config: ShardConfig, context: ShardContext) -> None:
+    """Shard as `shardcore.shard` does, without asking other ranks, which are not there."""
+    sharder = ModelSharder(model, shard_llama.policy.LlamaForCausalLMPolicy, config)
+    sharder.plan, sharder.context = sharder.compile(), context
+    changes = Changes.of(model, sharder.plan, context)
+    sharder.replace_model_class()
+    changes.commit()
+
+
+def peak(shape: Shape, way: str, layers: int) -> int:
+    """Return the most bytes that activations and temporary tensors take at once on rank 0."""
+    fields = WAYS[way]
+    tp = 1 if fields is None else shape.tp
+    dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    try:
+        config = ShardConfig(tensor_parallel_size=tp, **(fields or {}))
+        keeps = {"keeps_gathered": config.sequence_keep_gathered}
+        context = ShardContext.of(config.resolve(tp).mesh(), **keeps)
+        torch.set_default_dtype({2: torch.bfloat16, 4: torch.float32}[shape.bytes])
+        with FakeTensorMode():
+            model = LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=shape.hidden,
+                    intermediate_size=shape.inner,
+                    num_hidden_layers=layers,
+                    num_attention_heads=shape.heads,
+                    num_key_value_heads=shape.heads,
+                    vocab_size=shape.vocabulary,
+                    use_cache=False,
+                    attn_implementation="sdpa",
+                )
+            )
+            if tp > 1:
+                shard_alone(model.train(), config, context)
+            ids = torch.randint(0, shape.vocabulary, (1, shape.tokens))
+            tracker = MemTracker()
+            tracker.track_external(model)
+            with tracker:
+                model(input_ids=ids, labels=ids).loss.backward()
+        found = 0
+        for of_device in tracker.get_tracker_snapshot("peak").values():
+            found += sum(size for kind, size in of_device.items() if str(kind).rpartition(".")[2] in ("ACT", "TEMP"))
+        return found
+    finally:
+        torch.set_default_dtype(torch.float32)
+        dist.destroy_process_group()
+
+
+@click.command(help="Compute the peak memory of one training step of a Llama on one rank.")
+@click.option("--tp", default=2, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--tokens", default=8192, show_default=True, help="Tokens of the one sequence.")
+@click.option("--hidden", default=4096, show_default=True, help="Hidden features.")
+@click.option("--inner", default=14336, show_default=True, help="Features of the MLP.")
+@click.option("--heads", default=32, show_default=True, help="Attention heads.")
+@click.option("--vocabulary", default=128256, show_default=True, help="Words.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results here.")
+def main(file: Path | None, **sizes: int) -> None:
+    """Run it."""
+    shape = Shape(bytes=2, **sizes)
+    console = Console()
+    rows = []
+    for way in track(WAYS, "computing", console=Console(stderr=True), transient=True):
+        one, two = (peak(shape, way, layers) for layers in (1, 2))
+        rows.append({"way": way, "peak": one, "layer": two - one, "formula": shape.formula(way)})
+    table = Table("way", "1 layer, MiB", "of the first", "each further layer, MiB", "formula, MiB", "ratio")
+    for row in rows:
+        first, layer, formula = (row[name] / 2**20 for name in ("peak", "layer", "formula"))
+        share = f"{row['peak'] / rows[0]['peak']:.2f}"
+        table.add_row(row["way"], f"{first:.0f}", share, f"{layer:.0f}", f"{formula:.0f}", f"{layer / formula:.2f}")
+    console.print(table)
+    if file is not None:
+        file.write_text(json.dumps({"shape": asdict(shape), "torch": torch.__version__, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
