@@ -69,7 +69,8 @@ class Shape:
 
 def shard_alone(model: Any, config: ShardConfig, context: ShardContext) -> None:
     """Shard as `shardcore.shard` does, without asking other ranks, which are not there."""
-    sharder = ModelSharder(model, shard_llama.policy.LlamaForCausalLMPolicy, config)
+    policy = getattr(shard_llama.policy, f"{type(model).__name__}Policy")
+    sharder = ModelSharder(model, policy, config)
     sharder.plan, sharder.context = sharder.compile(), context
     changes = Changes.of(model, sharder.plan, context)
     sharder.replace_model_class()
