@@ -16,12 +16,17 @@ from shardcore.testing.parity import assert_same_gradients, whole
 # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
 pytestmark = pytest.mark.filterwarnings("default")
 
+# Torch before 2.13 breaks the graph wherever parameters are read.
+WHOLE = torch.__version__ >= "2.13"
+needs_whole_graphs = pytest.mark.skipif(not WHOLE, reason="before torch 2.13 graphs break where parameters are read")
+
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without generating code
 
 
 SEQUENCE = {"tp": 2, "enable_sequence_parallelism": True}
 
 
+@needs_whole_graphs
 @pytest.mark.parametrize("way", ["plain", "one-kv-head", "checkpointing"])
 @pytest.mark.parametrize("fields", [{"tp": 2}, SEQUENCE], ids=["whole", "split"])
 def test_every_layer_is_one_graph(pool, way, fields):
@@ -73,9 +78,10 @@ def _whole(fields: dict[str, Any]) -> None:
         # Where logits are split, sums are in float64, and in the unsharded model in float32.
         assert_same_gradients(reference, model, 1e-5 if "parallel_output" in fields else 1e-9)
         breaks.append(dict(counters["graph_break"]))
-    assert breaks[0] == breaks[1]  # whatever breaks is transformers'
+    assert breaks[0] == breaks[1] or not WHOLE  # whatever breaks is transformers'
 
 
+@needs_whole_graphs
 def test_explained(pool):
     pool.run(_explained, world=2, timeout=100)
 
@@ -124,4 +130,4 @@ def _dropout() -> None:
     eager.eval()
     inputs = batch(eager, 5)
     torch.testing.assert_close(compiled(**inputs).logits, eager(**inputs).logits, rtol=0, atol=1e-9)
-    assert not counters["graph_break"]
+    assert not counters["graph_break"] or not WHOLE

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import errno
-import gc
 import json
 import os
 import subprocess
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from llama_cases import adamw, batch, build, shard
 from safetensors.torch import load_file
-from torch import Tensor
+from saving_files import DP2, HYBRID, ODD, REPLICAS, SQUARE, TIED, TP2, TP4, assert_saved, names_in, weights
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -27,14 +25,6 @@ from shardcore import AgreementError, ConfigError, MissingRanksError, NotSupport
 from shardcore.integrations import _gathering, _saving
 from shardcore.integrations._gathering import place_of
 from shardcore.testing.parity import whole
-
-TP2, TP4, DP2 = {"tp": 2}, {"tp": 4}, {"dp": 2}
-SQUARE = {"tp": 2, "dp": 2}
-HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
-REPLICAS = {"tp": 2, "dp_replicate_size": 2, "dp_shard_size": 1}
-
-ODD = {"vocab_size": 97, "num_key_value_heads": 2, "attention_bias": False, "mlp_bias": False, "dtype": torch.float32}
-TIED = {**ODD, "tie_word_embeddings": True}
 
 CASES = {
     "tp2": (TP2, ODD),
@@ -48,36 +38,6 @@ CASES = {
     "hybrid": (HYBRID, ODD),
     "replicas-tied": (REPLICAS, TIED),
 }
-
-
-def saved(folder: str | Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, read as its index says."""
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return load_file(folder / "model.safetensors")
-    where = json.loads(index.read_text())["weight_map"]
-    files = {name: load_file(folder / name) for name in set(where.values())}
-    assert sorted(where) == sorted(name for tensors in files.values() for name in tensors)
-    return {name: files[file][name] for name, file in where.items()}
-
-
-def weights(model: Any) -> dict[str, Tensor]:
-    """Return what transformers would save of the unsharded ``model``."""
-    dropped = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
-
-
-def assert_saved(folder: str | Path, wanted: dict[str, Tensor]) -> None:
-    got = saved(folder)
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert got[name].dtype == tensor.dtype, name
-        assert torch.equal(got[name], tensor), name
-
-
-def names_in(folder: str | Path) -> list[str]:
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 # --- what is written -----------------------------------------------------------------------------------------------
@@ -377,63 +337,3 @@ def test_place_of_is_how_fsdp_cuts():
                         ((start, stop), _) = place_of((rows, 7), (dp, tp), placements, (d, t))
                         assert torch.equal(indices[start:stop], inner), (rows, tp, dp)
     assert place_of((4, 9), (2, 2), (Shard(1), Shard(0)), (1, 0)) == ((0, 2), (5, 9))
-
-
-# --- memory --------------------------------------------------------------------------------------------------------
-
-_MB = 1_000_000
-_LARGE = {
-    **ODD,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "vocab_size": 4001,
-}
-_LARGEST, _FILE, _SLACK = 4001 * 512 * 4, 16 * _MB, 3 * _MB
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
-@pytest.mark.parametrize(("axes", "tied"), [(TP2, False), (DP2, True)], ids=["tp2", "dp2-tied"])
-def test_memory(pool, tmp_path, axes, tied):
-    writer, other = pool.run(_memory, str(tmp_path), axes, tied)
-    assert writer["model"] > 64 * _MB
-    assert writer["save"] < _FILE + _LARGEST + _SLACK
-    assert other["save"] < _LARGEST + _SLACK
-    # The measure sees what the usual way would cost.
-    assert writer["gather all"] > 60 * _MB > _FILE + _LARGEST + _SLACK
-    assert other["gather all"] > 60 * _MB
-
-
-def _memory(folder: str, axes: dict[str, int], tied: bool) -> dict[str, int]:
-    shard(build(**ODD), **axes).save_pretrained(f"{folder}/warm-up", max_shard_size=60_000)
-    model = shard(build(**_LARGE, tie_word_embeddings=tied), **axes)
-    grown = {"model": sum(p.numel() * p.element_size() for p in model.parameters())}
-    with _Peak() as peak:
-        model.save_pretrained(f"{folder}/large", max_shard_size=_FILE)
-    grown["save"] = peak.bytes
-    with _Peak() as peak:
-        everything = [whole(parameter) for parameter in model.parameters()]
-    grown["gather all"] = peak.bytes
-    assert len(everything) == len(saved(f"{folder}/large"))
-    return grown
-
-
-class _Peak:
-    """How much resident memory grew, at its highest, in bytes."""
-
-    bytes = 0
-
-    def __enter__(self) -> _Peak:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free would hide what is needed
-        Path("/proc/self/clear_refs").write_text("5")
-        self.before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bytes = _status("VmHWM") - self.before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

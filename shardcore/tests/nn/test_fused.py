@@ -12,8 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.comm import strided
+from shardcore.comm.strided import torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedColumnLinear, Segments, fsdp_placement, reduce_partial_gradients
+
+pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -193,15 +196,6 @@ def chunks_of_torch():
 def test_torch_itself_still_knows_one_chunk(pool):
     """When this fails, upstream learned it: see what would remove the patches in docs/adr/0001."""
     assert pool.run(chunks_of_torch)[0] == (1, 3)
-
-
-def test_an_older_torch_is_refused_by_name(monkeypatch):
-    monkeypatch.delattr("torch.distributed.tensor._dtensor_spec._StridedShardNotDecodableError")
-    problem = FusedColumnLinear.problem(nn.Linear(IN, 36), 2, segments=3)
-    assert problem == (
-        "linears that fuse several segments need torch 2.12 or newer (developed with 2.13); torch "
-        f"{torch.__version__} lacks full_tensor of such tensors"
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.reads import _CAN_TRACE
 from shardcore.errors import NotSupportedError, WrapError
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
+from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear, VocabEmbedding
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -345,6 +346,16 @@ def test_random_numbers_agree_after_a_pair(pool):
     assert first == second
 
 
+@pytest.mark.skipif(not _CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read")
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo does
 def test_compiled_equals_eager(pool):
     pool.run(compiled, world=2)
+
+
+def test_fused_linears_refuse_an_older_torch(monkeypatch):
+    monkeypatch.delattr("torch.distributed.tensor._dtensor_spec._StridedShardNotDecodableError", raising=False)
+    problem = FusedColumnLinear.problem(nn.Linear(8, 36), 2, segments=3)
+    assert problem == (
+        "linears that fuse several segments need torch 2.12 or newer (developed with 2.13); torch "
+        f"{torch.__version__} lacks full_tensor of such tensors"
+    )

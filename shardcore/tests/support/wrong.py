@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import kit_net
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from kit_net import Decoder, Mlp, Net, NetPolicy, on_stream
+from kit_net import Decoder, Mlp, Net, NetPolicy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -20,7 +18,6 @@ from shardcore.comm.reads import read_local
 from shardcore.mesh import context_of
 from shardcore.nn import ColumnLinear, RowLinear
 from shardcore.nn.functional import local_linear
-from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardcore.rows import SwapRow
 from shardcore.styles import (
     attribute,
@@ -375,218 +372,12 @@ class _Detached(Net):
 _Detached.__name__ = "Net"
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------
-
-
-class _OwnMasks(nn.Dropout):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as in torch
-        with torch.random.fork_rng():
-            torch.manual_seed(next(_COUNT) * 1000 + dist.get_rank())
-            return F.dropout(input, self.p, self.training)
-
-
-_COUNT = iter(range(10**9))
-
-
-class DifferentMasks(Replaced):
-    """H6, H40: every rank drops other elements of a replicated activation."""
-
-    suffix = ".drop"
-
-    def spoil(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Dropout):
-            module.__class__ = _OwnMasks
-
-
-class _SameMasks(nn.Dropout):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as in torch
-        with torch.random.fork_rng():
-            torch.manual_seed(next(_COUNT))
-            return F.dropout(input, self.p, self.training)
-
-
-class SameMasks(Replaced):
-    """H6: every rank drops the same elements of its part."""
-
-    suffix = "attention.drop"
-
-    def spoil(self, module: nn.Module) -> None:
-        module.__class__ = _SameMasks
-
-
-class _NoMasks(nn.Dropout):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as in torch
-        return input
-
-
-class ForgottenDropout(Replaced):
-    """A dropout is lost."""
-
-    suffix = "mlp.drop"
-
-    def spoil(self, module: nn.Module) -> None:
-        module.__class__ = _NoMasks
-
-
-class Drifting(NetPolicy):
-    """H19: replicated gradients differ by rounding, so that parameters drift apart."""
-
-    def postprocess(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name == "decoder.norm.weight":
-                parameter.register_post_accumulate_grad_hook(_round)
-
-
-def _round(parameter: Tensor) -> None:
-    parameter.grad._local_tensor.mul_(1 + 1e-12 * dist.get_rank())
-
-
-class SamplesAlone(NetPolicy):
-    """H40: every rank samples from its user's generator."""
-
-    def new_model_class(self) -> Any:
-        return _SamplesAlone
-
-
-class _SamplesAlone(Net):
-    def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        return super().generate(input_ids, **options)
-
-
-_SamplesAlone.__name__ = "Net"
-
-
-class NoCache(NetPolicy):
-    """H18: generation runs without its cache."""
-
-    def new_model_class(self) -> Any:
-        return _NoCache
-
-
-class _NoCache(Net):
-    def generate(self, input_ids: Tensor, use_cache: bool = True, **options: Any) -> Any:
-        out = on_stream(Net.generate)(self, input_ids, use_cache=False, **options)
-        if hasattr(out, "past_key_values"):
-            out.past_key_values = None
-        return out
-
-
-_NoCache.__name__ = "Net"
-
-
-class WholeCache(NetPolicy):
-    """H18: every rank caches all heads."""
-
-    def new_model_class(self) -> Any:
-        return _WholeCache
-
-
-class _WholeCache(Net):
-    def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        out = on_stream(Net.generate)(self, input_ids, **options)
-        for layer in getattr(getattr(out, "past_key_values", None), "layers", ()):
-            layer.keys = layer.keys.repeat(1, 2, 1, 1)
-        return out
-
-
-_WholeCache.__name__ = "Net"
-
-
-# --- cost and checkpoints ---------------------------------------------------------------------------------------------
-
-
-class TooManyCollectives(NetPolicy):
-    """H1: every column linear gathers and enters for itself."""
-
-    def mlp(self) -> list[Any]:
-        gathered = [col(name, gather_output=True) for name in ("mlp.gate", "mlp.up")]
-        return [*gathered, row("mlp.down", parallel_input=False)]
-
-
-class LosesState(NetPolicy):
-    """A state dict that says something else than the parameters."""
-
-    def postprocess(self) -> None:
-        self.model.register_state_dict_post_hook(_spoil_state)
-
-
-def _spoil_state(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state["decoder.norm.weight"] = state["decoder.norm.weight"] * 2
-
-
-class DescribedWrongly(Policy):
-    """A description in Shardformer's words that swaps row and column."""
-
-    def module_policy(self) -> Any:
-        rows = NetPolicy().module_policy()
-        swapped = ModulePolicyDescription(
-            sub_module_replacement=[
-                SubModuleReplacementDescription(suffix="gate", target_module=RowLinear),
-                SubModuleReplacementDescription(suffix="up", target_module=RowLinear),
-                SubModuleReplacementDescription(suffix="down", target_module=ColumnLinear),
-            ]
-        )
-        block = [r for r in rows["Block"] if "mlp" not in str(r)]
-        return {**rows, "Block": block, "Mlp": swapped}
-
-    checks = NetPolicy.checks
-    stages = NetPolicy.stages
-
-
-class FailsOnOneRank(NetPolicy):
-    """A module that raises on one rank, and leaves the other waiting."""
-
-    def postprocess(self) -> None:
-        self.model.decoder.norm.register_forward_hook(_fail)
-
-
-def _fail(*_: Any) -> None:
-    if dist.get_rank() == 1:
-        raise ZeroDivisionError("only here")
-
-
 def restore() -> None:
     """Undo what was done to classes."""
     for cls in (Mlp, Decoder):
         if hasattr(cls, "_native"):
             cls.forward = cls._native
             del cls._native
-
-
-# --- cases that cannot show mistakes, or claim too little -----------------------------------------------------------
-
-
-def build_at_random(**options: Any) -> Net:
-    model = kit_net.build(**options)
-    with torch.no_grad():
-        model.encode.weight.copy_(torch.randn(model.encode.weight.shape, generator=_OTHER))
-    return model
-
-
-_OTHER = torch.Generator()
-_OTHER.seed()
-
-
-class Forgetful(Net):
-    """H18: it does not return the cache that it generates with."""
-
-    def generate(self, *args: Any, return_dict_in_generate: bool = False, **kwargs: Any) -> Any:
-        tokens = super().generate(*args, **kwargs)
-        return SimpleNamespace(sequences=tokens) if return_dict_in_generate else tokens
-
-
-def build_without_cache(**options: Any) -> Net:
-    model = kit_net.build(**options)
-    model.__class__ = Forgetful
-    return model
-
-
-def same_inputs(model: Any, seed: int) -> dict[str, Tensor]:
-    return kit_net.inputs(model, 0)
-
-
-def no_loss(out: Any) -> Tensor:
-    return out["logits"]
 
 
 def digest_cases() -> list[Any]:

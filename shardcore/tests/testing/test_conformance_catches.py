@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 import wrong
+import wrong_runs
 from kit_net import CASE, build
 
 from shardcore.testing import Supports
@@ -39,7 +40,7 @@ WRONG = [
     (wrong.ReplicatedInside, "forward", "size", {}),
     (wrong.SharedHeadsNotSummed, "gradients", "attention.k", {"kv_heads": 1}),
     (wrong.FusedAsOne, "plan", "both", {"fused": True}),
-    (wrong.DescribedWrongly, "forward", "", {}),
+    (wrong_runs.DescribedWrongly, "forward", "", {}),
     (wrong.PlainNorm, "names", "plain Parameter", {}),
     (wrong.PlainNorm, "clipping", "", {}),
     (wrong.CountedTwice, "gradients", "norm1", {}),
@@ -57,18 +58,18 @@ WRONG = [
     (wrong.NoCheckpointing, "checkpointing", "is not recomputed", {}),
     (wrong.LocalAttentions, "captured", "attentions[0]", {}),
     (wrong.LocalGradientOfAttentions, "captured", "relative difference", {}),
-    (wrong.DifferentMasks, "dropout", "", {}),
-    (wrong.SameMasks, "dropout", "every rank draws the same numbers", {}),
-    (wrong.ForgottenDropout, "dropout", "draws more", {}),
-    (wrong.DifferentMasks, "replicas", "has drifted", {}),
-    (wrong.Drifting, "replicas", "has drifted", {}),
-    (wrong.SamplesAlone, "generation", "ranks sample different tokens", {}),
-    (wrong.NoCache, "generation", "the cache has 0 layers", {}),
-    (wrong.WholeCache, "generation", "holds 4 heads of 4", {}),
-    (wrong.TooManyCollectives, "communication", "collectives forward", {}),
-    (wrong.LosesState, "state dict", "decoder.norm.weight", {}),
-    (wrong.LosesState, "checkpoint", "decoder.norm.weight", {}),
-    (wrong.FailsOnOneRank, "forward", "ZeroDivisionError: only here", {}),
+    (wrong_runs.DifferentMasks, "dropout", "", {}),
+    (wrong_runs.SameMasks, "dropout", "every rank draws the same numbers", {}),
+    (wrong_runs.ForgottenDropout, "dropout", "draws more", {}),
+    (wrong_runs.DifferentMasks, "replicas", "has drifted", {}),
+    (wrong_runs.Drifting, "replicas", "has drifted", {}),
+    (wrong_runs.SamplesAlone, "generation", "ranks sample different tokens", {}),
+    (wrong_runs.NoCache, "generation", "the cache has 0 layers", {}),
+    (wrong_runs.WholeCache, "generation", "holds 4 heads of 4", {}),
+    (wrong_runs.TooManyCollectives, "communication", "collectives forward", {}),
+    (wrong_runs.LosesState, "state dict", "decoder.norm.weight", {}),
+    (wrong_runs.LosesState, "checkpoint", "decoder.norm.weight", {}),
+    (wrong_runs.FailsOnOneRank, "forward", "ZeroDivisionError: only here", {}),
 ]
 
 
@@ -90,11 +91,11 @@ def test_a_wrong_pack_is_caught(pool, policy, check, says, options):
 
 
 CASES = [
-    ({"build": wrong.build_at_random}, {}, "case", "other values each time"),
+    ({"build": wrong_runs.build_at_random}, {}, "case", "other values each time"),
     ({}, {"constant_biases": True}, "case", "bias is 0 everywhere"),
     ({}, {"dropout": 0.1}, "case", "a dropout is live in build()"),
-    ({"inputs": wrong.same_inputs}, {}, "case", "inputs() of different seeds are equal"),
-    ({"loss": wrong.no_loss}, {}, "case", "is no single number"),
+    ({"inputs": wrong_runs.same_inputs}, {}, "case", "inputs() of different seeds are equal"),
+    ({"loss": wrong_runs.no_loss}, {}, "case", "is no single number"),
     ({"loss": "cost"}, {}, "loss", "is no single number"),
     ({"outputs": ("scores",)}, {}, "forward", "returned no scores"),
     ({"sharded": ("norm1",)}, {}, "plan", "no parameter with 'norm1' in its name is split"),
@@ -102,7 +103,7 @@ CASES = [
     ({"supports": Supports(generation=False)}, {}, "closed", "generation is not supported, but it did not raise"),
     ({"supports": Supports(checkpointing=False)}, {}, "closed", "checkpointing is not supported, but"),
     ({"supports": Supports(reentrant=False)}, {}, "closed", "reentrant checkpointing is not supported, but"),
-    ({"build": wrong.build_without_cache}, {}, "generation", "returns no cache of keys"),
+    ({"build": wrong_runs.build_without_cache}, {}, "generation", "returns no cache of keys"),
     ({"supports": Supports(captured=("states",))}, {}, "captured", ""),
     ({"collectives": (2, 5)}, {}, "communication", "costs 3 collectives forward, and 2 are allowed"),
     ({"layers": "decoder.norm"}, {}, "communication", ""),

@@ -143,6 +143,15 @@ class _CompiledPartial(Function):
         return all_reduce(grads[0].contiguous(), ctx.context.group), None
 
 
+# Traced by torch 2.11, `to_local` of a split parameter has a gradient that calls itself replicated.
+_CAN_TRACE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
+def _read_untraced(*parameters: Tensor) -> tuple[Tensor, ...]:
+    return read_local(*parameters)
+
+
 def read_local(*parameters: Tensor) -> tuple[Tensor, ...]:
     """Return this rank's parts of DTensor parameters; their gradients are DTensors with the parameters' specs.
 
@@ -150,6 +159,8 @@ def read_local(*parameters: Tensor) -> tuple[Tensor, ...]:
         *parameters: DTensors on the ``tp`` axis, or plain tensors, which pass unchanged.
     """
     if torch.compiler.is_compiling():
+        if not _CAN_TRACE:
+            return _read_untraced(*parameters)  # type: ignore[no-any-return]  # breaks the graph
         return tuple(p.to_local() if isinstance(p, DTensor) else p for p in parameters)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)

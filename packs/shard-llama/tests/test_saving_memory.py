@@ -1,0 +1,71 @@
+"""Saving a sharded model needs room for one file on the rank that writes, and for hardly anything on the others."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+
+import pytest
+from llama_cases import build, shard
+from saving_files import DP2, ODD, TP2, saved
+
+from shardcore.testing.parity import whole
+
+_MB = 1_000_000
+_LARGE = {
+    **ODD,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "vocab_size": 4001,
+}
+_LARGEST, _FILE, _SLACK = 4001 * 512 * 4, 16 * _MB, 3 * _MB
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
+@pytest.mark.parametrize(("axes", "tied"), [(TP2, False), (DP2, True)], ids=["tp2", "dp2-tied"])
+def test_memory(pool, tmp_path, axes, tied):
+    writer, other = pool.run(_memory, str(tmp_path), axes, tied)
+    assert writer["model"] > 64 * _MB
+    assert writer["save"] < _FILE + _LARGEST + _SLACK
+    assert other["save"] < _LARGEST + _SLACK
+    # The measure sees what the usual way would cost.
+    assert writer["gather all"] > 60 * _MB > _FILE + _LARGEST + _SLACK
+    assert other["gather all"] > 60 * _MB
+
+
+def _memory(folder: str, axes: dict[str, int], tied: bool) -> dict[str, int]:
+    shard(build(**ODD), **axes).save_pretrained(f"{folder}/warm-up", max_shard_size=60_000)
+    model = shard(build(**_LARGE, tie_word_embeddings=tied), **axes)
+    grown = {"model": sum(p.numel() * p.element_size() for p in model.parameters())}
+    with _Peak() as peak:
+        model.save_pretrained(f"{folder}/large", max_shard_size=_FILE)
+    grown["save"] = peak.bytes
+    with _Peak() as peak:
+        everything = [whole(parameter) for parameter in model.parameters()]
+    grown["gather all"] = peak.bytes
+    assert len(everything) == len(saved(f"{folder}/large"))
+    return grown
+
+
+class _Peak:
+    """How much resident memory grew, at its highest, in bytes."""
+
+    bytes = 0
+
+    def __enter__(self) -> _Peak:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free would hide what is needed
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = _status("VmHWM") - self.before
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
