@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardcore.comm.collectives import chunk_bounds
-from shardcore.comm.reads import _CAN_TRACE
+from shardcore.comm.reads import CAN_TRACE
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear, VocabEmbedding
 from shardcore.testing.parity import assert_close, assert_same_gradients
@@ -346,7 +346,7 @@ def test_random_numbers_agree_after_a_pair(pool):
     assert first == second
 
 
-@pytest.mark.skipif(not _CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read")
+@pytest.mark.skipif(not CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read")
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo does
 def test_compiled_equals_eager(pool):
     pool.run(compiled, world=2)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate
 
 import shardcore
-from shardcore.comm.reads import _CAN_TRACE
+from shardcore.comm.reads import CAN_TRACE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_close, assert_same_gradients
@@ -339,7 +339,7 @@ def compiled(how):
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # dynamo looks at it
-@pytest.mark.skipif(not _CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read")
+@pytest.mark.skipif(not CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read")
 @pytest.mark.parametrize(("how", "world"), [("layers", 4), ("checkpointed layers", 2), ("model", 2)])
 def test_compiled_without_graph_breaks(pool, how, world):
     pool.run(compiled, how, world=world)

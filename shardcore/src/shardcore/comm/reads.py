@@ -22,6 +22,7 @@ from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext
 
 __all__ = [
+    "CAN_TRACE",
     "all_reduce_bucket",
     "held",
     "local_tensor",
@@ -143,8 +144,9 @@ class _CompiledPartial(Function):
         return all_reduce(grads[0].contiguous(), ctx.context.group), None
 
 
-# Traced by torch 2.11, `to_local` of a split parameter has a gradient that calls itself replicated.
-_CAN_TRACE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+#: Whether reads of parameters may be compiled. Traced by torch 2.11, `to_local` of a split parameter has a gradient
+#: that calls itself replicated.
+CAN_TRACE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
@@ -159,7 +161,7 @@ def read_local(*parameters: Tensor) -> tuple[Tensor, ...]:
         *parameters: DTensors on the ``tp`` axis, or plain tensors, which pass unchanged.
     """
     if torch.compiler.is_compiling():
-        if not _CAN_TRACE:
+        if not CAN_TRACE:
             return _read_untraced(*parameters)  # type: ignore[no-any-return]  # breaks the graph
         return tuple(p.to_local() if isinstance(p, DTensor) else p for p in parameters)
     if not torch.is_grad_enabled():
