@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from systems import BATCHES, SHAPES, STEPS, SYSTEMS
+from systems import BATCHES, COMPILED, SHAPES, STEPS, SYSTEMS, UNSHARDED, compile_layers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,9 +57,17 @@ def expected_collectives(name: str, layers: int) -> int:
     embedding and one all-gather of the logits. Backward, the input gradient of the head is reduced once. In each layer
     shardcore and torch per block reduce one gradient for attention and one for the MLP; transformers' TP and torch per
     linear one for each column linear (q, k, v, gate, up).
+
+    Split logits are not gathered; their loss reduces the maximum and the stacked sums. With a split sequence there are
+    four gathers and four scatters for each layer, the embedding is scattered, the loss reduces as before, the head's
+    input is gathered and its gradient scattered, and once in a step the gradient of what is partial (norms) is reduced.
     """
-    backward = {"unsharded": 0, "shardcore": 2, "torch per block": 2}.get(name, 5)
-    return 0 if name == "unsharded" else layers * (2 + backward) + 3
+    if name.startswith(UNSHARDED):
+        return 0
+    if "sequence" in name:
+        return layers * 8 + 5
+    backward = 2 if name.startswith("shardcore") or name == "torch per block" else 5
+    return layers * (2 + backward) + (4 if "split logits" in name else 3)
 
 
 @dataclass
@@ -114,9 +122,13 @@ def compare(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> 
     for name, make in SYSTEMS.items():
         say(f"{size}: loading {name}")
         model = models[name] = make(folder).train()
-        losses[name] = _step(model, ids)
-        with Traffic() as traffic:
+        _step(model, ids)
+        with Traffic() as traffic:  # of eager modules: nothing is compiled under such a mode
             _step(model, ids)
+        if name in COMPILED:
+            compile_layers(model)
+            say(f"{size}: compiling {name}")
+        losses[name] = _step(model, ids)
         results[name] = Result(calls=traffic.calls, bytes=traffic.bytes)
     _refuse_wrong(losses)
     gc.disable()
@@ -136,7 +148,7 @@ def compare(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> 
 
 
 def _refuse_wrong(losses: dict[str, float]) -> None:
-    reference = losses["unsharded"]
+    reference = losses[UNSHARDED]
     for name, loss in losses.items():
         if abs(loss - reference) > 1e-4 * abs(reference):
             raise SystemExit(f"{name} computes another loss: {loss}, unsharded {reference}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["BATCHES", "SHAPES", "STEPS", "SYSTEMS", "llama", "missing", "quiet"]
+__all__ = [
+    "BATCHES",
+    "COMPILED",
+    "SHAPES",
+    "STEPS",
+    "SYSTEMS",
+    "UNSHARDED",
+    "UNSHARDED_COMPILED",
+    "compile_layers",
+    "llama",
+    "missing",
+    "quiet",
+]
 
 SHAPES: dict[str, dict[str, int]] = {
     "main": {
@@ -86,14 +99,19 @@ def _loaded(folder: str, **options: Any) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, **options)
 
 
-def _shardcore(folder: str) -> nn.Module:
+def _shardcore(folder: str, **fields: Any) -> nn.Module:
     import shard_llama.policy
     import shardcore
 
-    sharded: nn.Module = shardcore.shard(
-        _loaded(folder), tp=dist.get_world_size(), policy=shard_llama.policy.LlamaForCausalLMPolicy
-    )
+    policy = shard_llama.policy.LlamaForCausalLMPolicy
+    sharded: nn.Module = shardcore.shard(_loaded(folder), tp=dist.get_world_size(), policy=policy, **fields)
     return sharded
+
+
+def compile_layers(model: Any) -> None:
+    """Make one graph of each layer, which all layers share, as training scripts do it."""
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True)
 
 
 def _transformers(folder: str) -> nn.Module:
@@ -130,14 +148,23 @@ def _torch(model: Any, entries: dict[str, Any]) -> nn.Module:
     return model  # type: ignore[no-any-return]  # a transformers model
 
 
+UNSHARDED = "unsharded"
+UNSHARDED_COMPILED = "unsharded, compiled"
+_SPLIT = {"parallel_output": True}
+
 #: How each system makes its model from a folder with an unsharded checkpoint; called on every rank.
 SYSTEMS: dict[str, Callable[[str], nn.Module]] = {
-    "unsharded": _loaded,
+    UNSHARDED: _loaded,
     "shardcore": _shardcore,
+    "shardcore, split logits": partial(_shardcore, **_SPLIT),
+    "shardcore, split logits and sequence": partial(_shardcore, **_SPLIT, enable_sequence_parallelism=True),
     "transformers TP": _transformers,
     "torch per linear": _torch_per_linear,
     "torch per block": _torch_per_block,
+    UNSHARDED_COMPILED: _loaded,
+    "shardcore, split logits, compiled": partial(_shardcore, **_SPLIT),
 }
+COMPILED = {UNSHARDED_COMPILED, "shardcore, split logits, compiled"}
 
 
 def save(folder: Path, size: str) -> None:

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from sharding import measure_memory, measure_plan
 from steps import Result, compare, expected_collectives
-from systems import BATCHES, SHAPES, missing, quiet, save
+from systems import BATCHES, COMPILED, SHAPES, UNSHARDED, UNSHARDED_COMPILED, missing, quiet, save
 
 PARTS = ("steps", "pair", "plan", "memory")
 
@@ -114,10 +114,10 @@ def step_table(size: str, results: dict[str, Result]) -> Table:
     layers = shape["num_hidden_layers"]
     title = f"{size}: hidden {shape['hidden_size']}, {layers} layers, {rows} x {tokens} tokens, float32"
     shown = table(title, "system", "median ms", "min ms", "T1/(2 T2)", "by min", "collectives", "expected", "MB")
-    alone = results["unsharded"]
     for name, r in results.items():
         efficiency = ("", "")
-        if name != "unsharded":
+        if not name.startswith(UNSHARDED):
+            alone = results[UNSHARDED_COMPILED if name in COMPILED else UNSHARDED]
             efficiency = (f"{alone.median / (2 * r.median):.3f}", f"{alone.least / (2 * r.least):.3f}")
         times = (f"{r.median * 1e3:.1f}", f"{r.least * 1e3:.1f}")
         expected = str(expected_collectives(name, layers))

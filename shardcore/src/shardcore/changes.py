@@ -24,6 +24,7 @@ from shardcore.nn import (
     Region,
     Replicated,
     RowLinear,
+    SoleRegion,
     SplitsLogits,
     SwappedModule,
     TakesLoss,
@@ -185,8 +186,12 @@ def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
         trees = [] if isinstance(module, ColumnLinear) else [module]
         dropouts = DropoutSites(trees, [block]) if last is not None else DropoutSites()
         columns = [m for m in members if isinstance(m, ColumnLinear)]
-        region = Region(context, step.argument, columns, dropouts, step.also)
-        module.register_forward_pre_hook(region, with_kwargs=True)
+        region: Region
+        if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
+            region = module.opens = SoleRegion(context, module, dropouts)
+        else:
+            region = Region(context, step.argument, columns, dropouts, step.also)
+            module.register_forward_pre_hook(region, with_kwargs=True)
         if isinstance(last, RowLinear):
             last.region = region
 
@@ -229,6 +234,8 @@ def _bind(module: nn.Module, tokens: TokenSplit) -> None:
     """Let everything at a module that depends on the number of tokens ask ``tokens``."""
     if isinstance(module, RowLinear | Replicated | GathersOutputs):
         module.__dict__["tokens"] = tokens
+    if isinstance(module, ColumnLinear) and module.opens is not None:
+        module.opens.tokens = tokens
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, Region):
             hook.tokens = tokens

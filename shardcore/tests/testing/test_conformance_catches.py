@@ -11,6 +11,7 @@ import dataclasses
 import pytest
 import wrong
 import wrong_runs
+import wrong_sequence
 from kit_net import CASE, build
 
 from shardcore.testing import Supports
@@ -30,7 +31,7 @@ WRONG = [
     (wrong.NormsNotSummed, "gradients", "q_norm", {}),
     (wrong.NormsSummedInPlace, "accumulation", "q_norm", {}),
     (wrong.BiasBeforeSum, "forward", "logits", {}),
-    (wrong.UnpatchedHeads, "forward", "logits", FIXED),
+    (wrong.UnpatchedHeads, "forward", "shape", FIXED),
     (wrong.HeadLeftSplit, "forward", "out of bounds", {}),
     (wrong.ResidualInside, "gradients", "embed", INSIDE),
     (wrong.NotEntered, "forward", "only 'x' enters", {}),
@@ -69,6 +70,10 @@ WRONG = [
     (wrong_runs.TooManyCollectives, "communication", "collectives forward", {}),
     (wrong_runs.LosesState, "state dict", "decoder.norm.weight", {}),
     (wrong_runs.LosesState, "checkpoint", "decoder.norm.weight", {}),
+    (wrong_sequence.NoSequence, "sequence", "does not say between which modules", {}),
+    (wrong_sequence.LocalStates, "sequence", "hidden_states", {}),
+    (wrong_sequence.NormsOfTokensNotSummed, "sequence", "norm1", {}),
+    (wrong_sequence.SamePartOfTheVocabulary, "split logits", "loss", {}),
     (wrong_runs.FailsOnOneRank, "forward", "ZeroDivisionError: only here", {}),
 ]
 

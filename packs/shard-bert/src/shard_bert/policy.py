@@ -56,7 +56,7 @@ class BertModelPolicy(PretrainedPolicy):
             "BertLayer": [
                 *_attention("attention"),
                 *_attention("crossattention", also=("encoder_hidden_states",), optional=True),
-                region(enter="intermediate", col="intermediate.dense", row="output.dense"),
+                region(col="intermediate.dense", row="output.dense"),
                 norm("output.LayerNorm"),
             ],
             **self.rows,

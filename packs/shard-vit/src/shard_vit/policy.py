@@ -25,7 +25,7 @@ _LAYER: tuple[Row, ...] = (
         row="attention.o_proj",
         unit="head",
     ),
-    region(enter="mlp", col="mlp.fc1", row="mlp.fc2"),
+    region(col="mlp.fc1", row="mlp.fc2"),
 )
 _OLD_LAYER: tuple[Row, ...] = (
     norm("layernorm_before", "layernorm_after"),
@@ -37,7 +37,7 @@ _OLD_LAYER: tuple[Row, ...] = (
     ),
     attribute("attention.attention.num_attention_heads", local_heads),
     attribute("attention.attention.all_head_size", per_rank),
-    region(enter="intermediate", col="intermediate.dense", row="output.dense"),
+    region(col="intermediate.dense", row="output.dense"),
 )
 
 

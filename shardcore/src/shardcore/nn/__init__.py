@@ -20,6 +20,7 @@ from shardcore.nn.region import Region
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
 from shardcore.nn.shared_random import SharedNumpy, SharedRandom
+from shardcore.nn.sole_region import SoleRegion
 from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ShardedModel",
     "SharedNumpy",
     "SharedRandom",
+    "SoleRegion",
     "Split",
     "SplitLogits",
     "SplitsLogits",

@@ -93,7 +93,8 @@ class FusedColumnLinear(ColumnLinear):
             raise NotSupportedError(problem)
         return super().from_native_module(module, process_group, **options)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
+        """See `ColumnLinear.product`."""
         if self.bias is None or self.bias_rows is None:
             return local_linear(x, self.weight)
         (bias,) = read_partial(self._shard_context, self.bias)

@@ -39,7 +39,8 @@ class VocabHead(ColumnLinear):
     def forward(self, input: Tensor) -> Any:  # noqa: A002  # the native argument name is part of the interface
         """Return (..., V), or split logits."""
         if self.keeps_split and self.chunk is not None:
-            return UncomputedLogits(input, self._vocabulary, self, self.chunk)
+            x = input if self.opens is None else self.opens.enter(input)
+            return UncomputedLogits(x, self._vocabulary, self, self.chunk)
         out = self._local_forward(input)
         if self.keeps_split:
             return SplitLogits(out, self._vocabulary)

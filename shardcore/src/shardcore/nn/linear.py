@@ -18,6 +18,7 @@ from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
 from shardcore.nn.region import Region, deferred_linear, entered, take_rows
+from shardcore.nn.sole_region import SoleRegion
 from shardcore.nn.tokens import TokenSplit
 
 __all__ = ["ColumnLinear", "RowLinear"]
@@ -56,6 +57,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
     bias_rows: Runs | None
     gather_output: bool
     enters: bool
+    #: The region that is entered here, of which this linear is the only member; None for any other.
+    opens: SoleRegion | None
     _shard_context: ShardContext
 
     @classmethod
@@ -95,6 +98,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
         new.rows = new.bias_rows = ((start, start + step),) if copies > 1 else None
         new.gather_output = gather_output
         new.enters = enters
+        new.opens = None
         return new
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
@@ -103,6 +107,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
         return gather_from_tp(out, self._shard_context.group, -1, self.out_features) if self.gather_output else out
 
     def _local_forward(self, x: Tensor) -> Tensor:
+        if self.opens is not None:
+            return self.opens.multiply(x)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if (out := deferred_linear(self, x)) is not None:
                 return out
@@ -112,10 +118,15 @@ class ColumnLinear(SwappedModule, nn.Linear):
             x = copy_to_tp(x, self._shard_context.group)
         if self.enters and self.training and not self.gather_output:
             self._fork()
-        return self._product(x)
+        return self.product(x)
 
-    def _product(self, x: Tensor) -> Tensor:
-        """Multiply by this rank's rows, outside the fast path of a region."""
+    @property
+    def uses_what_it_holds(self) -> bool:
+        """Tell whether this rank holds no rows of others."""
+        return self.rows is None and self.bias_rows is None
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply by this rank's rows, outside the fast path of a region: (..., in) to (..., out/tp)."""
         if self.rows is None:
             return local_linear(x, self.weight, self.bias)
         whole = (self.weight,) if self.bias is None else (self.weight, self.bias)
