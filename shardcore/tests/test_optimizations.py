@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import cProfile
 import pickle
+import warnings
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tiny import TinyPolicy, batch, build, randomize, shard
 from torch import nn
+from torch._dynamo.utils import counters
 
 import shardcore
 from shardcore.checkpointing import GradientCheckpointConfig
@@ -23,7 +25,7 @@ from shardcore.nn.region import Region
 from shardcore.optimizations import Choice
 from shardcore.plan import compile_plan
 from shardcore.policy import Policy, Stages
-from shardcore.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
+from shardcore.steps import Compile, FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
 from shardcore.styles import norm, region
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
@@ -367,9 +369,64 @@ def test_flash_attention_that_is_impossible():
     )
     plan = _plan(Without, enable_all_optimization=True)
     assert "enable_flash_attention: off: the moon is full" in plan.render()
-    assert "enable_jit_fused: off: planned for release 0.3" in plan.render()
     (problem,) = _problems(use_flash_attention=True)
     assert "TinyPolicy knows no other attention for its model" in problem
+
+
+# Compiled blocks.
+
+
+def test_blocks_are_compiled():
+    plan = _plan(RmsPolicy, _net(), enable_jit_fused=True)
+    assert [s.path for s in plan.steps if isinstance(s, Compile)] == [f"blocks.{i}" for i in range(3)]
+    assert plan.choices == (Choice(wish="enable_jit_fused", outcome="3 blocks are compiled while training"),)
+    assert "compiled while training" in plan.render()
+    assert not [s for s in _plan(RmsPolicy, _net()).steps if isinstance(s, Compile)]
+    both = _plan(
+        RmsPolicy, _net(), enable_jit_fused=True, gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=1)
+    )
+    order = [type(s) for s in both.steps if isinstance(s, Compile | Recompute)]
+    assert order == [Compile] * 3 + [Recompute], "a block is recomputed around what is compiled"
+
+
+class NoBlocks(RmsPolicy):
+    stages = None
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "says"),
+    [
+        (NoBlocks, {}, "NoBlocks does not say where the model's blocks are"),
+        (RmsPolicy, {"inference_only": True}, "inference_only=True rules that out"),
+    ],
+)
+def test_blocks_that_cannot_be_compiled(policy, fields, says):
+    (problem,) = _problems(policy, _net(), enable_jit_fused=True, **fields)
+    assert says in problem
+    assert "ShardConfig.enable_jit_fused=True" in problem
+    (choice,) = _plan(policy, _net(), enable_jit_fused="auto", **fields).choices
+    assert choice.outcome.startswith("off: ")
+    assert says in choice.outcome
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    (problem,) = _problems(RmsPolicy, _net(), enable_jit_fused=True)
+    assert "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)" in problem
+
+
+def test_a_compiled_block_computes_the_same(pool):
+    pool.run(_compiled, world=2, timeout=100)
+
+
+def _compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    reference = _net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own doings while it traces
+        _compare(reference, shard(copy.deepcopy(reference), RmsPolicy, tp=2, enable_jit_fused=True).train())
+    assert counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
 
 
 def test_choices_are_part_of_the_plan():

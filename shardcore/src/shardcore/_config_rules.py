@@ -27,7 +27,6 @@ _PLANNED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "tensor_parallel_mode": (("1d",), "1.0", "use '1d'"),
     "sequence_parallelism_mode": ((None, "split_gather"), "0.5", "use 'split_gather'"),
     "enable_sequence_overlap": ((False,), "0.3", "leave it False"),
-    "enable_jit_fused": ((None, False, "auto"), "0.3", "leave it None, or call torch.compile on the sharded model"),
     "fp8_communication": ((False,), "0.5", "leave it False"),
     "make_vocab_size_divisible_by": ((None,), "0.5", "leave it None: a vocabulary of any size is split unevenly"),
 }

@@ -17,6 +17,7 @@ from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext
 from shardcore.nn import (
     ColumnLinear,
+    Compiled,
     FusedRMSNorm,
     GathersOutputs,
     Layout,
@@ -40,6 +41,7 @@ from shardcore.nn.layout import distribute
 from shardcore.nn.region import EnteredArgument
 from shardcore.plan import ShardPlan
 from shardcore.steps import (
+    Compile,
     EnterArgument,
     FreezeForInference,
     FuseNorm,
@@ -138,6 +140,11 @@ def prepare_locally(step: Step, model: nn.Module) -> Commit:
 @prepare_locally.register
 def _(step: FuseNorm, model: nn.Module) -> Commit:
     return functools.partial(FusedRMSNorm.fuse, model.get_submodule(step.path), step.eps)
+
+
+@prepare_locally.register
+def _(step: Compile, model: nn.Module) -> Commit:
+    return functools.partial(Compiled.compile_block, model.get_submodule(step.path))
 
 
 @prepare_locally.register

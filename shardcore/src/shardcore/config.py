@@ -121,7 +121,9 @@ class ShardConfig:
         enable_flash_attention: flash attention (the flash-attn package, through transformers). True raises with the
             reason where it is impossible; ``"auto"`` takes it where it is possible.
         enable_fused_normalization: torch's fused norms. True raises where a norm has none; ``"auto"`` leaves it alone.
-        enable_jit_fused: bias-gelu and bias-dropout-add as compiled functions; True from 0.3.
+        enable_jit_fused: blocks are compiled by `torch.compile` while training, which makes one kernel of bias and
+            GELU and one of bias, dropout and residual. Needs what torch's compiler needs (on the CPU a C++ compiler).
+            True raises where the policy does not name its blocks; ``"auto"`` leaves them alone then.
         enable_sequence_parallelism: activations are split along the sequence outside regions, over the tensor-parallel
             ranks; calls with fewer tokens than ranks are not split.
         sequence_parallelism_mode: how; ``"split_gather"`` (None is the same), ``"all_to_all"`` and ``"ring_attn"`` from

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
 from shardcore.nn import Replicated
 from shardcore.policy import Policy
-from shardcore.steps import FreezeForInference, FuseNorm, Step, Swap
+from shardcore.steps import Compile, FreezeForInference, FuseNorm, Step, Swap
 
 __all__ = ["Choice", "optimize"]
 
@@ -42,7 +45,7 @@ def optimize(
     if config.enable_fused_normalization:
         yield Choice(wish="enable_fused_normalization", outcome=_fused(planned))
     if config.enable_jit_fused:
-        yield Choice(wish="enable_jit_fused", outcome="off: planned for release 0.3")
+        yield from _compile(policy, model, config, device_type)
     if config.gradient_checkpoint_config is not None:
         yield from _recompute(policy, model, config.gradient_checkpoint_config)
     if config.inference_only:
@@ -83,19 +86,57 @@ def _fused(planned: list[Step]) -> str:
     return ", ".join(said) or "nothing to do: torch's own norms are fused"
 
 
-def _recompute(policy: Policy, model: nn.Module, wish: GradientCheckpointConfig) -> Iterator[Step | Problem]:
+def _compile(
+    policy: Policy, model: nn.Module, config: ShardConfig, device_type: str
+) -> Iterator[Step | Choice | Problem]:
+    """Compile all blocks; with ``"auto"``, unless something is known to stand against it."""
+    wish, asked = "enable_jit_fused", config.enable_jit_fused is True
+    row = f"ShardConfig.{wish}={config.enable_jit_fused!r}"
+    found = _blocks(policy, model, row)
+    if reason := _no_graphs(config, device_type):
+        if asked:
+            yield Problem(where="", row=row, what=reason, todo=f"mend that, or say {wish}='auto'")
+        else:
+            yield Choice(wish=wish, outcome=f"off: {reason}")
+    elif isinstance(found, Problem):
+        yield found if asked else Choice(wish=wish, outcome=f"off: {found.what}")
+    else:
+        blocks = [f"{name}.{index}" for name, children in found.items() for index, _ in children]
+        yield from (Compile(path=path) for path in blocks)
+        yield Choice(wish=wish, outcome=f"{len(blocks)} blocks are compiled while training")
+
+
+def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
+    """Say why blocks cannot be compiled, or return None."""
+    if config.inference_only:
+        return "blocks are compiled while training, and inference_only=True rules that out"
+    if device_type == "cpu" and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        return "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)"
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs triton on CUDA, which is not installed (pip install triton)"
+    return None
+
+
+def _blocks(policy: Policy, model: nn.Module, row: str) -> Problem | dict[str, list[tuple[str, nn.Module]]]:
+    """Return the named blocks of each of the policy's lists."""
     lists = policy.stages.lists if policy.stages else ()
-    where = ", ".join(lists)
-    row = f"ShardConfig.gradient_checkpoint_config={wish}"
-    if not where:
+    if not lists:
         what = f"{type(policy).__qualname__} does not say where the model's blocks are"
-        yield Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")
-        return
+        return Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")
     try:
-        found = {name: list(model.get_submodule(name).named_children()) for name in lists}
+        return {name: list(model.get_submodule(name).named_children()) for name in lists}
     except AttributeError as error:
-        yield Problem(where=where, row=row, what=str(error), todo=f"correct stages of {type(policy).__qualname__}")
+        todo = f"correct stages of {type(policy).__qualname__}"
+        return Problem(where=", ".join(lists), row=row, what=str(error), todo=todo)
+
+
+def _recompute(policy: Policy, model: nn.Module, wish: GradientCheckpointConfig) -> Iterator[Step | Problem]:
+    row = f"ShardConfig.gradient_checkpoint_config={wish}"
+    found = _blocks(policy, model, row)
+    if isinstance(found, Problem):
+        yield found
         return
+    where = ", ".join(found)
     try:
         # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
         for name, blocks in found.items():

@@ -19,7 +19,7 @@ from shardcore.nn import Layout
 from shardcore.optimizations import Choice, optimize
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy, Stages
 from shardcore.rendering import render
-from shardcore.steps import FuseNorm, OpenRegion, Recompute, SplitLogits, SplitTokens, Step, Swap, to_data
+from shardcore.steps import Compile, FuseNorm, OpenRegion, Recompute, SplitLogits, SplitTokens, Step, Swap, to_data
 
 __all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
 
@@ -265,10 +265,10 @@ def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return steps in the order in which they build on each other.
 
     A norm is fused before it is made to read replicated parameters; regions are opened between modules that have become
-    parallel; tokens are split between regions; a block that is recomputed splits and draws as it did before. Logits are
-    split around whatever else a model does with its labels.
+    parallel; tokens are split between regions; a block that is compiled, or recomputed, splits and draws as it did
+    before. Logits are split around whatever else a model does with its labels.
     """
-    last = (OpenRegion, SplitTokens, SplitLogits, Recompute)
+    last = (OpenRegion, SplitTokens, SplitLogits, Compile, Recompute)
     regions: dict[str, Step] = {}
     for step in steps:
         if isinstance(step, OpenRegion):
@@ -280,5 +280,6 @@ def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
         *regions.values(),
         *(s for s in steps if isinstance(s, SplitTokens)),
         *(s for s in steps if isinstance(s, SplitLogits)),
+        *(s for s in steps if isinstance(s, Compile)),
         *(s for s in steps if isinstance(s, Recompute)),
     )

@@ -22,6 +22,7 @@ import torch
 from shardcore.nn import ParallelModule, SwappedModule
 
 __all__ = [
+    "Compile",
     "EnterArgument",
     "FreezeForInference",
     "FuseNorm",
@@ -247,6 +248,17 @@ class FuseNorm(Step):
     def describe(self) -> str:
         """See `Step.describe`."""
         return "torch's fused rms_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compile(Step):
+    """The module's forward is compiled while training."""
+
+    splits: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return "compiled while training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,42 @@
+"""Blocks whose training forward is compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shardcore.nn.base import LocalModule, swapped_class
+
+__all__ = ["Compiled"]
+
+
+class Compiled(LocalModule):
+    """A block that `torch.compile` makes graphs of: bias and GELU, or bias, dropout and residual, are one kernel each.
+
+    In training only: evaluation and generation, where lengths change from call to call, run as before. All blocks of a
+    class share one compiled function. A region with a live dropout breaks the graph, nothing else of shardcore's does.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    @classmethod
+    def compile_block(cls, module: nn.Module) -> None:
+        """Make ``module`` such a block, in place."""
+        module.__class__ = swapped_class(type(module), cls)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward, compiled while training."""
+        native = super().forward
+        if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return native(*args, **kwargs)
+        return _compiled(native.__func__)(self, *args, **kwargs)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # For each function once, not for each block: `torch.compile` counts recompilations by function.
+    return torch.compile(function)
