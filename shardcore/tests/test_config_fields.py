@@ -25,6 +25,7 @@ LATER = [
     ("sequence_parallelism_mode", "all_to_all", "0.5"),
     ("sequence_parallelism_mode", "ring_attn", "0.5"),
     ("enable_sequence_overlap", True, "0.3"),
+    ("enable_flash_attention", "xformers", "0.3"),
     ("fp8_communication", True, "0.5"),
     ("make_vocab_size_divisible_by", 64, "0.5"),
 ]

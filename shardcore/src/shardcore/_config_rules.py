@@ -27,6 +27,11 @@ _PLANNED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "tensor_parallel_mode": (("1d",), "1.0", "use '1d'"),
     "sequence_parallelism_mode": ((None, "split_gather"), "0.5", "use 'split_gather'"),
     "enable_sequence_overlap": ((False,), "0.3", "leave it False"),
+    "enable_flash_attention": (
+        (None, False, True, "auto"),
+        "0.3",
+        "True or 'auto' takes flash-attn, and attn_implementation='sdpa' of transformers what torch has",
+    ),
     "fp8_communication": ((False,), "0.5", "leave it False"),
     "make_vocab_size_divisible_by": ((None,), "0.5", "leave it None: a vocabulary of any size is split unevenly"),
 }
@@ -80,7 +85,7 @@ def _check_kinds(config: ShardConfig) -> None:
             require(name, value is None or (type(value) is int and value >= 1), "a positive integer or None")
         if name in _FLAGS:
             require(name, isinstance(value, bool), "True or False")
-        if name in SWITCHES:
+        if name in SWITCHES and (name, value) != ("enable_flash_attention", "xformers"):
             require(name, value is None or value == "auto" or isinstance(value, bool), "True, False, 'auto' or None")
         if name in _CHOICES:
             require(name, value in _CHOICES[name], f"one of {', '.join(map(repr, _CHOICES[name]))}")

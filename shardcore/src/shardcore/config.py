@@ -119,7 +119,7 @@ class ShardConfig:
         loss_chunk_size: with ``parallel_output``: compute logits within the loss, for so many tokens at a time, and
             again in the backward; they never exist as a whole, and the output has none. None keeps them.
         enable_flash_attention: flash attention (the flash-attn package, through transformers). True raises with the
-            reason where it is impossible; ``"auto"`` takes it where it is possible.
+            reason where it is impossible; ``"auto"`` takes it where it is possible. ``"xformers"`` from 0.3.
         enable_fused_normalization: torch's fused norms. True raises where a norm has none; ``"auto"`` leaves it alone.
         enable_jit_fused: blocks are compiled by `torch.compile` while training, which makes one kernel of bias and
             GELU and one of bias, dropout and residual. Needs what torch's compiler needs (on the CPU a C++ compiler).
