@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
-from pathlib import Path
 
 import pytest
 from llama_cases import build, shard
+from resident import Peak
 from saving_files import DP2, ODD, TP2, saved
 
 from shardcore.testing.parity import whole
@@ -40,32 +38,11 @@ def _memory(folder: str, axes: dict[str, int], tied: bool) -> dict[str, int]:
     shard(build(**ODD), **axes).save_pretrained(f"{folder}/warm-up", max_shard_size=60_000)
     model = shard(build(**_LARGE, tie_word_embeddings=tied), **axes)
     grown = {"model": sum(p.numel() * p.element_size() for p in model.parameters())}
-    with _Peak() as peak:
+    with Peak() as peak:
         model.save_pretrained(f"{folder}/large", max_shard_size=_FILE)
     grown["save"] = peak.bytes
-    with _Peak() as peak:
+    with Peak() as peak:
         everything = [whole(parameter) for parameter in model.parameters()]
     grown["gather all"] = peak.bytes
     assert len(everything) == len(saved(f"{folder}/large"))
     return grown
-
-
-class _Peak:
-    """How much resident memory grew, at its highest, in bytes."""
-
-    bytes = 0
-
-    def __enter__(self) -> _Peak:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free would hide what is needed
-        Path("/proc/self/clear_refs").write_text("5")
-        self.before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bytes = _status("VmHWM") - self.before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from llama_cases import Collectives, batch, build, shard
+from resident import Peak
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
@@ -161,3 +163,27 @@ def _functional():
 
 def test_label_smoothing_and_reductions(pool):
     pool.run(_functional, world=2)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
+def test_memory_of_head_and_loss(pool):
+    for way in pool.run(_memory, world=2, timeout=200):
+        assert way["gathered"] > 4 * way["chunks"], way
+        assert way["gathered"] > 1.5 * way["split"], way
+
+
+def _memory():
+    ids = torch.randint(0, 128_256, (1, 1024), generator=torch.Generator().manual_seed(0))
+    grown = {}
+    ways = {"gathered": {}, "split": {"parallel_output": True}}
+    for way, fields in {**ways, "chunks": {"parallel_output": True, "loss_chunk_size": 128}}.items():
+        model = build(vocab_size=128_256, num_hidden_layers=1, tie_word_embeddings=False, dtype=torch.float32)
+        shard(model, tp=2, **fields)
+        model(input_ids=ids[:, :8], labels=ids[:, :8]).loss.backward()  # what the first step allocates for good
+        peaks = []
+        for _ in range(2):  # Linux may count what was freed just before
+            with Peak() as peak:
+                model(input_ids=ids, labels=ids).loss.backward()
+            peaks.append(peak.bytes)
+        grown[way] = min(peaks)
+    return grown

@@ -59,7 +59,7 @@ def test_caches_hold_local_heads(pool, listener):
                 "self_attention_cache": [(2, 4)] * 2,  # of eight heads
                 "cross_attention_cache": [(2, 4)] * 2,
             }
-            assert all(shape[2:] == (10, 8) for shape in shapes["cross_attention_cache"])
+            assert all(shape[2:] == (11, 8) for shape in shapes["cross_attention_cache"])
 
 
 def _caches(folder: str, static: bool) -> dict[str, list[tuple[int, ...]]]:
@@ -112,7 +112,7 @@ def _times(folder: str) -> None:
         m.generation_config.alignment_heads = [[0, 1], [1, 6]]
         m.generation_config.no_timestamps_token_id = 90
     features, _ = speech(4, 7, torch.float64)
-    mask = torch.ones(4, 20, dtype=torch.long)
+    mask = torch.ones(4, 22, dtype=torch.long)
     way = {"return_token_timestamps": True, "attention_mask": mask, "return_dict_in_generate": True, **GREEDY}
     wanted, got = (m.generate(input_features=features, **way) for m in (reference, model))
     assert torch.equal(wanted["sequences"], got["sequences"])

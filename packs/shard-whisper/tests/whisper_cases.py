@@ -109,7 +109,7 @@ def speech(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Te
     generator = torch.Generator().manual_seed(seed)
     tones = torch.stack([torch.randperm(_MELS, generator=generator)[:_LENGTH] for _ in range(rows)])
     heard = torch.nn.functional.one_hot(tones.repeat_interleave(_FRAMES_EACH, 1), _MELS).mT  # (rows, mels, 18)
-    features = torch.randn(rows, _MELS, 20, generator=generator) * 0.1
+    features = torch.randn(rows, _MELS, 22, generator=generator) * 0.1
     features[:, :, : heard.shape[2]] += heard
     return features.to(dtype), tones + _FIRST
 

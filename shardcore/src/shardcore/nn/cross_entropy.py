@@ -40,6 +40,9 @@ class Vocabulary(NamedTuple):
     start: int
 
 
+_ROWS = 8192  # of a weight gradient that is rounded before it is added up
+
+
 class _Partial(NamedTuple):
     """What one rank knows about some tokens; each is (N,)."""
 
@@ -115,6 +118,20 @@ class _Split(Function):
         return _gradient(logits, labels, normalizer, grads[0], ctx.vocabulary, ctx.smoothing), None, None, None
 
 
+def _accumulator(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which the gradient of a parameter is summed over chunks, each of which is rounded."""
+    return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+
+
+def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add the weight gradient of some tokens, (V, H) from (n, V) and (n, H)."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), x)
+        return
+    for rows, some in zip(total.split(_ROWS), grad.split(_ROWS, -1), strict=True):  # no second gradient of that size
+        rows.add_(some.t() @ x)
+
+
 class _Chunked(Function):
     @staticmethod
     def forward(
@@ -152,8 +169,8 @@ class _Chunked(Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, bias = ctx.parameters
         gx = torch.empty_like(x) if needs_x else None
-        gw = torch.zeros_like(w) if needs_weight else None
-        gb = torch.zeros_like(b) if needs_bias else None
+        gw = torch.zeros_like(w, dtype=_accumulator(w)) if needs_weight else None
+        gb = torch.zeros_like(b, dtype=_accumulator(b)) if needs_bias else None
         for start in range(0, x.size(0), ctx.chunk):
             some = slice(start, start + ctx.chunk)
             logits = F.linear(x[some], w, b)
@@ -162,7 +179,7 @@ class _Chunked(Function):
             if gx is not None:
                 torch.mm(grad, w, out=gx[some])
             if gw is not None:
-                gw.addmm_(grad.t(), x[some])
+                _add_product(gw, grad, x[some])
             if gb is not None:
                 gb += grad.sum(0)
         return (
