@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Result", "Traffic", "compare", "expected_collectives"]
+__all__ = ["Result", "Traffic", "compare", "expected_collectives", "training_step"]
 
 # Not the waits and wrappers of functional collectives, which would count each of them twice.
 _COLLECTIVES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "alltoall", "all_to_all")
@@ -59,13 +59,14 @@ def expected_collectives(name: str, layers: int) -> int:
     linear one for each column linear (q, k, v, gate, up).
 
     Split logits are not gathered; their loss reduces the maximum and the stacked sums. With a split sequence there are
-    four gathers and four scatters for each layer, the embedding is scattered, the loss reduces as before, the head's
-    input is gathered and its gradient scattered, and once in a step the gradient of what is partial (norms) is reduced.
+    four gathers and four scatters for each layer, and the gradient of each norm is reduced: two for each layer, one for
+    the last. The embedding is scattered and its gradient gathered, and what the head multiplies is gathered; the loss
+    and the head's input gradient are reduced as before.
     """
     if name.startswith(UNSHARDED):
         return 0
     if "sequence" in name:
-        return layers * 8 + 5
+        return layers * (8 + 2) + 7
     backward = 2 if name.startswith("shardcore") or name == "torch per block" else 5
     return layers * (2 + backward) + (4 if "split logits" in name else 3)
 
@@ -98,7 +99,8 @@ class Result:
         return cls(**data)
 
 
-def _step(model: nn.Module, ids: torch.Tensor) -> float:
+def training_step(model: nn.Module, ids: torch.Tensor) -> float:
+    """Run forward and backward, and return the loss."""
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -122,13 +124,13 @@ def compare(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> 
     for name, make in SYSTEMS.items():
         say(f"{size}: loading {name}")
         model = models[name] = make(folder).train()
-        _step(model, ids)
+        training_step(model, ids)
         with Traffic() as traffic:  # of eager modules: nothing is compiled under such a mode
-            _step(model, ids)
+            training_step(model, ids)
         if name in COMPILED:
             compile_layers(model)
             say(f"{size}: compiling {name}")
-        losses[name] = _step(model, ids)
+        losses[name] = training_step(model, ids)
         results[name] = Result(calls=traffic.calls, bytes=traffic.bytes)
     _refuse_wrong(losses)
     gc.disable()
@@ -139,7 +141,7 @@ def compare(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> 
             dist.barrier()
             start = time.perf_counter()
             for _ in range(STEPS[size]):
-                _step(models[name], ids)
+                training_step(models[name], ids)
             dist.barrier()  # both ranks have finished: the slower one counts
             results[name].seconds.append((time.perf_counter() - start) / STEPS[size])
         gc.collect()

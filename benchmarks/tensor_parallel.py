@@ -25,14 +25,16 @@ import click
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from alone import cost_of_one_rank, ratio
 from pairs import PLAIN, Cost, host_costs
 from rich.console import Console
 from rich.table import Table
 from sharding import measure_memory, measure_plan
 from steps import Result, compare, expected_collectives
+from switches import WITHOUT, measure_switches
 from systems import BATCHES, COMPILED, SHAPES, UNSHARDED, UNSHARDED_COMPILED, missing, quiet, save
 
-PARTS = ("steps", "pair", "plan", "memory")
+PARTS = ("steps", "switches", "one", "pair", "plan", "memory")
 
 _errors = Console(stderr=True)
 
@@ -43,13 +45,17 @@ steps   one training step (forward, loss, backward) of the same Llama under
         every system, in alternating rounds. T1 is the unsharded step while
         both ranks run it at once, as two cores would without tensor
         parallelism; T2 the sharded step. T1/(2 T2) is 1 if nothing is lost.
+switches  the step of a Llama and of a BERT with each optional fast path that
+        runs here, against the same without it.
+one     the step of an unsharded model on one rank, and the same after
+        shard() with tp=1.
 pair    CPU time of one column and one row linear on a process group that
         transfers nothing: pure host cost, little disturbed by other load.
 plan    time and collectives of shard() on a 1 B Llama on meta.
 memory  peak memory of each rank while a 0.6 GB Llama is sharded and saved.
 
 Step times mean nothing on a busy machine: look at the load in the header. A
-full run takes three to five minutes.
+full run takes eight minutes with 10 rounds.
 
 \b
 Examples:
@@ -122,6 +128,24 @@ def step_table(size: str, results: dict[str, Result]) -> Table:
         times = (f"{r.median * 1e3:.1f}", f"{r.least * 1e3:.1f}")
         expected = str(expected_collectives(name, layers))
         shown.add_row(name, *times, *efficiency, str(r.calls), expected, f"{r.bytes / 1e6:.1f}")
+    return shown
+
+
+def switch_table(found: dict[str, dict[str, list[float]]]) -> Table:
+    """Step time with each switch."""
+    shown = table("two ranks, with a switch and without", "model", "switch", "median ms", "of without, by rounds")
+    for model, times in found.items():
+        for switch, seconds in times.items():
+            gain = "" if switch == WITHOUT else f"{Cost.ratio(seconds, times[WITHOUT]):.3f}"
+            shown.add_row(model, switch, f"{statistics.median(seconds) * 1e3:.1f}", gain)
+    return shown
+
+
+def one_table(found: dict[str, dict[str, list[float]]]) -> Table:
+    """Step time on one rank, at each size."""
+    shown = table("one rank", "size", "unsharded ms", "through shard(tp=1) ms", "ratio, by rounds")
+    for size, times in found.items():
+        shown.add_row(size, *(f"{statistics.median(t) * 1e3:.1f}" for t in times.values()), f"{ratio(times):.3f}")
     return shown
 
 
@@ -215,6 +239,13 @@ def main(rounds: int, sizes: tuple[str, ...], parts: tuple[str, ...], target: Pa
                 found, _ = on_two_ranks(_steps, size, rounds, folder)
             data[f"steps {size}"] = found
             console.print(step_table(size, {name: Result.of_json(r) for name, r in found.items()}))
+    if "switches" in parts:
+        data["switches"], _ = on_two_ranks(measure_switches, rounds)
+        console.print(switch_table(data["switches"]))
+    if "one" in parts:
+        with ProcessPoolExecutor(1, mp.get_context("spawn")) as fresh:
+            data["one"] = fresh.submit(cost_of_one_rank, rounds, _say).result()
+        console.print(one_table(data["one"]))
     if "plan" in parts:
         data["plan"], _ = on_two_ranks(measure_plan, max(3, rounds // 2))
         console.print(plan_table(data["plan"]))

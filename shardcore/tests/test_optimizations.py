@@ -405,8 +405,7 @@ def test_blocks_that_cannot_be_compiled(policy, fields, says):
     assert says in problem
     assert "ShardConfig.enable_jit_fused=True" in problem
     (choice,) = _plan(policy, _net(), enable_jit_fused="auto", **fields).choices
-    assert choice.outcome.startswith("off: ")
-    assert says in choice.outcome
+    assert choice.outcome == "off: compiling gained nothing where it was measured, on the CPU"
 
 
 def test_no_compiler(monkeypatch):

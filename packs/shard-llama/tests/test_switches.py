@@ -166,8 +166,6 @@ def test_inference_only(pool, world):
     pool.run(inference, world=world)
 
 
-# Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
-@pytest.mark.filterwarnings("default")
 def test_all_optimizations_on_one_rank():
     reference = build(dtype=torch.float32)
     model = shardcore.shard(copy.deepcopy(reference), policy=policy(reference), enable_all_optimization=True)

@@ -123,7 +123,7 @@ class ShardConfig:
         enable_fused_normalization: torch's fused norms. True raises where a norm has none; ``"auto"`` leaves it alone.
         enable_jit_fused: blocks are compiled by `torch.compile` while training, which makes one kernel of bias and
             GELU and one of bias, dropout and residual. Needs what torch's compiler needs (on the CPU a C++ compiler).
-            True raises where the policy does not name its blocks; ``"auto"`` leaves them alone then.
+            True raises where they are missing, or the policy does not name its blocks; ``"auto"`` is False.
         enable_sequence_parallelism: activations are split along the sequence outside regions, over the tensor-parallel
             ranks; calls with fewer tokens than ranks are not split.
         sequence_parallelism_mode: how; ``"split_gather"`` (None is the same), ``"all_to_all"`` and ``"ring_attn"`` from
