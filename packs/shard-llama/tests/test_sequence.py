@@ -171,6 +171,10 @@ def test_checkpoints_by_hand(pool, reentrant):
 def _alone():
     reference, sharded = _pair()
     compare_forward(reference, sharded, batch(reference, length=7))
+    _compare_alone(reference, sharded)
+
+
+def _compare_alone(reference, sharded):
     x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for model in (reference, sharded):
         model.zero_grad()
@@ -194,6 +198,9 @@ def _exception():
     with pytest.raises(KeyboardInterrupt):
         sharded(**batch(reference, length=7))
     handle.remove()
+    _compare_alone(reference, sharded)  # whose tokens are whole
+    reference.zero_grad()
+    sharded.zero_grad()
     compare_forward(reference, sharded, batch(reference, length=9))
     assert_same_gradients(reference, sharded)
 
