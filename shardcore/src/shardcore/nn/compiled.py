@@ -30,7 +30,7 @@ class Compiled(LocalModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, compiled while training."""
-        native = super().forward
+        native: Any = super().forward
         if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return native(*args, **kwargs)
         return _compiled(native.__func__)(self, *args, **kwargs)

@@ -58,18 +58,22 @@ class _EnteredLinear(Function):
         gathering = None
         if length is not None and needs_weight and not context.keeps_gathered:
             gathering = Gathering(x, context.group, length)
-        gx = gw = gb = running = None
+        gx = gw = gb = work = scattering = None
         if needs_x:
             gx = cast(grad @ w, ctx.dtype)
-            running = (start_all_reduce if length is None else start_reduce_scatter)(gx, context.group)
+            if length is None:
+                work = start_all_reduce(gx, context.group)
+            else:
+                scattering = start_reduce_scatter(gx, context.group)
         if needs_bias:
             gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias))
         if needs_weight:
             x = x if gathering is None else cast(gathering.wait(), w.dtype)
             gw = with_spec(weight_gradient(grad, x, weight.dtype), spec_of(weight))
-        if running is not None:
-            scattered = running.wait()  # of an all-reduce, which is in place, nothing of interest
-            gx = gx if length is None else scattered
+        if work is not None:
+            work.wait()
+        elif scattering is not None:
+            gx = scattering.wait()
         return None, None, gx, gw, gb
 
 
