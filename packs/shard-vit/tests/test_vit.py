@@ -28,6 +28,27 @@ def _three() -> None:
     assert_same_gradients(reference, model)
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_197_tokens_over_any_number_of_ranks(pool, world):
+    pool.run(_sequence, world=world)
+
+
+def _sequence() -> None:
+    each = case("image_classification")
+    reference = each.build(image_size=56, num_attention_heads=12)
+    model = shard(copy.deepcopy(reference), enable_sequence_parallelism=True)
+    call = {"output_hidden_states": True, "output_attentions": True}
+    step_beside(each, reference, model, 0, **call)
+    wanted, got = (m(**each.inputs(reference, 1), **call) for m in (reference, model))
+    assert wanted.hidden_states[0].shape[1] == 197
+    for name in ("hidden_states", "attentions"):
+        for mine, theirs in zip(wanted[name], got[name], strict=True):
+            assert_close(mine, theirs, name)
+    for out in (wanted, got):
+        (out.loss + weighted_sum(*out.hidden_states, *out.attentions)).backward()
+    assert_same_gradients(reference, model)
+
+
 def test_larger_images(pool):
     pool.run(_larger, world=2)
 
