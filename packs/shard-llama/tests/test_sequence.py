@@ -11,6 +11,7 @@ from llama_cases import Collectives, batch, build, checkpointing, compare_forwar
 from torch.utils.checkpoint import checkpoint
 
 from shardcore.errors import NotSupportedError
+from shardcore.nn import TokenStack
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -29,6 +30,8 @@ def _lengths(name, lengths, kind=None, **options):
             checkpointing(model.train(), kind)
     for seed, length in enumerate(lengths):
         compare_forward(reference, sharded, batch(reference, seed, length=length, pads=(0, min(1, length - 1))))
+        (stack,) = (m for m in sharded.modules() if isinstance(m, TokenStack))
+        assert stack._tokens.last == (None if length < dist.get_world_size() else length)
     assert_same_gradients(reference, sharded)
 
 
