@@ -105,3 +105,10 @@ def test_no_other_module_reads_the_environment() -> None:
     readers = {str(path.relative_to(root)) for path in root.rglob("*.py") if _reads_environment(path.read_text())}
     # The worker pool of the test kit writes the variables that its workers read.
     assert {reader for reader in readers if not reader.startswith("testing")} == {"_env.py"}
+
+
+def test_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    assert _env.compilers() == ("g++", "clang++")
+    monkeypatch.setenv("CXX", "icpx")
+    assert _env.compilers() == ("icpx", "g++", "clang++")

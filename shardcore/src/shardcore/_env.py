@@ -6,6 +6,7 @@
 | `SHARDCORE_DISABLE_PACKS` | `disabled_packs` | packs that may not load, a comma list |
 | `SHARDCORE_STRICT` | `strict` | `1`: a warning about a pack is an error; `0` (the default): it is not |
 | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` | `torchrun` | what torchrun tells its workers |
+| `CXX` | `compilers` | the C++ compiler that torch.compile runs on the CPU |
 
 Every reader looks at the environment when it is called; nothing is remembered. This module imports no torch.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = ["TorchrunEnv", "disabled_packs", "packs", "strict", "torchrun"]
+__all__ = ["TorchrunEnv", "compilers", "disabled_packs", "packs", "strict", "torchrun"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,12 @@ def torchrun() -> TorchrunEnv | None:
         master_addr=os.environ.get("MASTER_ADDR"),
         master_port=_integer("MASTER_PORT", 0, 65535),
     )
+
+
+def compilers() -> tuple[str, ...]:
+    """Return the C++ compilers that torch.compile may run: the one in `CXX`, and those that it looks for."""
+    named = os.environ.get("CXX")
+    return (*((named,) if named else ()), "g++", "clang++")
 
 
 def _names(variable: str) -> frozenset[str] | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from shardcore import _env
 from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
@@ -110,7 +110,7 @@ def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
     """Say why blocks cannot be compiled, or return None."""
     if config.inference_only:
         return "blocks are compiled while training, and inference_only=True rules that out"
-    if device_type == "cpu" and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+    if device_type == "cpu" and not any(map(shutil.which, _env.compilers())):
         return "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)"
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile needs triton on CUDA, which is not installed (pip install triton)"

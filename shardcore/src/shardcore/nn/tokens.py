@@ -52,7 +52,7 @@ class TokenSplit:
 
     def start(self) -> None:
         """Begin a forward of the stack."""
-        self.running, self.open, self.length, self._summand = True, False, None, None
+        self.running = True
 
     def stop(self) -> None:
         """End the forward of the stack."""
