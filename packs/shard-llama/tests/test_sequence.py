@@ -109,6 +109,13 @@ def _from_the_embedding():
             counts.append(seen.take())
     assert counts[0] == counts[1]  # one sum, of the kept tokens or of all
     handle.remove()
+    seen_whole = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen_whole.append(out) if module is sharded.model.embed_tokens else None
+    )
+    sharded(**inputs)
+    handle.remove()
+    assert_close(reference.model.embed_tokens(inputs["input_ids"]), seen_whole[0], "what a hook sees", 1e-12)
     # Somebody between the embedding and the first block.
     sharded.model.rotary_emb.register_forward_pre_hook(lambda module, args: (args[0].mul_(2.0),))
     with pytest.raises(NotSupportedError, match="something between them has changed"), torch.no_grad():
@@ -164,6 +171,61 @@ def _by_hand(reentrant):
     else:
         losses[1].backward()
         assert_same_gradients(reference, sharded)
+
+
+def _offloaded():
+    _, sharded = _pair()
+    sharded.model.layers = torch.nn.ModuleList(_Checkpointed(layer, False) for layer in sharded.model.layers)
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(sharded(**batch(sharded, length=7)))
+    with pytest.raises(NotSupportedError, match="with a copy of its input"):
+        loss.backward()
+
+
+def test_a_checkpoint_by_hand_of_copies(pool):
+    pool.run(_offloaded, world=2)
+
+
+def _nested():
+    """A layer that calls the model it is in, for another number of tokens."""
+    reference, sharded = _pair()
+    inputs, other = batch(reference, length=7), batch(reference, 1, length=4)
+
+    def call(module, args):
+        if not running:
+            running.append(1)
+            with torch.no_grad():
+                inner.append(loss_of(model(**other)).item())
+            running.clear()
+
+    results = []
+    for model in (reference, sharded):
+        running, inner = [], []
+        handle = model.model.layers[1].register_forward_pre_hook(call)
+        out = model(**inputs, output_hidden_states=True)
+        handle.remove()
+        loss_of(out).backward()
+        results.append((out, inner))
+    (wanted, first), (got, second) = results
+    assert first == pytest.approx(second, rel=1e-6)
+    for mine, theirs in zip(wanted.hidden_states, got.hidden_states, strict=True):
+        assert_close(mine, theirs, "hidden states", 1e-9)
+    assert_same_gradients(reference, sharded)
+
+
+def test_a_forward_inside_of_a_forward(pool):
+    pool.run(_nested, world=2)
+
+
+def _inference_mode():
+    reference, sharded = _pair()
+    inputs = batch(reference, length=7)
+    with torch.inference_mode():
+        assert_close(reference(**inputs).logits, sharded(**inputs).logits, "logits", 1e-9)
+
+
+def test_inference_mode(pool):
+    pool.run(_inference_mode, world=2)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from llama_cases import Collectives, batch, build, shard
 from resident import Peak
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
@@ -130,6 +132,14 @@ def _refusals():
     sharded.loss_function = lambda logits, labels, **_: torch.softmax(logits, -1).sum()
     with pytest.raises(NotSupportedError, match="softmax"):
         sharded(**inputs)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(inputs["labels"].shape, dtype=torch.bool)
+    refused = [lambda logits: logits * scale, lambda logits: torch.div(logits, scale), lambda logits: logits[mask, :20]]
+    _, kept = _pair()  # logits that are there
+    for ask in refused:
+        kept.loss_function = lambda logits, labels, ask=ask, **_: ask(logits)
+        with pytest.raises(NotSupportedError, match=r"needs a gradient|the selection"):
+            kept(**inputs)
     del sharded._loss_function
     with pytest.raises(IndexError, match="from 0 to 101"):
         sharded(**{**inputs, "labels": inputs["labels"].clamp(min=101)})
@@ -163,6 +173,69 @@ def _functional():
 
 def test_label_smoothing_and_reductions(pool):
     pool.run(_functional, world=2)
+
+
+def _one_token(logits, labels, **_):
+    """Ask for one token, for some tokens, and for rounded quotients."""
+    chosen = labels != -7
+    return (
+        cross_entropy(logits[0, 0], labels[0, 0].to(torch.uint8))
+        + cross_entropy(logits[chosen], labels[chosen])
+        + cross_entropy(torch.div(logits, 0.01, rounding_mode="floor").flatten(0, 1), labels.flatten()).detach()
+    )
+
+
+def _other_uses():
+    reference, sharded = _pair()
+    inputs = batch(reference, pads=(0,))
+    losses = []
+    for model in (reference, sharded):
+        model.loss_function = _one_token
+        losses.append(model(**inputs).loss)
+        losses[-1].backward()
+    assert_close(*losses, "loss", 1e-12)
+    assert_same_gradients(reference, sharded)
+    # A call without labels inside of one with labels.
+    sharded.loss_function = lambda logits, labels, **_: sharded(input_ids=labels).logits.argmax(-1).sum()
+    reference.loss_function = lambda logits, labels, **_: reference(input_ids=labels).logits.argmax(-1).sum()
+    assert reference(**inputs).loss == sharded(**inputs).loss
+
+
+def test_other_uses_of_logits(pool):
+    pool.run(_other_uses, world=2)
+
+
+def _wrapped_head():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    reference = build()
+    inputs = batch(reference)
+    for chunk in ({}, {"loss_chunk_size": 5}):
+        fields = {"parallel_output": True, **chunk}
+        sharded = shard(copy.deepcopy(reference), device_mesh=mesh, wrap=False, **fields)
+        fully_shard(sharded.lm_head, mesh=mesh["dp_shard"])
+        fully_shard(sharded, mesh=mesh["dp_shard"])
+        with pytest.raises(NotSupportedError, match="Leave the head to the fully_shard of the model"):
+            sharded(**inputs)
+        sharded(**{**inputs, "labels": None}).logits.sum().backward()
+
+
+def test_a_head_that_fsdp_wraps_by_itself(pool):
+    pool.run(_wrapped_head, world=4)
+
+
+def _with_replicas(chunk):
+    reference = build()
+    sharded = shard(copy.deepcopy(reference), tp=2, dp=2, parallel_output=True, **chunk)
+    reference.loss_function = _in_double
+    inputs = batch(reference)
+    for model in (reference, sharded):
+        model(**inputs).loss.backward()
+    assert_same_gradients(reference, sharded)
+
+
+@pytest.mark.parametrize("chunk", [{}, {"loss_chunk_size": 5}], ids=["kept", "chunks"])
+def test_with_replicas(pool, chunk):
+    pool.run(_with_replicas, chunk, world=4)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")

@@ -115,7 +115,8 @@ class ShardConfig:
         inference_only: for evaluation: parameters need no gradient, the model is in eval mode, and what only a backward
             needs is left out.
         parallel_output: in calls with labels, logits stay split over the vocabulary, and the loss is computed from the
-            parts; ``logits`` of the output is a DTensor. False: they are whole on every rank.
+            parts; ``logits`` of the output is a DTensor (on one rank a plain tensor). False: they are whole on every
+            rank.
         loss_chunk_size: with ``parallel_output``: compute logits within the loss, for so many tokens at a time, and
             again in the backward; they never exist as a whole, and the output has none. None keeps them.
         enable_flash_attention: flash attention (the flash-attn package, through transformers). True raises with the

@@ -63,6 +63,25 @@ def _half():
     assert_close(F.cross_entropy(whole.double(), labels, reduction="none"), got.double(), "losses", 1e-6)
 
 
+def test_words_that_are_impossible(pool):
+    pool.run(_impossible, world=2)
+
+
+def _impossible():
+    vocabulary, mine = _vocabulary(6)
+    whole = _random(4, 6)
+    whole[:, :3] = -torch.inf  # all that the first rank has
+    labels = torch.tensor([3, 4, 5, 3])
+    whole.requires_grad_()
+    local = whole.detach()[:, mine].clone().requires_grad_()
+    wanted = F.cross_entropy(whole, labels, reduction="none")
+    got = split_cross_entropy(local, labels, vocabulary)
+    assert_close(wanted, got, "losses", 1e-12)
+    wanted.sum().backward()
+    got.sum().backward()
+    assert_close(whole.grad[:, mine], local.grad, "gradient", 1e-12)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_chunks(pool, chunk):
     pool.run(_chunks, chunk, world=2)

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from shardcore.comm.collectives import all_reduce, all_reduce_max, refuse_double_backward
 from shardcore.comm.reads import local_tensor, spec_of, with_spec
 from shardcore.mesh import ShardContext
+from shardcore.nn.functional import autocast
 
 __all__ = ["Vocabulary", "chunked_cross_entropy", "split_cross_entropy"]
 
@@ -66,7 +67,7 @@ def _own(labels: Tensor, vocabulary: Vocabulary, width: int) -> tuple[Tensor, Te
 def _look(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: float) -> _Partial:
     """Return what this rank's ``logits`` (N, V/tp) say about its tokens."""
     logits = _wide(logits)
-    highest = logits.amax(-1)
+    highest = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)  # all words of a rank may be at -inf
     columns, mine = _own(labels, vocabulary, logits.size(-1))
     return _Partial(
         highest,
@@ -145,12 +146,9 @@ class _Chunked(Function):
         chunk: int,
     ) -> Tensor:
         w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
+        ctx.input_dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            ctx.input_dtype, x, w = x.dtype, x.to(dtype), w.to(dtype)
-            b = None if b is None else b.to(dtype)
-        else:
-            ctx.input_dtype = x.dtype
+            x, w, b = autocast(x, w, b)
         parts = [
             _look(F.linear(some, w, b), own, vocabulary, smoothing)
             for some, own in zip(x.split(chunk), labels.split(chunk), strict=True)

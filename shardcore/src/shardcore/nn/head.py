@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.cross_entropy import Vocabulary
 from shardcore.nn.linear import ColumnLinear
@@ -37,7 +39,17 @@ class VocabHead(ColumnLinear):
         return new
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002  # the native argument name is part of the interface
-        """Return (..., V), or split logits."""
+        """Return (..., V), or split logits.
+
+        Raises:
+            NotSupportedError: FSDP2 was given the head by itself.
+        """
+        if self.keeps_split and isinstance(self, FSDPModule):
+            raise NotSupportedError(
+                f"fully_shard was called on the head (a {type(self).__name__}) by itself, and takes its weight back "
+                "when the head returns; the loss of split logits (parallel_output=True) needs it after that. Leave the head "
+                "to the fully_shard of the model, as shard(dp=...) does."
+            )
         if self.keeps_split and self.chunk is not None:
             x = input if self.opens is None else self.opens.enter(input)
             return UncomputedLogits(x, self._vocabulary, self, self.chunk)

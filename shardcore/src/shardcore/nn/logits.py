@@ -22,7 +22,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
-from shardcore.nn.functional import can_look_at
+from shardcore.nn.functional import can_look_at, flat
 from shardcore.nn.linear import ColumnLinear
 
 __all__ = ["SplitLogits", "SplitsLogits", "UncomputedLogits"]
@@ -112,7 +112,10 @@ class SplitLogits:
     def __getitem__(self, index: Any) -> Self:
         parts = index if isinstance(index, tuple) else (index,)
         reaches = any(part is Ellipsis for part in parts) or len(parts) >= self.ndim
-        if any(part is None for part in parts) or (reaches and not _is_all(parts[-1])):
+        # A mask takes as many dims as it has.
+        masks = any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+        whole_last = _is_all(parts[-1]) or (len(parts) == 1 and masks)
+        if any(part is None for part in parts) or ((reaches or masks) and not whole_last):
             self._refuse(f"the selection {index!r}")
         return self._with(self._local[index])
 
@@ -140,7 +143,7 @@ class SplitLogits:
             if func is F.cross_entropy:
                 return first.cross_entropy(*args[1:], **options)
             if func in (torch.tanh, torch.mul, torch.div):
-                return first._elementwise(func, *args[1:])
+                return first._elementwise(func, *args[1:], **options)
         raise NotSupportedError(_ELSE.format(what=f"{getattr(func, '__name__', func)}()"))
 
     def cross_entropy(
@@ -165,7 +168,7 @@ class SplitLogits:
             self._refuse(f"a cross entropy with targets {tuple(target.shape)} of {target.dtype}")
         if reduction not in ("none", "mean", "sum"):
             raise ValueError(f"{reduction} is not a valid value for reduction")
-        labels = target.reshape(-1)
+        labels = target.reshape(-1).long()
         counted = labels != ignore_index
         labels = labels.masked_fill(~counted, 0)
         self._check(labels)
@@ -192,7 +195,7 @@ class SplitLogits:
         )
 
     def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
-        return split_cross_entropy(self._local.flatten(0, -2), labels, self._vocabulary, smoothing)
+        return split_cross_entropy(flat(self._local), labels, self._vocabulary, smoothing)
 
     def _check(self, labels: Tensor) -> None:
         if not can_look_at(labels) or not labels.numel():
@@ -201,10 +204,13 @@ class SplitLogits:
         if low < 0 or high >= self._vocabulary.size:
             raise IndexError(f"labels from {low} to {high}, but the vocabulary has {self._vocabulary.size} words")
 
-    def _elementwise(self, function: Callable[..., Tensor], *args: Any) -> Self:
-        if any(isinstance(arg, Tensor) and arg.numel() > 1 for arg in args):
+    def _elementwise(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> Self:
+        others = [arg for arg in (*args, *options.values()) if isinstance(arg, Tensor)]
+        if any(arg.numel() > 1 for arg in others):
             self._refuse("arithmetic with other tensors")
-        return self._with(function(self._local, *args))
+        if any(arg.requires_grad for arg in others):  # its gradient would be a summand
+            self._refuse("arithmetic with a number that needs a gradient")
+        return self._with(function(self._local, *args, **options))
 
     def _with(self, local: Tensor) -> Self:
         return type(self)(local, self._vocabulary)
@@ -237,10 +243,10 @@ class UncomputedLogits(SplitLogits):
         return self
 
     def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
-        head, x = self._head, self._local.flatten(0, -2)
+        head, x = self._head, flat(self._local)
         return chunked_cross_entropy(x, head.weight, head.bias, labels, self._vocabulary, smoothing, chunk=self._chunk)
 
-    def _elementwise(self, function: Callable[..., Tensor], *args: Any) -> NoReturn:
+    def _elementwise(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> NoReturn:
         self._refuse(f"{function.__name__}() of logits that are computed within the loss (loss_chunk_size)")
 
     def _with(self, local: Tensor) -> Self:
@@ -275,17 +281,16 @@ class SplitsLogits(SwappedModule):
         """Run the native forward; with labels, its logits are DTensors split over the vocabulary."""
         name, place = self._split_labels
         labels = kwargs.get(name, args[place] if place < len(args) else None)
-        if labels is None:
-            return super().forward(*args, **kwargs)
         heads: Any = self._split_heads
+        before = [head.keeps_split for head in heads]  # True where this is called inside a call with labels
         for head in heads:
-            head.keeps_split, head.chunk = True, self._split_chunk
+            head.keeps_split, head.chunk = labels is not None, self._split_chunk
         try:
             out = super().forward(*args, **kwargs)
         finally:
-            for head in heads:
-                head.keeps_split = False
-        return _for_the_caller(out)
+            for head, kept in zip(heads, before, strict=True):
+                head.keeps_split = kept
+        return out if labels is None else _for_the_caller(out)
 
 
 def _for_the_caller(out: Any) -> Any:

@@ -11,7 +11,7 @@ come between, recomputes it for the same number (hazard H38).
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ _CARRIED = "_shardcore_tokens"
 _SUMMAND = "_shardcore_summand"  # on a tensor of which this rank has a summand, also when it is used again
 
 
+class _State(NamedTuple):
+    """What a forward of the stack goes on with, when another one that it calls has ended."""
+
+    open: bool
+    length: int | None
+    last: int | None
+    summand: tuple[weakref.ref[Tensor], int] | None
+
+
 class TokenSplit:
     """How the tokens of one stack of blocks are split, for the call that is running.
 
@@ -44,19 +53,26 @@ class TokenSplit:
         self.running = False  # the forward of the stack
         self.open = False  # its first block was called, its last module was not
         self._summand: tuple[weakref.ref[Tensor], int] | None = None  # and its version
+        self._summed = False  # the last first block was called with a summand
 
     @property
     def local(self) -> int | None:
         """The tokens on this rank, padding included; None while they are whole."""
         return None if self.length is None else local_tokens(self.length, self.context.size)
 
-    def start(self) -> None:
-        """Begin a forward of the stack."""
-        self.running = True
+    def start(self) -> _State | None:
+        """Begin a forward of the stack, and return the state of the one that is running, if it calls this one."""
+        state = _State(self.open, self.length, self.last, self._summand) if self.running else None
+        self.running, self.open, self.length, self.last, self._summand = True, False, None, None, None
+        return state
 
-    def stop(self) -> None:
+    def stop(self, outer: _State | None) -> None:
         """End the forward of the stack."""
-        self.running, self.open, self.length, self._summand = False, False, None, None
+        self.running = outer is not None
+        if outer is None:
+            self.open, self.length, self._summand = False, None, None
+        else:
+            self.open, self.length, self.last, self._summand = outer
 
     def takes(self, summand: Tensor) -> bool:
         """Tell whether the first block will take this rank's ``summand`` of its input, and sum what it keeps only."""
@@ -64,19 +80,33 @@ class TokenSplit:
             return False
         if self._summand is not None:  # whatever the first one was for was given a summand
             raise self._changed()
-        self._summand = weakref.ref(summand), summand._version
+        self._summand = weakref.ref(summand), _version(summand)
         setattr(summand, _SUMMAND, True)
         return True
 
     def begin(self, x: Tensor) -> Tensor:
         """Split the tokens of ``x`` (B, S, ...), which the first block is called with, if each rank gets one."""
-        self.open = True
+        self.open, self._summed = True, self._summand is not None
         self.last = self.length = x.size(1) if self._splits(x) else None
         if self._summand is not None:
             summand, version = self._summand
-            if summand() is not x or x._version != version:
+            if summand() is not x or _version(x) != version:
                 raise self._changed()
         return x if self.length is None else self.own(x)
+
+    def own_again(self, x: Tensor) -> Tensor:
+        """Do what `own` did, when the first block is recomputed.
+
+        Raises:
+            NotSupportedError: ``x`` was a summand, and cannot be told to be one any more.
+        """
+        if self._summed and not getattr(x, _SUMMAND, False):
+            raise NotSupportedError(
+                "a checkpoint around the call of the first block recomputes it with a copy of its input (save_on_cpu "
+                "makes such), which under sequence parallelism is this rank's summand only. Use "
+                "model.gradient_checkpointing_enable(), or remove embedding= from the policy's sequence row."
+            )
+        return self.own(x)
 
     def own(self, x: Tensor) -> Tensor:
         """Return the tokens that this rank keeps of ``x``: the first block's input, or this rank's summand of it."""
@@ -112,6 +142,10 @@ class TokenSplit:
             )
 
 
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # those of inference mode count none
+
+
 class TokenStack(SwappedModule):
     """The module whose forward runs the blocks: tokens are split only inside it.
 
@@ -137,7 +171,7 @@ class TokenStack(SwappedModule):
             ShardcoreError: it returned while tokens were still split.
         """
         tokens = self._tokens
-        tokens.start()
+        outer = tokens.start()
         try:
             out = super().forward(*args, **kwargs)
             if tokens.length is not None:
@@ -147,7 +181,7 @@ class TokenStack(SwappedModule):
                 )
             return out
         finally:
-            tokens.stop()
+            tokens.stop(outer)
 
 
 class TokenBlock(SwappedModule):
@@ -223,7 +257,7 @@ class TokenBlock(SwappedModule):
                 "how many tokens it recomputes. Say use_reentrant=False, or model.gradient_checkpointing_enable()."
             )
         if x.size(1) == tokens.last:
-            return self._with_argument(tokens.own(x), args, kwargs)
+            return self._with_argument(tokens.own_again(x), args, kwargs)
         tokens.expect(x, local_tokens(tokens.last, tokens.context.size), type(self).__name__)
         return args, kwargs
 
