@@ -47,8 +47,8 @@ class VocabHead(ColumnLinear):
         if self.keeps_split and isinstance(self, FSDPModule):
             raise NotSupportedError(
                 f"fully_shard was called on the head (a {type(self).__name__}) by itself, and takes its weight back "
-                "when the head returns; the loss of split logits (parallel_output=True) needs it after that. Leave the head "
-                "to the fully_shard of the model, as shard(dp=...) does."
+                "when the head returns; the loss of split logits (parallel_output=True) needs it after that. Leave "
+                "the head to the fully_shard of the model, as shard(dp=...) does."
             )
         if self.keeps_split and self.chunk is not None:
             x = input if self.opens is None else self.opens.enter(input)
