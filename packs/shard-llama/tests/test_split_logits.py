@@ -247,14 +247,15 @@ def test_memory_of_head_and_loss(pool):
 
 def _memory():
     ids = torch.randint(0, 128_256, (1, 1024), generator=torch.Generator().manual_seed(0))
+    # Blocks above 32 MiB are given back to the system when they are freed; glibc may keep smaller ones.
     grown = {}
     ways = {"gathered": {}, "split": {"parallel_output": True}}
-    for way, fields in {**ways, "chunks": {"parallel_output": True, "loss_chunk_size": 128}}.items():
+    for way, fields in {**ways, "chunks": {"parallel_output": True, "loss_chunk_size": 160}}.items():
         model = build(vocab_size=128_256, num_hidden_layers=1, tie_word_embeddings=False, dtype=torch.float32)
         shard(model, tp=2, **fields)
         model(input_ids=ids[:, :8], labels=ids[:, :8]).loss.backward()  # what the first step allocates for good
         peaks = []
-        for _ in range(2):  # Linux may count what was freed just before
+        for _ in range(2):
             with Peak() as peak:
                 model(input_ids=ids, labels=ids).loss.backward()
             peaks.append(peak.bytes)
