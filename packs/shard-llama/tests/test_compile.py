@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from llama_cases import batch, build, checkpointing, compare_forward, shard
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -24,12 +25,14 @@ needs_whole_graphs = pytest.mark.skipif(
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without generating code
 
 
+OLD = transformers.__version__.startswith("4.")
+PLAIN = {"tp": 2}
 SEQUENCE = {"tp": 2, "enable_sequence_parallelism": True}
 
 
 @needs_whole_graphs
 @pytest.mark.parametrize("way", ["plain", "one-kv-head", "checkpointing"])
-@pytest.mark.parametrize("fields", [{"tp": 2}, SEQUENCE], ids=["whole", "split"])
+@pytest.mark.parametrize("fields", [PLAIN, SEQUENCE], ids=["whole", "split"])
 def test_every_layer_is_one_graph(pool, way, fields):
     pool.run(_layers, way, fields, world=2, timeout=100)
 
@@ -51,7 +54,9 @@ def _layers(way: str, fields: dict[str, Any]) -> None:
         compare_forward(reference, model, batch(model, seed, length=7))
     assert_same_gradients(reference, model)
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 1  # one graph serves both layers and both batches
+    # One graph serves both layers and both batches. Where transformers 4 recomputes a block, the number of tokens has
+    # to be set anew, which is another.
+    assert counters["stats"]["unique_graphs"] <= (2 if OLD and way == "checkpointing" and fields != PLAIN else 1)
 
 
 @pytest.mark.parametrize("fields", [{"tp": 2}, {**SEQUENCE, "parallel_output": True}], ids=["whole", "split"])

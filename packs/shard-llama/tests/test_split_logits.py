@@ -65,7 +65,9 @@ def _losses(chunk, vocabulary, tied):
     assert_same_gradients(reference, sharded)
 
 
-@pytest.mark.parametrize(("tp", "vocabulary", "tied"), [(2, 101, False), (3, 97, True), (4, 32003, True), (4, 7, False)])
+@pytest.mark.parametrize(
+    ("tp", "vocabulary", "tied"), [(2, 101, False), (3, 97, True), (4, 32003, True), (4, 7, False)]
+)
 @pytest.mark.parametrize("chunk", [None, 5, 1000])
 def test_losses(pool, tp, vocabulary, tied, chunk):
     pool.run(_losses, chunk, vocabulary, tied, world=tp)
