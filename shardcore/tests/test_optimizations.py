@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import cProfile
 import pickle
-import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny import TinyPolicy, batch, build, randomize, shard
+from rms import RmsBlock, RmsPolicy, RootMeanSquare, compare, rms_net, x_of
+from tiny import TinyPolicy, batch, build, shard
 from torch import nn
-from torch._dynamo.utils import counters
 
 import shardcore
 from shardcore.checkpointing import GradientCheckpointConfig
@@ -24,9 +23,8 @@ from shardcore.nn import FusedRMSNorm, Recomputed, Replicated
 from shardcore.nn.region import Region
 from shardcore.optimizations import Choice
 from shardcore.plan import compile_plan
-from shardcore.policy import Policy, Stages
-from shardcore.steps import Compile, FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
-from shardcore.styles import norm, region
+from shardcore.policy import Stages
+from shardcore.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -40,85 +38,16 @@ def _problems(policy=TinyPolicy, model=None, **fields):
     return [str(problem) for problem in caught.value.problems]
 
 
-class RootMeanSquare(nn.Module):
-    """Such a norm written out, as in transformers."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = 1e-3
-
-    def forward(self, x):
-        kept = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-        kept = kept * torch.rsqrt(kept.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * kept.to(x.dtype)
-
-
-class RmsBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = RootMeanSquare(16)
-        self.up = nn.Linear(16, 24)
-        self.down = nn.Linear(24, 16)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).tanh())
-
-
-class RmsNet(nn.Module):
-    def __init__(self, blocks=3):
-        super().__init__()
-        self.blocks = nn.ModuleList(RmsBlock() for _ in range(blocks))
-        self.last = nn.LayerNorm(16)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-class RmsPolicy(Policy):
-    stages = Stages(blocks="blocks", last="last")
-    rms = "epsilon"
-
-    def module_policy(self):
-        return {
-            "RmsNet": [norm("last")],
-            "RmsBlock": [norm("norm", rms=self.rms), region(col="up", row="down")],
-        }
-
-
-def _net(dtype=torch.float64):
-    net = RmsNet().to(dtype)
-    randomize(net)
-    return net
-
-
-def _x(seed=0, dtype=torch.float64):
-    return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def _compare(reference, sharded, tolerance=1e-9):
-    dtype = next(reference.parameters()).dtype
-    x, y = _x(dtype=dtype).requires_grad_(), _x(dtype=dtype).requires_grad_()
-    wanted, got = reference(x), sharded(y)
-    assert_close(wanted, got, "output", tolerance)
-    (wanted * _x(1, dtype)).sum().backward()
-    (got * _x(1, dtype)).sum().backward()
-    assert_close(x.grad, y.grad, "input gradient", tolerance)
-    assert_same_gradients(reference, sharded, tolerance)
-
-
 # Fused norms.
 
 
 def test_norms_that_are_written_out_are_fused():
-    plan = _plan(RmsPolicy, _net(), enable_fused_normalization=True)
+    plan = _plan(RmsPolicy, rms_net(), enable_fused_normalization=True)
     assert [s.path for s in plan.steps if isinstance(s, FuseNorm)] == [f"blocks.{i}.norm" for i in range(3)]
     assert plan.choices == (Choice(wish="enable_fused_normalization", outcome="torch's rms_norm for 3 modules"),)
     assert "enable_fused_normalization: torch's rms_norm for 3 modules" in plan.render()
     assert "torch's fused rms_norm" in plan.render()
-    assert not [s for s in _plan(RmsPolicy, _net()).steps if isinstance(s, FuseNorm)]
+    assert not [s for s in _plan(RmsPolicy, rms_net()).steps if isinstance(s, FuseNorm)]
 
 
 def test_torchs_own_norms_are_fused_already():
@@ -130,19 +59,21 @@ def test_a_norm_without_a_fused_form():
     class Unnamed(RmsPolicy):
         rms = None
 
-    (problem, *_) = _problems(Unnamed, _net(), enable_fused_normalization=True)
+    (problem, *_) = _problems(Unnamed, rms_net(), enable_fused_normalization=True)
     assert problem.startswith(
         "blocks.0.norm: enable_fused_normalization=True, but no fused form of RootMeanSquare is known"
     )
-    assert not [s for s in _plan(Unnamed, _net(), enable_fused_normalization="auto").steps if isinstance(s, FuseNorm)]
+    assert not [
+        s for s in _plan(Unnamed, rms_net(), enable_fused_normalization="auto").steps if isinstance(s, FuseNorm)
+    ]
 
     class Misnamed(RmsPolicy):
         rms = "eps"
 
-    (problem, *_) = _problems(Misnamed, _net(), enable_fused_normalization="auto")
+    (problem, *_) = _problems(Misnamed, rms_net(), enable_fused_normalization="auto")
     assert problem.startswith("blocks.0.norm: RootMeanSquare has no attribute 'eps'")
 
-    net = _net()
+    net = rms_net()
     net.blocks[0].norm.bias = nn.Parameter(torch.ones(16))
     (problem,) = _problems(RmsPolicy, net, enable_fused_normalization="auto")
     what = "RootMeanSquare has the parameters bias, weight; a root-mean-square norm has a weight alone"
@@ -157,22 +88,22 @@ class Brought(Replicated):
 def test_a_norm_that_a_pack_brings_is_not_fused_again(tp, outcome):
     config = ShardConfig.of(tp=tp, enable_fused_normalization=True)
     brought = {RootMeanSquare: Brought}
-    plan = compile_plan(RmsPolicy, _net(), config, modules=lambda native, _: brought.get(native))
+    plan = compile_plan(RmsPolicy, rms_net(), config, modules=lambda native, _: brought.get(native))
     assert [choice.outcome for choice in plan.choices] == [outcome]
     assert len([s for s in plan.steps if isinstance(s, FuseNorm)]) == (3 if tp == 1 else 0)
 
 
 def fused_norms():
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.bfloat16, 2e-2)):
-        reference = _net(dtype)
+        reference = rms_net(dtype)
         twin = copy.deepcopy(reference)
         sharded = shard(copy.deepcopy(reference), RmsPolicy, enable_fused_normalization=True)
         assert all(isinstance(block.norm, FusedRMSNorm) for block in sharded.blocks)
         assert all(type(block.norm).__name__ == "RootMeanSquare" for block in sharded.blocks)
         assert type(twin.blocks[0].norm) is RootMeanSquare
-        _compare(reference, sharded, tolerance)
+        compare(reference, sharded, tolerance)
         with mock.patch.object(F, "rms_norm", wraps=F.rms_norm) as fused:
-            sharded(_x(dtype=dtype))
+            sharded(x_of(dtype=dtype))
         assert fused.call_count == 3
 
 
@@ -181,7 +112,7 @@ def test_fused_norms_compute_the_same(pool):
 
 
 def test_one_rank_alone_gets_its_wishes_too():
-    reference = _net()
+    reference = rms_net()
     net = shardcore.shard(
         copy.deepcopy(reference),
         policy=RmsPolicy,
@@ -190,15 +121,15 @@ def test_one_rank_alone_gets_its_wishes_too():
     )
     assert all(isinstance(block.norm, FusedRMSNorm) for block in net.blocks)
     assert [isinstance(block, Recomputed) for block in net.blocks] == [True, False, False]
-    _compare(reference, net)
+    compare(reference, net)
     for same in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert [type(module) for module in same.modules()] == [type(module) for module in net.modules()]
-        assert torch.equal(same(_x()), net(_x()))
+        assert torch.equal(same(x_of()), net(x_of()))
 
 
 def test_a_weight_of_another_dtype():
     module = RootMeanSquare(16).to(torch.float32)
-    x = (_x() / 100).to(torch.bfloat16)  # so small that the constant below the root counts
+    x = (x_of() / 100).to(torch.bfloat16)  # so small that the constant below the root counts
     wanted = module(x)
     FusedRMSNorm.fuse(module, "epsilon")
     got = module(x)
@@ -211,7 +142,7 @@ def test_a_weight_of_another_dtype():
 
 @pytest.mark.parametrize(("config", "count"), [({"num_ckpt_layers": 2}, 2), ({"gradient_checkpointing_ratio": 0.5}, 1)])
 def test_the_first_blocks_are_recomputed(config, count):
-    plan = _plan(RmsPolicy, _net(), gradient_checkpoint_config=GradientCheckpointConfig(**config))
+    plan = _plan(RmsPolicy, rms_net(), gradient_checkpoint_config=GradientCheckpointConfig(**config))
     assert [s.path for s in plan.steps if isinstance(s, Recompute)] == [f"blocks.{i}" for i in range(count)]
     assert "recomputed in the backward" in plan.render()
 
@@ -221,15 +152,15 @@ def test_blocks_that_cannot_be_recomputed():
         stages = None
 
     wish = GradientCheckpointConfig(num_ckpt_layers=1)
-    (problem,) = _problems(Nowhere, _net(), gradient_checkpoint_config=wish)
+    (problem,) = _problems(Nowhere, rms_net(), gradient_checkpoint_config=wish)
     assert "Nowhere does not say where the model's blocks are" in problem
-    (problem,) = _problems(RmsPolicy, _net(), gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=4))
+    (problem,) = _problems(RmsPolicy, rms_net(), gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=4))
     assert "num_ckpt_layers is 4, but the model has 3 blocks" in problem
 
     class Elsewhere(RmsPolicy):
         stages = Stages(blocks="layers")
 
-    (problem,) = _problems(Elsewhere, _net(), gradient_checkpoint_config=wish)
+    (problem,) = _problems(Elsewhere, rms_net(), gradient_checkpoint_config=wish)
     assert problem.startswith("layers: RmsNet has no attribute `layers`")
     assert "next: correct stages of " in problem
 
@@ -239,7 +170,7 @@ def test_a_blocks_keywords_reach_the_block():
         def forward(self, x, debug=1.0):
             return super().forward(x) * debug
 
-    block, x = Named(), _x(dtype=torch.float32)
+    block, x = Named(), x_of(dtype=torch.float32)
     wanted = block(x, debug=3.0)
     Recomputed.recompute(block)
     assert torch.equal(block(x, debug=3.0), wanted)
@@ -277,13 +208,13 @@ def test_recomputation_changes_memory_only(pool, dropout):
 
 def test_blocks_are_not_recomputed_in_eval_mode():
     net = shardcore.shard(
-        _net(), policy=RmsPolicy, gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=3)
+        rms_net(), policy=RmsPolicy, gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=3)
     )
     calls = []
     net.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
-    net.eval()(_x()).sum().backward()
+    net.eval()(x_of()).sum().backward()
     assert len(calls) == 1
-    net.train()(_x()).sum().backward()
+    net.train()(x_of()).sum().backward()
     assert len(calls) == 3
 
 
@@ -371,61 +302,6 @@ def test_flash_attention_that_is_impossible():
     assert "enable_flash_attention: off: the moon is full" in plan.render()
     (problem,) = _problems(use_flash_attention=True)
     assert "TinyPolicy knows no other attention for its model" in problem
-
-
-# Compiled blocks.
-
-
-def test_blocks_are_compiled():
-    plan = _plan(RmsPolicy, _net(), enable_jit_fused=True)
-    assert [s.path for s in plan.steps if isinstance(s, Compile)] == [f"blocks.{i}" for i in range(3)]
-    assert plan.choices == (Choice(wish="enable_jit_fused", outcome="3 blocks are compiled while training"),)
-    assert "compiled while training" in plan.render()
-    assert not [s for s in _plan(RmsPolicy, _net()).steps if isinstance(s, Compile)]
-    both = _plan(
-        RmsPolicy, _net(), enable_jit_fused=True, gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=1)
-    )
-    order = [type(s) for s in both.steps if isinstance(s, Compile | Recompute)]
-    assert order == [Compile] * 3 + [Recompute], "a block is recomputed around what is compiled"
-
-
-class NoBlocks(RmsPolicy):
-    stages = None
-
-
-@pytest.mark.parametrize(
-    ("policy", "fields", "says"),
-    [
-        (NoBlocks, {}, "NoBlocks does not say where the model's blocks are"),
-        (RmsPolicy, {"inference_only": True}, "inference_only=True rules that out"),
-    ],
-)
-def test_blocks_that_cannot_be_compiled(policy, fields, says):
-    (problem,) = _problems(policy, _net(), enable_jit_fused=True, **fields)
-    assert says in problem
-    assert "ShardConfig.enable_jit_fused=True" in problem
-    (choice,) = _plan(policy, _net(), enable_jit_fused="auto", **fields).choices
-    assert choice.outcome == "off: compiling gained nothing where it was measured, on the CPU"
-
-
-def test_no_compiler(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    (problem,) = _problems(RmsPolicy, _net(), enable_jit_fused=True)
-    assert "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)" in problem
-
-
-def test_a_compiled_block_computes_the_same(pool):
-    pool.run(_compiled, world=2, timeout=100)
-
-
-def _compiled():
-    torch._dynamo.reset()
-    counters.clear()
-    reference = _net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of its own doings while it traces
-        _compare(reference, shard(copy.deepcopy(reference), RmsPolicy, tp=2, enable_jit_fused=True).train())
-    assert counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
 
 
 def test_choices_are_part_of_the_plan():

@@ -14,6 +14,7 @@ from vit_cases import case, policy
 
 import shard_vit.policy as policies
 import shardcore
+from shard_vit import before59
 from shard_vit.plugin import shardcore_policies
 
 NAMES = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
@@ -34,14 +35,14 @@ def _offered(name: str, version: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_release_has_one_policy(name):
-    assert {tuple(_offered(name, version)) for version in OLD} == {(f"shard_vit.policy:Old{name}Policy",)}
+    assert {tuple(_offered(name, version)) for version in OLD} == {(f"shard_vit.before59:Old{name}Policy",)}
     assert {tuple(_offered(name, version)) for version in NEW} == {(f"shard_vit.policy:{name}Policy",)}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_installed_release_gets_the_policy_for_its_modules(name):
     prefix = "Old" if hasattr(library, "ViTSelfAttention") else ""
-    assert policy(getattr(library, name)) is getattr(policies, f"{prefix}{name}Policy")
+    assert policy(getattr(library, name)) is getattr(before59 if prefix else policies, f"{prefix}{name}Policy")
     assert (prefix == "Old") == (Version(importlib.metadata.version("transformers")) < Version("5.9.0"))
 
 
@@ -53,7 +54,9 @@ def test_the_other_layout_is_refused(name, key):
     model = case(name).build()
     with pytest.raises(shardcore.PlanError, match="has no submodule") as caught:
         shardcore.compile_plan(
-            getattr(policies, f"{other}{key}Policy"), model, shardcore.ShardConfig(tensor_parallel_size=2)
+            getattr(before59 if other else policies, f"{other}{key}Policy"),
+            model,
+            shardcore.ShardConfig(tensor_parallel_size=2),
         )
     assert "is covered by no row" in str(caught.value)
 

@@ -37,8 +37,8 @@ from shardcore.nn import (
 )
 from shardcore.nn.base import with_methods
 from shardcore.nn.dropout import DropoutSites
+from shardcore.nn.entered_argument import EnteredArgument
 from shardcore.nn.layout import distribute
-from shardcore.nn.region import EnteredArgument
 from shardcore.plan import ShardPlan
 from shardcore.steps import (
     Compile,

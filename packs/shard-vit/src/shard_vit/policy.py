@@ -1,4 +1,4 @@
-"""How ViT of transformers is sharded: its layers before and after transformers 5.9, and what each head adds."""
+"""How ViT of transformers is sharded, and what each head adds; `shard_vit.before59` has its layers before 5.9."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from typing import ClassVar
 
 from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Row, Stages
-from shardcore.styles import attribute, local_heads, norm, outputs, per_rank, region, replicate, sequence
+from shardcore.styles import norm, outputs, region, replicate, sequence
 
 __all__ = [
-    "OldViTForImageClassificationPolicy",
-    "OldViTForMaskedImageModelingPolicy",
-    "OldViTModelPolicy",
     "ViTForImageClassificationPolicy",
     "ViTForMaskedImageModelingPolicy",
     "ViTModelPolicy",
@@ -26,18 +23,6 @@ _LAYER: tuple[Row, ...] = (
         unit="head",
     ),
     region(col="mlp.fc1", row="mlp.fc2"),
-)
-_OLD_LAYER: tuple[Row, ...] = (
-    norm("layernorm_before", "layernorm_after"),
-    region(
-        enter="attention.attention",
-        col=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-        row="attention.output.dense",
-        unit="head",
-    ),
-    attribute("attention.attention.num_attention_heads", local_heads),
-    attribute("attention.attention.all_head_size", per_rank),
-    region(col="intermediate.dense", row="output.dense"),
 )
 
 
@@ -81,27 +66,3 @@ class ViTForMaskedImageModelingPolicy(ViTModelPolicy):
     def module_policy(self) -> ModulePolicy:
         """Return the rows of the encoder and the decoder."""
         return {**super().module_policy(), "ViTForMaskedImageModeling": [replicate("decoder")]}
-
-
-class OldViTModelPolicy(ViTModelPolicy):
-    """The encoder without a head, before transformers 5.9."""
-
-    stages = Stages(first="embeddings", blocks="encoder.layer", last="layernorm")
-    layer = _OLD_LAYER
-    blocks = "encoder.layer"
-
-
-class OldViTForImageClassificationPolicy(ViTForImageClassificationPolicy):
-    """The encoder with a label for each image, before transformers 5.9."""
-
-    stages = OldViTModelPolicy.stages.under("vit", then="classifier")
-    layer = _OLD_LAYER
-    blocks = "encoder.layer"
-
-
-class OldViTForMaskedImageModelingPolicy(ViTForMaskedImageModelingPolicy):
-    """The encoder with a decoder for the pixels of masked patches, before transformers 5.9."""
-
-    stages = OldViTModelPolicy.stages.under("vit", then="decoder")
-    layer = _OLD_LAYER
-    blocks = "encoder.layer"

@@ -35,7 +35,7 @@ from shardcore.nn.tokens import TokenSplit
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
-__all__ = ["EnteredArgument", "Region", "deferred_linear", "entered", "take_rows"]
+__all__ = ["Region", "deferred_linear", "entered", "take_rows"]
 
 # The number of the backward that is running; torch has no public name for it.
 _backward_task = torch._C._current_graph_task_id
@@ -359,40 +359,6 @@ class Region:
         new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, _OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
-
-
-class EnteredArgument:
-    """A forward pre-hook that lets one argument into all regions below its module: identity, and one sum backwards.
-
-    Args:
-        context: of the sharded model.
-        argument: name of the argument of the module's ``forward``, and its position.
-    """
-
-    def __init__(self, context: ShardContext, argument: tuple[str, int]) -> None:
-        self.context = context
-        self._name, self._position = argument
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with the entering one entered, if it is there and needs a gradient."""
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        if self._name in kwargs:
-            return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
-        if (place := self._position) < len(args):
-            return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
-        return args, kwargs
-
-    def _enter(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return copy_to_tp(value, self.context.group)
-        if isinstance(value, tuple | list) or hasattr(value, "items"):
-            raise NotSupportedError(
-                f"the argument {self._name!r} that enters the regions is a {type(value).__name__}; wanted one tensor"
-            )
-        return value
 
 
 def _needs_gradient(value: Any) -> bool:

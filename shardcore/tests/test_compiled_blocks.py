@@ -1,0 +1,84 @@
+"""What ``enable_jit_fused`` adds to a plan, and that compiled blocks compute the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from rms import RmsPolicy, compare, rms_net
+from tiny import shard
+from torch._dynamo.utils import counters
+
+from shardcore.checkpointing import GradientCheckpointConfig
+from shardcore.config import ShardConfig
+from shardcore.errors import PlanError
+from shardcore.optimizations import Choice
+from shardcore.plan import compile_plan
+from shardcore.steps import Compile, Recompute
+
+
+def _plan(policy, model, **fields):
+    return compile_plan(policy, model, ShardConfig.of(tp=2, **fields))
+
+
+def _problems(policy, model, **fields):
+    with pytest.raises(PlanError) as caught:
+        _plan(policy, model, **fields)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_blocks_are_compiled():
+    plan = _plan(RmsPolicy, rms_net(), enable_jit_fused=True)
+    assert [s.path for s in plan.steps if isinstance(s, Compile)] == [f"blocks.{i}" for i in range(3)]
+    assert plan.choices == (Choice(wish="enable_jit_fused", outcome="3 blocks are compiled while training"),)
+    assert "compiled while training" in plan.render()
+    assert not [s for s in _plan(RmsPolicy, rms_net()).steps if isinstance(s, Compile)]
+    both = _plan(
+        RmsPolicy,
+        rms_net(),
+        enable_jit_fused=True,
+        gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=1),
+    )
+    order = [type(s) for s in both.steps if isinstance(s, Compile | Recompute)]
+    assert order == [Compile] * 3 + [Recompute], "a block is recomputed around what is compiled"
+
+
+class NoBlocks(RmsPolicy):
+    stages = None
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "says"),
+    [
+        (NoBlocks, {}, "NoBlocks does not say where the model's blocks are"),
+        (RmsPolicy, {"inference_only": True}, "inference_only=True rules that out"),
+    ],
+)
+def test_blocks_that_cannot_be_compiled(policy, fields, says):
+    (problem,) = _problems(policy, rms_net(), enable_jit_fused=True, **fields)
+    assert says in problem
+    assert "ShardConfig.enable_jit_fused=True" in problem
+    (choice,) = _plan(policy, rms_net(), enable_jit_fused="auto", **fields).choices
+    assert choice.outcome == "off: compiling gained nothing where it was measured, on the CPU"
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    (problem,) = _problems(RmsPolicy, rms_net(), enable_jit_fused=True)
+    assert "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)" in problem
+
+
+def test_a_compiled_block_computes_the_same(pool):
+    pool.run(_compiled, world=2, timeout=100)
+
+
+def _compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    reference = rms_net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own doings while it traces
+        compare(reference, shard(copy.deepcopy(reference), RmsPolicy, tp=2, enable_jit_fused=True).train())
+    assert counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
