@@ -221,6 +221,7 @@ def _wrapped_head():
         sharded(**{**inputs, "labels": None}).logits.sum().backward()
 
 
+@pytest.mark.newest
 def test_a_head_that_fsdp_wraps_by_itself(pool):
     pool.run(_wrapped_head, world=4)
 
@@ -240,6 +241,7 @@ def test_with_replicas(pool, chunk):
     pool.run(_with_replicas, chunk, world=4)
 
 
+@pytest.mark.newest
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
 def test_memory_of_head_and_loss(pool):
     for way in pool.run(_memory, world=2, timeout=200):
