@@ -4,7 +4,7 @@ Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` na
 ``shard-llama-transformers-5.0.0``. Tags: ``newest`` and ``oldest`` (the whole conformance kit), ``matrix`` (all
 releases; between the two, sizes 1 and 2), ``tests`` (the core, ``newest``, ``oldest``, all packs together), ``quick``
 (sizes 1 and 2 against the newest release), and the name of each pack. One environment for each release serves all of
-them.
+them, and those of one torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
 unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
@@ -25,7 +25,8 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from cells import Cell, Environment, Pack, cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
+from cells import Cell, Pack, cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
+from environments import Environment  # noqa: E402
 from results import Result, Results, digest_of  # noqa: E402
 
 # The torch of every environment that needs no other; another one: SHARDCORE_TORCH=2.14.1 nox -t tests
@@ -50,7 +51,7 @@ CORE = ROOT / "shardcore"
 PACKS = find_packs(ROOT)
 # The environment of the newest releases, which their cells use too.
 _PINS = sorted(newest_of(PACKS).items())
-NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH, *map("==".join, _PINS)))
+NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH,), tuple(map("==".join, _PINS)))
 RESULTS = Results(ROOT / ".nox" / "results")
 
 nox.needs_version = ">=2024.4.15"
@@ -106,7 +107,7 @@ def minimums(session: nox.Session) -> None:
     metadata = nox.project.load_toml(CORE / "pyproject.toml")["project"]
     torch = lowest(metadata["dependencies"], "torch")
     floors = [lowest(pack.dependencies, library) for pack in PACKS for library in newest_of([pack])]
-    environment = Environment("minimums", (torch, *sorted(set(floors))))
+    environment = Environment("minimums", (torch,), tuple(sorted(set(floors))))
     core = Suite(session, environment, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against="minimums")
     packs = [suite_of(session, pack, environment, "minimums", quick=True) for pack in PACKS]
     failed = [suite.name for suite in (core, *packs) if not suite.passes()]
@@ -185,10 +186,8 @@ class Suite:
         self.requirements, self.data, self.against, self.alone = requirements, data, against, alone
         self.options = [*options, *session.posargs]
         self.result = f"{session.name}-{name}" if session.name == "minimums" else session.name
-        settings = repr((environment.pins, self.options))
+        settings = repr((environment.torch, environment.pins, self.options))
         self.sources = f"{digest_of([*sources, ROOT / 'pyproject.toml'])} {settings}"
-        folder = ROOT / ".nox" / "environments" / environment.name
-        self.python = str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
 
     def run(self) -> None:
         """Run it; a failure is the session's."""
@@ -204,10 +203,10 @@ class Suite:
         report.unlink(missing_ok=True)
         start, success = time.monotonic(), False
         try:
-            self._install()
+            python = self._install()
             start = time.monotonic()
             arguments = [str(self.tests), f"--junitxml={report}", *self.options]
-            self.session.run(self.python, "-m", "pytest", *arguments, env=ENV, external=True)
+            self.session.run(str(python), "-m", "pytest", *arguments, env=ENV, external=True)
             success = True
         except CommandFailed as failure:
             self.session.warn(str(failure))
@@ -224,19 +223,17 @@ class Suite:
         self.session.log(f"{self.result}: {result}")
         return not result.failed
 
-    def _install(self) -> None:
-        if not Path(self.python).exists():
-            self.session.run(sys.executable, "-m", "venv", str(Path(self.python).parents[1]), external=True)
+    def _install(self) -> Path:
+        python = self.environment.make(ROOT / ".nox" / "environments", self._pip)
         if self.alone:
-            self._pip("uninstall", "--yes", *(pack.name for pack in PACKS))
-        # torch first: what is installed next does not move it.
-        self._pip("install", self.environment.pins[0])
-        self._pip("install", *self.environment.pins, *self.requirements)
+            self._pip(python, "uninstall", "--yes", *(pack.name for pack in PACKS))
+        self._pip(python, "install", *self.environment.torch, *self.environment.pins, *self.requirements)
         if self.data:
-            self._pip("install", "--no-deps", *self.data)
+            self._pip(python, "install", "--no-deps", *self.data)
+        return python
 
-    def _pip(self, *arguments: str) -> None:
-        self.session.run(self.python, "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
+    def _pip(self, python: Path, *arguments: str) -> None:
+        self.session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
 
 
 def suite_of(

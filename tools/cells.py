@@ -16,7 +16,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-__all__ = ["Cell", "Environment", "Pack", "cells_of", "find_packs", "lowest", "newest_of"]
+from environments import Environment  # from tools/
+
+__all__ = ["Cell", "Pack", "cells_of", "find_packs", "lowest", "newest_of"]
 
 # Libraries that need a torch of their own: timm needs torchvision, which has to match torch.
 APART: Mapping[str, tuple[str, ...]] = {"timm": ("torch==2.14.1", "torchvision==0.29.1")}
@@ -52,19 +54,6 @@ class Pack:
     @cached_property
     def _metadata(self) -> dict[str, Any]:
         return tomllib.loads((self.folder / "pyproject.toml").read_text())
-
-
-@dataclass(frozen=True)
-class Environment:
-    """One environment, shared by all packs that are tested in it.
-
-    Attributes:
-        name: such as ``transformers-5.0.0``.
-        pins: what is installed in it, besides the packs; the torch first.
-    """
-
-    name: str
-    pins: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -132,8 +121,7 @@ def _cell(pack: Pack, library: str, release: str, torch: str) -> Cell:
     releases = pack.matrix[library]
     at = "newest" if release == releases[-1] else "oldest" if release == releases[0] else "between"
     others = () if library not in APART else tuple(f"{name}=={of}" for name, of in newest_of([pack]).items())
-    pins = (*APART.get(library, (torch,)), f"{library}=={release}", *others)
-    environment = Environment(name=f"{library}-{release}", pins=pins)
+    environment = Environment(f"{library}-{release}", APART.get(library, (torch,)), (f"{library}=={release}", *others))
     tags = (at, "matrix", pack.name)
     select = ("-k", f"{library} or every_policy") if library in APART else ()
     leave = ("-m", "not newest") if at != "newest" else ()

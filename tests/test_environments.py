@@ -1,0 +1,71 @@
+"""Environments of one torch share its files, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from environments import Environment  # noqa: E402  # from tools/
+
+TORCH = ("torch==2.13.0", "torchvision==0.28.0")
+
+
+def printed(python: Path, code: str) -> str:
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def site_of(python: Path) -> Path:
+    return Path(printed(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+
+
+@pytest.fixture
+def pip():
+    """Instead of torch, write a module; keep the calls."""
+
+    def install(python, *arguments):
+        install.calls.append(arguments)
+        (site_of(python) / "torch.py").write_text("release = 1")
+
+    install.calls = []
+    return install
+
+
+def test_they_share_the_files_of_torch(tmp_path, pip):
+    one, other = (Environment(name, TORCH).make(tmp_path, pip) for name in ("one", "other"))
+    assert pip.calls == [("install", *TORCH)] * 2
+    for python, name in ((one, "one"), (other, "other")):
+        assert (
+            Path(printed(python, "import sys; print(sys.prefix)"))
+            == tmp_path / "torch-2.13.0-torchvision-0.28.0" / name
+        )
+        assert printed(python, "import torch, pip; print(torch.release)") == "1"
+    files = [site_of(python) / "torch.py" for python in (one, other)]
+    assert files[0].samefile(files[1])
+    # As pip does it: what is replaced is a new file.
+    files[0].unlink()
+    files[0].write_text("release = 2")
+    assert [printed(python, "import torch; print(torch.release)") for python in (one, other)] == ["2", "1"]
+
+
+def test_an_environment_that_is_there_is_left_alone(tmp_path, pip):
+    environment = Environment("one", TORCH)
+    python = environment.make(tmp_path, pip)
+    assert environment.make(tmp_path, pip) == python
+    assert len(pip.calls) == 1
+
+
+def test_one_that_was_interrupted_is_made_anew(tmp_path, pip):
+    environment = Environment("one", TORCH)
+    python = environment.make(tmp_path, pip)
+    site = site_of(python)
+    (site / "half.py").write_text("")
+    python.unlink()
+    assert environment.make(tmp_path, pip) == python
+    assert not (site / "half.py").exists()
+    assert (site / "torch.py").exists()
