@@ -111,3 +111,16 @@ class Collectives(TorchDispatchMode):
         """Return the number of collectives since the last time, and start again."""
         count, self.count = self.count, 0
         return count
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the names of the collectives, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

@@ -21,6 +21,7 @@ class SequenceRow(Row):
     scatter: str
     gather: str
     embedding: str | None = None
+    norm: str | None = None
 
     def plan(self, scope: Scope) -> None:
         """See `Row.plan`."""
@@ -34,7 +35,8 @@ class SequenceRow(Row):
             scope.problem(what, "name the first block: scatter='layers[0]'", scatter)
             return
         argument = argument_of(first, None)
-        if self.embedding is not None and scope.find(self.embedding) is None:
+        before = [name for name in (self.embedding, self.norm) if name is not None]
+        if any(scope.find(name) is None for name in before):
             return
         if argument is None:
             scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", scatter)
@@ -47,6 +49,7 @@ class SequenceRow(Row):
                     argument=argument,
                     end=scope.name(gather),
                     embedding=None if self.embedding is None else scope.name(self.embedding),
+                    norm=None if self.norm is None else scope.name(self.norm),
                 )
             )
 

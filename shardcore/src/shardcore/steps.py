@@ -195,17 +195,20 @@ class SplitTokens(Step):
         blocks: its blocks; the first one that is called splits them.
         argument: name and position of the argument of a block that holds them.
         end: the module after which they are whole again.
-        embedding: the embedding whose output the first block is called with, if it is split over the vocabulary.
+        embedding: the embedding that the input of the first block is made of, if it is split over the vocabulary.
+        norm: a norm between the two.
     """
 
     blocks: tuple[str, ...]
     argument: tuple[str, int]
     end: str
     embedding: str | None = None
+    norm: str | None = None
 
     def covers(self, path: str) -> bool:
         """Tell whether the module ``path`` works on split tokens, or inside regions between them."""
-        return any(path == place or path.startswith(f"{place}.") for place in (*self.blocks, self.end))
+        places = (*self.blocks, self.end, *filter(None, [self.norm]))
+        return any(path == place or path.startswith(f"{place}.") for place in places)
 
     def describe(self) -> str:
         """See `Step.describe`."""

@@ -228,7 +228,9 @@ def loss(
     return LossRow(text=text, function=fn, labels=_tuple(labels), logits=_tuple(logits))
 
 
-def sequence(*, scatter: str, gather: str, embedding: str | None = None, optional: bool = False) -> Row:
+def sequence(
+    *, scatter: str, gather: str, embedding: str | None = None, norm: str | None = None, optional: bool = False
+) -> Row:
     """Between which modules of a stack activations may be split along the sequence.
 
     Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
@@ -239,12 +241,14 @@ def sequence(*, scatter: str, gather: str, embedding: str | None = None, optiona
         scatter: the first block of a list (``"layers[0]"``), whose input is split.
         gather: the module whose output is whole again: the last norm, or where there is none the last block
             (``"layer[-1]"``).
-        embedding: the vocabulary embedding, if the first block is called with nothing but its output and nothing looks
-            at that before (shapes and dtypes excepted): then only the tokens that a rank keeps are summed.
+        embedding: the vocabulary embedding, if the first block is called with its output, or with what is made of
+            that by treating each token by itself (adding positions, scaling, dropout): then only the tokens that a
+            rank keeps are summed.
+        norm: a norm between the two; it works on the tokens that a rank keeps.
         optional: the modules may be absent.
     """
-    text = _text("sequence", scatter=scatter, gather=gather, embedding=embedding)
-    return SequenceRow(text=text, optional=optional, scatter=scatter, gather=gather, embedding=embedding)
+    text = _text("sequence", scatter=scatter, gather=gather, embedding=embedding, norm=norm)
+    return SequenceRow(text=text, optional=optional, scatter=scatter, gather=gather, embedding=embedding, norm=norm)
 
 
 def shared_rng(*names: str, optional: bool = False) -> Row:

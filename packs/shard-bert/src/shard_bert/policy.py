@@ -43,16 +43,19 @@ class BertModelPolicy(PretrainedPolicy):
             "BertModel": [
                 replicate("pooler", optional=True),
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
+                sequence(
+                    scatter="encoder.layer[0]",
+                    gather="encoder.layer[-1]",
+                    embedding="embeddings.word_embeddings",
+                    norm="embeddings.LayerNorm",
+                ),
             ],
             "BertEmbeddings": [
                 vocab("word_embeddings"),
                 replicate("position_embeddings", "token_type_embeddings"),
                 norm("LayerNorm"),
             ],
-            "BertEncoder": [
-                enter_arg("", "encoder_hidden_states"),
-                sequence(scatter="layer[0]", gather="layer[-1]"),
-            ],
+            "BertEncoder": [enter_arg("", "encoder_hidden_states")],
             "BertLayer": [
                 *_attention("attention"),
                 *_attention("crossattention", also=("encoder_hidden_states",), optional=True),

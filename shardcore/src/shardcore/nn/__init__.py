@@ -22,7 +22,7 @@ from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
 from shardcore.nn.shared_random import SharedNumpy, SharedRandom
 from shardcore.nn.sole_region import SoleRegion
-from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
+from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenNorm, TokenSplit, TokenStack
 
 __all__ = [
     "ColumnLinear",
@@ -49,6 +49,7 @@ __all__ = [
     "TakesLoss",
     "TokenBlock",
     "TokenEnd",
+    "TokenNorm",
     "TokenSplit",
     "TokenStack",
     "UncomputedLogits",

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks  # no public path
 
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
 from shardcore.comm.reads import held, read_local
@@ -31,7 +30,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
 
     #: The rows of the whole table that this rank holds.
     rows: tuple[int, int]
-    #: Set where the output is what the first block of a stack that splits its sequence is called with.
+    #: Set where the first block of a stack that splits its sequence is called with what is made of the output.
     tokens: TokenSplit | None
     _shard_context: ShardContext
 
@@ -80,13 +79,9 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         padding = self.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < stop else None
         out = F.embedding(local_ids, weight, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-        # A hook on the module would see a summand. Hooks are the same on all ranks: they decide what is sent.
-        if self.tokens is not None and not self._hooks() and self.tokens.takes(out):
-            return out
+        if self.tokens is not None and (placed := self.tokens.place(out)) is not None:
+            return placed
         return reduce_from_tp(out, self._shard_context.group, fresh=True)
-
-    def _hooks(self) -> bool:
-        return bool(self._forward_hooks or _global_forward_hooks)
 
     def _check(self, ids: Tensor) -> None:
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):

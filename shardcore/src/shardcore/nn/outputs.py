@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from shardcore.comm.collectives import gather_from_tp
-from shardcore.comm.sequence import gather_sequence
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.tokens import TokenSplit
@@ -102,10 +101,10 @@ class GathersOutputs(SwappedModule):
         for name, dim, size in self._dims:
             if captured := _captured(out, name):
                 out[name] = tuple(self._whole(t, dim, size) for t in captured)
-        if self.tokens is not None and (length := self.tokens.last) is not None:
+        if self.tokens is not None:
             for name in self._by_tokens:
                 if captured := _captured(out, name):
-                    out[name] = tuple(self._all_tokens(t, length) for t in captured)
+                    out[name] = tuple(map(self.tokens.whole, captured))
         return self._as_tuple(out) if as_tuple else out
 
     def _as_tuple(self, out: Any) -> tuple[Any, ...]:
@@ -118,10 +117,6 @@ class GathersOutputs(SwappedModule):
     def _whole(self, captured: Tensor | None, dim: int, size: int) -> Tensor | None:
         # None where an attention implementation returns no weights.
         return None if captured is None else gather_from_tp(captured, self._shard_context.group, dim, size)
-
-    def _all_tokens(self, captured: Tensor, length: int) -> Tensor:
-        # What was captured before the split, or after the end, is whole already.
-        return captured if captured.size(1) == length else gather_sequence(captured, self._shard_context.group, length)
 
 
 def _captured(out: Any, name: str) -> Any:

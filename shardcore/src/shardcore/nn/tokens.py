@@ -11,49 +11,64 @@ come between, recomputes it for the same number (hazard H38).
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks  # no public path
 
-from shardcore.comm.sequence import gather_sequence, leave_to_sequence, local_tokens, scatter_sequence
+from shardcore.comm.sequence import (
+    gather_sequence,
+    leave_in_place,
+    local_tokens,
+    own_tokens,
+    place_tokens,
+    scatter_sequence,
+)
 from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.dropout import DropoutSites
 
-__all__ = ["TokenBlock", "TokenEnd", "TokenSplit", "TokenStack"]
+__all__ = ["TokenBlock", "TokenEnd", "TokenNorm", "TokenSplit", "TokenStack"]
 
 # Carries the number of tokens from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_tokens"
-_SUMMAND = "_shardcore_summand"  # on a tensor of which this rank has a summand, also when it is used again
 
 
 class _State(NamedTuple):
-    """What a forward of the stack goes on with, when another one that it calls has ended."""
+    """What the forward of a stack is in; the default is that of one that has just begun."""
 
-    open: bool
-    length: int | None
-    last: int | None
-    summand: tuple[weakref.ref[Tensor], int] | None
+    #: Outside of the forward, before its first block, among the blocks, after the last module.
+    phase: Literal["outside", "before", "inside", "after"] = "before"
+    length: int | None = None
+    last: int | None = None
+    placed: int | None = None
+    gathered: bool = False
+    taken: weakref.ref[Tensor] | None = None
 
 
 class TokenSplit:
     """How the tokens of one stack of blocks are split, for the call that is running.
 
+    Between a split embedding and the first block a tensor has its whole shape, which masks are made from, while only
+    the tokens that this rank keeps count in it: it is *placed*.
+
     Attributes:
         length: the tokens of the call; None where they are whole: outside the stack, and in calls too short to split.
         last: what ``length`` was in the last forward of the stack.
+        placed: the tokens of the call, as long as they are placed.
+        between: modules that are called with what is placed.
     """
 
-    def __init__(self, context: ShardContext) -> None:
+    def __init__(self, context: ShardContext, between: Sequence[nn.Module] = ()) -> None:
         self.context = context
-        self.length: int | None = None
-        self.last: int | None = None
-        self.running = False  # the forward of the stack
-        self.open = False  # its first block was called, its last module was not
-        self._summand: tuple[weakref.ref[Tensor], int] | None = None  # and its version
-        self._summed = False  # the last first block was called with a summand
+        self.between = between
+        self._set(_State(phase="outside"))
+
+    def _set(self, state: _State) -> None:
+        self.phase, self.length, self.last, self.placed, self._gathered, self._taken = state
 
     @property
     def local(self) -> int | None:
@@ -62,71 +77,69 @@ class TokenSplit:
 
     def start(self) -> _State | None:
         """Begin a forward of the stack, and return the state of the one that is running, if it calls this one."""
-        state = _State(self.open, self.length, self.last, self._summand) if self.running else None
-        self.running, self.open, self.length, self.last, self._summand = True, False, None, None, None
-        return state
+        state = _State(self.phase, self.length, self.last, self.placed, self._gathered, self._taken)
+        self._set(_State())
+        return None if state.phase == "outside" else state
 
     def stop(self, outer: _State | None) -> None:
         """End the forward of the stack."""
-        self.running = outer is not None
-        if outer is None:
-            self.open, self.length, self._summand = False, None, None
-        else:
-            self.open, self.length, self.last, self._summand = outer
+        # What was captured is looked at after the end.
+        self._set(outer or _State(phase="outside", last=self.last, taken=self._taken))
 
-    def takes(self, summand: Tensor) -> bool:
-        """Tell whether the first block will take this rank's ``summand`` of its input, and sum what it keeps only."""
-        if not self.running or self.open or torch.compiler.is_compiling() or not self._splits(summand):
-            return False
-        if self._summand is not None:  # whatever the first one was for was given a summand
-            raise self._changed()
-        self._summand = weakref.ref(summand), _version(summand)
-        setattr(summand, _SUMMAND, True)
-        return True
+    def place(self, summand: Tensor) -> Tensor | None:
+        """Return the sum over the ranks of what the embedding has, placed; None where the sum has to be whole.
+
+        Hooks would see what is placed. They are the same on all ranks: they decide what is sent.
+        """
+        if self.phase != "before" or torch.compiler.is_compiling() or not self._splits(summand) or self._observed():
+            return None
+        self.placed = summand.size(1)
+        return leave_in_place(summand, self.context.group)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the tokens that this rank keeps of ``x`` (B, S, ...)."""
+        if self.placed is not None and x.size(1) != self.placed:
+            raise NotSupportedError(
+                f"the embedding of a stack has looked up {self.placed} tokens for each sequence, and its first block "
+                f"is called with {x.size(1)}: under sequence parallelism each rank has the sums of its own tokens "
+                "only. Change the tokens before the embedding, or in a forward hook of it (which then sums all of "
+                "them), or remove embedding= from the policy's sequence row."
+            )
+        # Whoever takes them first gathers the gradient, for what was added to the embedding; others are given theirs.
+        take = own_tokens if self._gathered else scatter_sequence
+        self._gathered = self.placed is not None
+        return take(x, self.context.group)
 
     def begin(self, x: Tensor) -> Tensor:
         """Split the tokens of ``x`` (B, S, ...), which the first block is called with, if each rank gets one."""
-        self.open, self._summed = True, self._summand is not None
-        self.last = self.length = x.size(1) if self._splits(x) else None
-        if self._summand is not None:
-            summand, version = self._summand
-            if summand() is not x or _version(x) != version:
-                raise self._changed()
-        return x if self.length is None else self.own(x)
+        own = self.take(x) if self.placed is not None or self._splits(x) else x
+        if self.placed is not None:
+            self._taken = weakref.ref(x)
+        self.last = self.length = x.size(1) if own is not x else None
+        self.phase, self.placed, self._gathered = "inside", None, False
+        return own
 
-    def own_again(self, x: Tensor) -> Tensor:
-        """Do what `own` did, when the first block is recomputed.
+    def end(self, x: Tensor) -> Tensor:
+        """Return the tokens of all ranks, (B, S, ...)."""
+        length, self.length, self.phase = self.length, None, "after"
+        return x if length is None else gather_sequence(x, self.context.group, length)
 
-        Raises:
-            NotSupportedError: ``x`` was a summand, and cannot be told to be one any more.
-        """
-        if self._summed and not getattr(x, _SUMMAND, False):
-            raise NotSupportedError(
-                "a checkpoint around the call of the first block recomputes it with a copy of its input (save_on_cpu "
-                "makes such), which under sequence parallelism is this rank's summand only. Use "
-                "model.gradient_checkpointing_enable(), or remove embedding= from the policy's sequence row."
-            )
-        return self.own(x)
-
-    def own(self, x: Tensor) -> Tensor:
-        """Return the tokens that this rank keeps of ``x``: the first block's input, or this rank's summand of it."""
-        keep = leave_to_sequence if getattr(x, _SUMMAND, False) else scatter_sequence
-        return keep(x, self.context.group)
+    def whole(self, captured: Tensor) -> Tensor:
+        """Return the tokens of all ranks of what was captured in the last forward, (B, S, ...)."""
+        if self.last is None:
+            return captured
+        if captured.size(1) == self.last:
+            if self._taken is None or self._taken() is not captured:
+                return captured  # from before the split, or after the end
+            captured = scatter_sequence(captured, self.context.group)
+        return gather_sequence(captured, self.context.group, self.last)
 
     def _splits(self, x: Tensor) -> bool:
         return x.ndim >= 3 and x.size(1) >= self.context.size
 
-    def _changed(self) -> NotSupportedError:
-        return NotSupportedError(
-            "under sequence parallelism the first block takes what the embedding returns as it is, and sums only the "
-            "tokens that a rank keeps; something between them has changed or replaced it. Do that in a forward hook of "
-            "the embedding, which then sums by itself, or remove embedding= from the policy's sequence row."
-        )
-
-    def end(self, x: Tensor) -> Tensor:
-        """Return the tokens of all ranks, (B, S, ...)."""
-        length, self.length, self.open = self.length, None, False
-        return x if length is None else gather_sequence(x, self.context.group, length)
+    def _observed(self) -> bool:
+        hooks = [h for m in self.between for h in (m._forward_hooks, m._forward_pre_hooks)]
+        return any(map(bool, (*hooks, _global_forward_hooks, _global_forward_pre_hooks)))
 
     def expect(self, x: Tensor, tokens: int | None, where: str) -> None:
         """Refuse a tensor that holds another number of tokens than it should.
@@ -140,10 +153,6 @@ class TokenSplit:
                 "tokens were expected in its second dim; a block that works on a part of its tokens at a time "
                 "(chunk_size_feed_forward) cannot be split along the sequence: turn that, or sequence parallelism, off"
             )
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version  # those of inference mode count none
 
 
 class TokenStack(SwappedModule):
@@ -174,7 +183,7 @@ class TokenStack(SwappedModule):
         outer = tokens.start()
         try:
             out = super().forward(*args, **kwargs)
-            if tokens.length is not None:
+            if tokens.length is not None or tokens.placed is not None:
                 raise ShardcoreError(
                     f"{type(self).__name__} returned while its tokens were split: the module that its policy gathers "
                     "them at was not called. Correct gather= in the policy, or turn sequence parallelism off."
@@ -212,8 +221,8 @@ class TokenBlock(SwappedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Split the tokens if no block of the stack has yet, and run the block for their number."""
         tokens = self._tokens
-        if tokens.running:
-            if not tokens.open:
+        if tokens.phase != "outside":
+            if tokens.phase != "inside":
                 args, kwargs = self._with_argument(tokens.begin(self._argument(args, kwargs)), args, kwargs)
             length = tokens.length
         elif not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
@@ -257,7 +266,7 @@ class TokenBlock(SwappedModule):
                 "how many tokens it recomputes. Say use_reentrant=False, or model.gradient_checkpointing_enable()."
             )
         if x.size(1) == tokens.last:
-            return self._with_argument(tokens.own_again(x), args, kwargs)
+            return self._with_argument(scatter_sequence(x, tokens.context.group), args, kwargs)
         tokens.expect(x, local_tokens(tokens.last, tokens.context.size), type(self).__name__)
         return args, kwargs
 
@@ -273,6 +282,38 @@ class TokenBlock(SwappedModule):
         if name in kwargs:
             return args, {**kwargs, name: x}
         return (*args[:place], x, *args[place + 1 :]), kwargs
+
+
+class TokenNorm(SwappedModule):
+    """A norm between the embedding and the first block: it works on the tokens that this rank keeps.
+
+    Options:
+        tokens: the `TokenSplit`.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    _tokens: TokenSplit
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        new.__dict__["_tokens"] = options["tokens"]
+        return new
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the norm, on what this rank keeps of its input where that is placed."""
+        tokens, length = self._tokens, self._tokens.placed
+        if length is None:
+            return super().__call__(*args, **kwargs)
+        own = tokens.take(args[0])
+        tokens.length = length
+        try:
+            out = super().__call__(own, *args[1:], **kwargs)
+        finally:
+            tokens.length = None
+        return place_tokens(out, tokens.context.group, length)
 
 
 class TokenEnd(SwappedModule):
@@ -295,9 +336,11 @@ class TokenEnd(SwappedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and gather its output, if tokens are split."""
-        out = super().__call__(*args, **kwargs)
         tokens = self._tokens
-        if not (tokens.running and tokens.open):
+        if tokens.placed is not None and not isinstance(self, TokenBlock):  # no block was called (LayerDrop)
+            args = (tokens.begin(args[0]), *args[1:])
+        out = super().__call__(*args, **kwargs)
+        if tokens.phase != "inside":
             return out
         if isinstance(out, Tensor):
             return tokens.end(out)

@@ -63,7 +63,7 @@ class _Count:
             yield _backward(step, "all_reduce", f"gradient of {step.argument[0]}")
         elif isinstance(step, SplitTokens):
             yield Collective(where=step.end, phase="forward", operation="all_gather", payload="(B, S/tp, H) output")
-            first = step.embedding or step.blocks[0]
+            first = step.norm or step.blocks[0]
             yield Collective(where=first, phase="backward", operation="all_gather", payload="(B, S/tp, H) gradient")
         elif isinstance(step, SplitLogits):
             for what in ("largest logits", "sums and the labels' logits"):
