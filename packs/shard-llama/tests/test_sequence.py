@@ -124,12 +124,16 @@ def test_the_embedding_sums_what_a_rank_keeps(pool):
 
 def _between():
     """Somebody between the embedding and the first block: its output is shown to another module on the way."""
+
+    def twice(module, args):
+        args[0].mul_(2.0)
+
+    def longer(module, args):
+        args[0].set_(torch.cat([args[0], args[0][:, :1]], 1))
+
     reference, sharded = _pair()
     inputs = batch(reference, length=7)
-    handles = [
-        model.model.rotary_emb.register_forward_pre_hook(lambda module, args: (args[0].mul_(2.0),))
-        for model in (reference, sharded)
-    ]
+    handles = [model.model.rotary_emb.register_forward_pre_hook(twice) for model in (reference, sharded)]
     losses = [loss_of(model(**inputs)) for model in (reference, sharded)]
     for loss in losses:
         loss.backward()
@@ -137,7 +141,6 @@ def _between():
     assert_same_gradients(reference, sharded)
     for handle in handles:
         handle.remove()
-    longer = lambda module, args: (args[0].set_(torch.cat([args[0], args[0][:, :1]], 1)),)  # noqa: E731  # a hook
     sharded.model.rotary_emb.register_forward_pre_hook(longer)
     with pytest.raises(NotSupportedError, match=r"looked up 7 tokens .* is called with 8"), torch.no_grad():
         sharded(**inputs)

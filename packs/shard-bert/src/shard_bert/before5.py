@@ -20,6 +20,7 @@ class _CountsHeads(policy.BertModelPolicy):
         model = [
             replicate("pooler", optional=True),
             outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence", places="pooler_output"),
+            policy.TOKENS,
         ]
         return {**super().module_policy(), "BertModel": model, "BertSelfAttention": attention}
 

@@ -8,7 +8,15 @@ from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Row, Stages
 from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequence, vocab
 
-__all__ = ["BertModelPolicy"]
+__all__ = ["TOKENS", "BertModelPolicy"]
+
+#: Where tokens may be split, on every release.
+TOKENS = sequence(
+    scatter="encoder.layer[0]",
+    gather="encoder.layer[-1]",
+    embedding="embeddings.word_embeddings",
+    norm="embeddings.LayerNorm",
+)
 
 
 def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Row]:
@@ -43,12 +51,7 @@ class BertModelPolicy(PretrainedPolicy):
             "BertModel": [
                 replicate("pooler", optional=True),
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
-                sequence(
-                    scatter="encoder.layer[0]",
-                    gather="encoder.layer[-1]",
-                    embedding="embeddings.word_embeddings",
-                    norm="embeddings.LayerNorm",
-                ),
+                TOKENS,
             ],
             "BertEmbeddings": [
                 vocab("word_embeddings"),
