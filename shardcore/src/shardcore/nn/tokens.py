@@ -155,8 +155,8 @@ class TokenSplit:
             )
 
 
-class TokenStack(SwappedModule):
-    """The module whose forward runs the blocks: tokens are split only inside it.
+class _TokenModule(SwappedModule):
+    """What acts on a `TokenSplit`.
 
     Options:
         tokens: the `TokenSplit`.
@@ -172,6 +172,14 @@ class TokenStack(SwappedModule):
         new = super().adopt(module, context)
         new.__dict__["_tokens"] = options["tokens"]
         return new
+
+
+class TokenStack(_TokenModule):
+    """The module whose forward runs the blocks: tokens are split only inside it.
+
+    Options:
+        tokens: the `TokenSplit`.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward.
@@ -193,7 +201,7 @@ class TokenStack(SwappedModule):
             tokens.stop(outer)
 
 
-class TokenBlock(SwappedModule):
+class TokenBlock(_TokenModule):
     """A block of a stack. The first one that is called splits the tokens; inside, each rank draws its own numbers.
 
     Options:
@@ -201,9 +209,6 @@ class TokenBlock(SwappedModule):
         tokens: the `TokenSplit`.
     """
 
-    keeps_name: ClassVar[bool] = True
-
-    _tokens: TokenSplit
     _tokens_argument: tuple[str, int]
     _tokens_dropouts: DropoutSites
 
@@ -211,8 +216,7 @@ class TokenBlock(SwappedModule):
     def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         """See `SwappedModule.adopt`."""
         dropouts = DropoutSites([module])
-        new = super().adopt(module, context)
-        new.__dict__["_tokens"] = options["tokens"]
+        new = super().adopt(module, context, **options)
         new.__dict__["_tokens_argument"] = options["argument"]
         new.__dict__["_tokens_dropouts"] = dropouts
         return new
@@ -284,23 +288,12 @@ class TokenBlock(SwappedModule):
         return (*args[:place], x, *args[place + 1 :]), kwargs
 
 
-class TokenNorm(SwappedModule):
+class TokenNorm(_TokenModule):
     """A norm between the embedding and the first block: it works on the tokens that this rank keeps.
 
     Options:
         tokens: the `TokenSplit`.
     """
-
-    keeps_name: ClassVar[bool] = True
-
-    _tokens: TokenSplit
-
-    @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
-        new.__dict__["_tokens"] = options["tokens"]
-        return new
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the norm, on what this rank keeps of its input where that is placed."""
@@ -316,23 +309,12 @@ class TokenNorm(SwappedModule):
         return place_tokens(out, tokens.context.group, length)
 
 
-class TokenEnd(SwappedModule):
+class TokenEnd(_TokenModule):
     """The last module of a stack: its output is whole again.
 
     Options:
         tokens: the `TokenSplit`.
     """
-
-    keeps_name: ClassVar[bool] = True
-
-    _tokens: TokenSplit
-
-    @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
-        new.__dict__["_tokens"] = options["tokens"]
-        return new
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and gather its output, if tokens are split."""
