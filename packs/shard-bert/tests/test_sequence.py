@@ -65,15 +65,14 @@ def _embeddings() -> None:
     wanted = loss_of(reference(**inputs))
     wanted.backward()
     seen: list[Tensor] = []
+    # The second is gloo's reduce-scatter, of the tokens that a rank keeps.
+    whole, own = (7, "c10d::allreduce_"), (4, "c10d::alltoall_base_")
     places = {
-        "embeddings": (7, "c10d::allreduce_"),
-        "embeddings.dropout": (7, "c10d::allreduce_"),
-        "embeddings.word_embeddings": (7, "c10d::allreduce_"),
-        "embeddings.LayerNorm": (
-            4,
-            "c10d::alltoall_base_",
-        ),  # gloo's reduce-scatter; its tokens, as everything further on has
-        "encoder.layer.0": (4, "c10d::alltoall_base_"),
+        "embeddings": whole,
+        "embeddings.dropout": whole,
+        "embeddings.word_embeddings": whole,
+        "embeddings.LayerNorm": own,  # among the modules that work on a rank's own tokens
+        "encoder.layer.0": own,
     }
     for place, (tokens, operation) in places.items():
         sharded.zero_grad()
@@ -88,9 +87,9 @@ def _embeddings() -> None:
         assert_close(wanted, got, f"loss with a hook on {place}", 1e-9)
         got.backward()
         assert_same_gradients(reference, sharded)
-    whole = reference.embeddings(**{k: v for k, v in inputs.items() if k != "attention_mask"})
+    embedded = reference.embeddings(**{k: v for k, v in inputs.items() if k != "attention_mask"})
     for out in seen[:2]:
-        assert_close(whole, out, "what a hook sees", 1e-12)
+        assert_close(embedded, out, "what a hook sees", 1e-12)
 
 
 def test_the_embedding_sums_what_a_rank_keeps(pool):

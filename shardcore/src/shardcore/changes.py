@@ -32,6 +32,7 @@ from shardcore.nn import (
     TokenBlock,
     TokenEnd,
     TokenNorm,
+    TokenSource,
     TokenSplit,
     TokenStack,
     VocabEmbedding,
@@ -222,9 +223,10 @@ def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
     stack, end = model.get_submodule(step.path), model.get_submodule(step.end)
     embedding = model.get_submodule(step.embedding) if step.embedding else None
     norm = model.get_submodule(step.norm) if step.norm else None
+    source = None if step.source is None else model.get_submodule(step.source)
 
     def commit() -> None:
-        tokens = TokenSplit(context, _between(step, model))
+        tokens = TokenSplit(context)
         for path, module in model.named_modules():
             above = not path or f"{step.path}.".startswith(f"{path}.")
             if step.covers(path) or (above and isinstance(module, GathersOutputs)):
@@ -237,19 +239,11 @@ def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
         for block in blocks:
             TokenBlock.adopt(block, context, tokens=tokens, argument=step.argument)
         TokenEnd.adopt(end, context, tokens=tokens)
+        if source is not None:
+            split = [*blocks, end, *filter(None, [norm])]
+            TokenSource.adopt(source, context, tokens=tokens, split=split)
 
     return commit
-
-
-def _between(step: SplitTokens, model: nn.Module) -> list[nn.Module]:
-    """Return the modules that may be called with what is made of the embedding, before the first block is."""
-    if step.embedding is None:
-        return []
-    # The embedding itself, or the child of the stack that it is in, with all that is in there.
-    below = step.path.count(".") + 1 if step.path else 0
-    top = ".".join(step.embedding.split(".")[: below + 1])
-    inside = model.get_submodule(top).named_modules()
-    return [module for name, module in inside if not step.covers(f"{top}.{name}")]
 
 
 def _bind(module: nn.Module, tokens: TokenSplit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -44,14 +45,24 @@ class SequenceRow(Row):
             names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
             scope.add(
                 SplitTokens(
-                    path=scope.name(""),
+                    path=scope.name(_stack(scope, owner, gather)),
                     blocks=names,
                     argument=argument,
                     end=scope.name(gather),
+                    source=None if self.embedding is None else scope.name(""),
                     embedding=None if self.embedding is None else scope.name(self.embedding),
                     norm=None if self.norm is None else scope.name(self.norm),
                 )
             )
+
+
+def _stack(scope: Scope, *names: str) -> str:
+    """Return the innermost module that has all of them below it, and a forward: not a list of modules."""
+    parts = [re.sub(r"\[(\d+)\]", r".\1", name).split(".")[:-1] for name in names]
+    common = [a for a, *_ in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))]
+    while common and isinstance(scope.find(".".join(common)), nn.ModuleList):
+        common.pop()
+    return ".".join(common)
 
 
 def _list_and_index(name: str) -> tuple[str, int | None]:

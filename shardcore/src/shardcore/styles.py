@@ -235,7 +235,7 @@ def sequence(
 
     Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
     them. Which norms and biases then have partial gradients follows from their place. The module that the row is listed
-    under is the one whose ``forward`` runs the blocks.
+    under is the one whose ``forward`` runs the blocks and looks up the embedding, or calls who does.
 
     Args:
         scatter: the first block of a list (``"layers[0]"``), whose input is split.

@@ -22,7 +22,8 @@ from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
 from shardcore.nn.shared_random import SharedNumpy, SharedRandom
 from shardcore.nn.sole_region import SoleRegion
-from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenNorm, TokenSplit, TokenStack
+from shardcore.nn.token_source import TokenNorm, TokenSource
+from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
 
 __all__ = [
     "ColumnLinear",
@@ -50,6 +51,7 @@ __all__ = [
     "TokenBlock",
     "TokenEnd",
     "TokenNorm",
+    "TokenSource",
     "TokenSplit",
     "TokenStack",
     "UncomputedLogits",

@@ -16,7 +16,16 @@ from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.layout import Layout, distribute
 
-__all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "SwappedModule", "once", "swapped_class", "with_methods"]
+__all__ = [
+    "NO_PICKLE",
+    "LocalModule",
+    "ParallelModule",
+    "SwappedModule",
+    "native_class",
+    "once",
+    "swapped_class",
+    "with_methods",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -174,6 +183,20 @@ def _restored(native: type[nn.Module], mixin: type[SwappedModule]) -> nn.Module:
     return cls.__new__(cls)
 
 
+# In the namespace of a swapped class: the class that it was made from.
+_SWAPPED_FROM = "_shardcore_swapped_from"
+
+
+def native_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that modules of ``cls`` had before all swaps; one that others put on top may stay."""
+    for base in cls.__mro__:
+        if _SWAPPED_FROM in vars(base):
+            return native_class(vars(base)[_SWAPPED_FROM])
+        if "forward" in vars(base):
+            break
+    return cls
+
+
 @once
 def swapped_class(native: type[nn.Module], mixin: type[SwappedModule]) -> type[nn.Module]:
     """Return the subclass of ``native`` that behaves as ``mixin``; one per pair, so that instances share it."""
@@ -184,6 +207,7 @@ def swapped_class(native: type[nn.Module], mixin: type[SwappedModule]) -> type[n
         "__module__": named.__module__,
         "__qualname__": named.__qualname__,
         "__doc__": named.__doc__,
+        _SWAPPED_FROM: native,
     }
     if mixin.keeps_name and mixin.forward is not nn.Module.forward:
         # Libraries look at the signature of a model's forward to decide which arguments it takes.

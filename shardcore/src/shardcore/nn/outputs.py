@@ -104,7 +104,7 @@ class GathersOutputs(SwappedModule):
         if self.tokens is not None:
             for name in self._by_tokens:
                 if captured := _captured(out, name):
-                    out[name] = tuple(map(self.tokens.whole, captured))
+                    out[name] = tuple(None if t is None else self.tokens.whole(t) for t in captured)
         return self._as_tuple(out) if as_tuple else out
 
     def _as_tuple(self, out: Any) -> tuple[Any, ...]:

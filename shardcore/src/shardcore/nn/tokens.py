@@ -11,19 +11,16 @@ come between, recomputes it for the same number (hazard H38).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks  # no public path
 
 from shardcore.comm.sequence import (
     gather_sequence,
     leave_in_place,
     local_tokens,
     own_tokens,
-    place_tokens,
     scatter_sequence,
 )
 from shardcore.errors import NotSupportedError, ShardcoreError
@@ -31,17 +28,18 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.dropout import DropoutSites
 
-__all__ = ["TokenBlock", "TokenEnd", "TokenNorm", "TokenSplit", "TokenStack"]
+__all__ = ["TokenBlock", "TokenEnd", "TokenModule", "TokenSplit", "TokenStack"]
 
 # Carries the number of tokens from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_tokens"
 
 
 class _State(NamedTuple):
-    """What the forward of a stack is in; the default is that of one that has just begun."""
+    """What the forward of a stack is in."""
 
-    #: Outside of the forward, before its first block, among the blocks, after the last module.
-    phase: Literal["outside", "before", "inside", "after"] = "before"
+    #: Outside of any forward, in the one that calls the stack's, before the first block, among the blocks, after them.
+    phase: Literal["outside", "ahead", "before", "inside", "after"] = "outside"
+    places: bool = False
     length: int | None = None
     last: int | None = None
     placed: int | None = None
@@ -59,39 +57,52 @@ class TokenSplit:
         length: the tokens of the call; None where they are whole: outside the stack, and in calls too short to split.
         last: what ``length`` was in the last forward of the stack.
         placed: the tokens of the call, as long as they are placed.
-        between: modules that are called with what is placed.
     """
 
-    def __init__(self, context: ShardContext, between: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, context: ShardContext) -> None:
         self.context = context
-        self.between = between
-        self._set(_State(phase="outside"))
+        self._set(_State())
 
     def _set(self, state: _State) -> None:
-        self.phase, self.length, self.last, self.placed, self._gathered, self._taken = state
+        self.phase, self._places, self.length, self.last, self.placed, self._gathered, self._taken = state
+
+    def _state(self) -> _State:
+        return _State(self.phase, self._places, self.length, self.last, self.placed, self._gathered, self._taken)
 
     @property
     def local(self) -> int | None:
         """The tokens on this rank, padding included; None while they are whole."""
         return None if self.length is None else local_tokens(self.length, self.context.size)
 
-    def start(self) -> _State | None:
-        """Begin a forward of the stack, and return the state of the one that is running, if it calls this one."""
-        state = _State(self.phase, self.length, self.last, self.placed, self._gathered, self._taken)
-        self._set(_State())
-        return None if state.phase == "outside" else state
+    @property
+    def running(self) -> bool:
+        """Whether the forward of the stack is running."""
+        return self.phase not in ("outside", "ahead")
 
-    def stop(self, outer: _State | None) -> None:
-        """End the forward of the stack."""
-        # What was captured is looked at after the end.
-        self._set(outer or _State(phase="outside", last=self.last, taken=self._taken))
+    def open(self, *, places: bool) -> _State:
+        """Begin a forward that calls the stack's, in which the embedding may place; return what `stop` is given."""
+        outer = self._state()
+        self._set(_State("ahead", places))
+        return outer
+
+    def start(self) -> _State:
+        """Begin a forward of the stack, and return what `stop` is given."""
+        outer = self._state()
+        self._set(outer._replace(phase="before") if outer.phase == "ahead" else _State("before"))
+        return outer
+
+    def stop(self, outer: _State) -> None:
+        """End the forward of the stack, or of what calls it; one that it was called in goes on."""
+        if outer.phase in ("outside", "ahead"):
+            # What was captured is looked at after the end.
+            outer = _State(outer.phase, last=self.last, taken=self._taken)
+        self._set(outer)
 
     def place(self, summand: Tensor) -> Tensor | None:
-        """Return the sum over the ranks of what the embedding has, placed; None where the sum has to be whole.
-
-        Hooks would see what is placed. They are the same on all ranks: they decide what is sent.
-        """
-        if self.phase != "before" or torch.compiler.is_compiling() or not self._splits(summand) or self._observed():
+        """Return the sum over the ranks of what the embedding has, placed; None where the sum has to be whole."""
+        if not self._places or self.placed is not None or self.phase not in ("ahead", "before"):
+            return None
+        if torch.compiler.is_compiling() or not self._splits(summand):
             return None
         self.placed = summand.size(1)
         return leave_in_place(summand, self.context.group)
@@ -102,8 +113,7 @@ class TokenSplit:
             raise NotSupportedError(
                 f"the embedding of a stack has looked up {self.placed} tokens for each sequence, and its first block "
                 f"is called with {x.size(1)}: under sequence parallelism each rank has the sums of its own tokens "
-                "only. Change the tokens before the embedding, or in a forward hook of it (which then sums all of "
-                "them), or remove embedding= from the policy's sequence row."
+                "only. Remove embedding= from the policy's sequence row."
             )
         # Whoever takes them first gathers the gradient, for what was added to the embedding; others are given theirs.
         take = own_tokens if self._gathered else scatter_sequence
@@ -137,10 +147,6 @@ class TokenSplit:
     def _splits(self, x: Tensor) -> bool:
         return x.ndim >= 3 and x.size(1) >= self.context.size
 
-    def _observed(self) -> bool:
-        hooks = [h for m in self.between for h in (m._forward_hooks, m._forward_pre_hooks)]
-        return any(map(bool, (*hooks, _global_forward_hooks, _global_forward_pre_hooks)))
-
     def expect(self, x: Tensor, tokens: int | None, where: str) -> None:
         """Refuse a tensor that holds another number of tokens than it should.
 
@@ -155,7 +161,7 @@ class TokenSplit:
             )
 
 
-class _TokenModule(SwappedModule):
+class TokenModule(SwappedModule):
     """What acts on a `TokenSplit`.
 
     Options:
@@ -174,7 +180,7 @@ class _TokenModule(SwappedModule):
         return new
 
 
-class TokenStack(_TokenModule):
+class TokenStack(TokenModule):
     """The module whose forward runs the blocks: tokens are split only inside it.
 
     Options:
@@ -201,7 +207,7 @@ class TokenStack(_TokenModule):
             tokens.stop(outer)
 
 
-class TokenBlock(_TokenModule):
+class TokenBlock(TokenModule):
     """A block of a stack. The first one that is called splits the tokens; inside, each rank draws its own numbers.
 
     Options:
@@ -225,7 +231,7 @@ class TokenBlock(_TokenModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Split the tokens if no block of the stack has yet, and run the block for their number."""
         tokens = self._tokens
-        if tokens.phase != "outside":
+        if tokens.running:
             if tokens.phase != "inside":
                 args, kwargs = self._with_argument(tokens.begin(self._argument(args, kwargs)), args, kwargs)
             length = tokens.length
@@ -288,28 +294,7 @@ class TokenBlock(_TokenModule):
         return (*args[:place], x, *args[place + 1 :]), kwargs
 
 
-class TokenNorm(_TokenModule):
-    """A norm between the embedding and the first block: it works on the tokens that this rank keeps.
-
-    Options:
-        tokens: the `TokenSplit`.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the norm, on what this rank keeps of its input where that is placed."""
-        tokens, length = self._tokens, self._tokens.placed
-        if length is None:
-            return super().__call__(*args, **kwargs)
-        own = tokens.take(args[0])
-        tokens.length = length
-        try:
-            out = super().__call__(own, *args[1:], **kwargs)
-        finally:
-            tokens.length = None
-        return place_tokens(out, tokens.context.group, length)
-
-
-class TokenEnd(_TokenModule):
+class TokenEnd(TokenModule):
     """The last module of a stack: its output is whole again.
 
     Options:

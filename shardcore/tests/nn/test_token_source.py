@@ -1,0 +1,362 @@
+"""What an embedding sums under sequence parallelism: a rank's own tokens, and all of them as soon as somebody looks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import shardcore
+from shardcore import Policy
+from shardcore.errors import NotSupportedError, ShardcoreError
+from shardcore.styles import norm, region, replicate, sequence, vocab
+from shardcore.testing.parity import assert_close, assert_same_gradients
+
+WIDTH = 6
+
+
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(13, WIDTH), nn.Embedding(16, WIDTH)
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Identity()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.norm(self.words(ids) + self.places(torch.arange(ids.size(1)))))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Stack(nn.Module):
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in () if self.skips else self.blocks:
+            x = block(x)
+        return x
+
+
+class Model(nn.Module):
+    #: What forward does to the input of the stack.
+    between: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings, self.stack, self.head = Embeddings(), Stack(), nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embeddings(ids)
+        return self.head(self.stack(x if self.between is None else self.between(x)))
+
+
+class ModelPolicy(Policy):
+    def module_policy(self) -> Any:
+        tokens = sequence(
+            scatter="stack.blocks[0]",
+            gather="stack.blocks[-1]",
+            embedding="embeddings.words",
+            norm="embeddings.norm",
+        )
+        return {
+            "Model": [replicate("head"), tokens],
+            "Embeddings": [vocab("words"), replicate("places"), norm("norm")],
+            "Block": [norm("norm"), region(col="up", row="down")],
+        }
+
+
+def _native() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def _sharded(native: nn.Module, tp: int = 2) -> nn.Module:
+    return shardcore.shard(copy.deepcopy(native), policy=ModelPolicy, tp=tp, enable_sequence_parallelism=True)
+
+
+def _ids(length: int = 7) -> Tensor:
+    return torch.arange(2 * length).view(2, length).mul(5) % 13
+
+
+class _First(TorchDispatchMode):
+    """The first collective."""
+
+    name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.name = self.name or func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def _compare(native: nn.Module, sharded: nn.Module, *lengths: int) -> bool:
+    """Compare outputs and gradients, and tell whether the embedding placed what it summed."""
+    with _First() as first:
+        outs = [[model(_ids(n)) for n in lengths or (7,)] for model in (sharded, native)]
+    for got, wanted in zip(*outs, strict=True):
+        assert_close(wanted, got, "outputs", 1e-10)
+    for out in outs:
+        sum(t.cos().sum() for t in out).backward()
+    assert_same_gradients(native, sharded)
+    assert first.name in ("c10d::allreduce_", "c10d::alltoall_base_")  # the second is gloo's reduce-scatter
+    return first.name == "c10d::alltoall_base_"
+
+
+def _lengths(tp: int) -> None:
+    native = _native()
+    sharded = _sharded(native, tp)
+    for length in range(1, 10):
+        assert _compare(native, sharded, length) == (length >= tp), length
+    assert _compare(native, copy.deepcopy(sharded), 7, 5)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_own_tokens_are_summed(pool, tp):
+    pool.run(_lengths, tp, world=tp)
+
+
+# Each does something to a model, and returns what has a gradient to be compared, or is itself compared.
+class _Shift(nn.Module):
+    """A learned function of each token."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.shift = inner, nn.Parameter(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.inner(*args) * self.shift
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+def _shift(place: str) -> Callable[[nn.Module], list[Tensor]]:
+    def touch(model: nn.Module) -> list[Tensor]:
+        owner, _, name = place.rpartition(".")
+        wrapped = _Shift(model.get_submodule(place))
+        setattr(model.get_submodule(owner), name, wrapped)
+        return [wrapped.shift]
+
+    return touch
+
+
+def _checkpointed(place: str, reentrant: bool) -> Callable[[nn.Module], list[Tensor]]:
+    def touch(model: nn.Module) -> list[Tensor]:
+        owner, _, name = place.rpartition(".")
+        setattr(model.get_submodule(owner), name, _Checkpointed(model.get_submodule(place), reentrant))
+        return []
+
+    return touch
+
+
+def _forward_hook(place: str) -> Callable[[nn.Module], list[Tensor]]:
+    def touch(model: nn.Module) -> list[Tensor]:
+        model.get_submodule(place).register_forward_hook(lambda module, args, out: _centred(out))
+        return []
+
+    return touch
+
+
+def _pre_hook(place: str) -> Callable[[nn.Module], list[Tensor]]:
+    def touch(model: nn.Module) -> list[Tensor]:
+        model.get_submodule(place).register_forward_pre_hook(lambda module, args: (_centred(args[0]),))
+        return []
+
+    return touch
+
+
+def _backward_hook(place: str) -> Callable[[nn.Module], list[Tensor]]:
+    def touch(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        model.get_submodule(place).register_full_backward_hook(lambda module, gins, gouts: seen.append(gouts[0]))
+        return seen
+
+    return touch
+
+
+def _own_forward(model: nn.Module) -> list[Tensor]:
+    native = model.embeddings.forward
+    model.embeddings.forward = lambda ids: _centred(native(ids))
+    return []
+
+
+TOUCHES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
+    "a module around the embedding": _shift("embeddings.words"),
+    "a module in the place of another": _shift("embeddings.last"),
+    "a module around all embeddings": _shift("embeddings"),
+    "a module around the norm": _shift("embeddings.norm"),
+    "a module around the stack": _shift("stack"),
+    "a checkpoint around the norm": _checkpointed("embeddings.norm", False),
+    "a reentrant checkpoint around the norm": _checkpointed("embeddings.norm", True),
+    "a checkpoint around the stack": _checkpointed("stack", False),
+    "a reentrant checkpoint around the stack": _checkpointed("stack", True),
+    "a hook on the embedding": _forward_hook("embeddings.words"),
+    "a hook on the embeddings": _forward_hook("embeddings"),
+    "a hook before the last of the embeddings": _pre_hook("embeddings.last"),
+    "a hook before the stack": _pre_hook("stack"),
+    "a backward hook on the embeddings": _backward_hook("embeddings"),
+    "a backward hook behind the norm": _backward_hook("embeddings.last"),
+    "a forward on the instance": _own_forward,
+}
+
+
+def _touched(name: str) -> None:
+    native = _native()
+    sharded = _sharded(native)
+    assert _compare(native, sharded, 7, 5)
+    for model in (native, sharded):
+        model.zero_grad()
+    extras = [TOUCHES[name](model) for model in (native, sharded)]
+    assert not _compare(native, sharded, 7, 5)
+    for wanted, got in zip(*extras, strict=True):
+        assert_close(*(t.grad if t.requires_grad else t for t in (wanted, got)), name, 1e-10)
+
+
+# A module that is called with ids alone has no gradient of its input.
+IDS_ONLY = pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed with respect to")
+
+
+@IDS_ONLY
+@pytest.mark.parametrize("name", TOUCHES)
+def test_all_tokens_are_summed_where_something_else_may_look(pool, name):
+    pool.run(_touched, name, world=2)
+
+
+def _for_all() -> None:
+    native = _native()
+    sharded = _sharded(native)
+    hooks = {
+        "forward": lambda module, args, out: _centred(out) if isinstance(module, Embeddings) else None,
+        "forward_pre": lambda module, args: (_centred(args[0]),) if isinstance(module, Stack) else None,
+        "full_backward": lambda module, gins, gouts: seen.append(gouts[0]) if isinstance(module, Embeddings) else None,
+    }
+    for kind, hook in hooks.items():
+        seen: list[Tensor] = []
+        handle = getattr(all_modules, f"register_module_{kind}_hook")(hook)
+        try:
+            assert not _compare(native, sharded), kind
+        finally:
+            handle.remove()
+        for got, wanted in zip(seen[::2], seen[1::2], strict=True):
+            assert_close(wanted, got, "what a hook sees", 1e-10)
+        assert len(seen) == (2 if kind == "full_backward" else 0)
+    assert _compare(native, sharded)
+
+
+@IDS_ONLY
+def test_hooks_of_all_modules(pool):
+    pool.run(_for_all, world=2)
+
+
+def _class_patched() -> None:
+    native = _native()
+    sharded = _sharded(native)
+    forward = Embeddings.forward
+    try:
+        Embeddings.forward = lambda self, ids: _centred(forward(self, ids))  # type: ignore[method-assign]
+        assert not _compare(native, sharded)
+    finally:
+        Embeddings.forward = forward  # type: ignore[method-assign]
+    assert _compare(native, sharded)
+
+
+def test_a_class_that_is_patched(pool):
+    pool.run(_class_patched, world=2)
+
+
+def _of_somebody_else() -> None:
+    class Centring(Embeddings):
+        __module__ = "somebody.else"
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return _centred(super().forward(ids))
+
+    native = _native()
+    native.embeddings.__class__ = Centring
+    assert not _compare(native, _sharded(native))
+
+
+def test_a_subclass_of_another_library(pool):
+    pool.run(_of_somebody_else, world=2)
+
+
+def _alone() -> None:
+    native = _native()
+    sharded = _sharded(native)
+    with _First() as first:
+        whole = sharded.embeddings(_ids())
+    assert first.name == "c10d::allreduce_"
+    assert_close(native.embeddings(_ids()), whole, "embeddings", 1e-12)
+    assert_close(native.stack(whole.detach()), sharded.stack(whole.detach()), "the stack alone", 1e-12)
+
+
+def test_parts_that_are_called_alone_see_all_tokens(pool):
+    pool.run(_alone, world=2)
+
+
+def _wrong(kind: str) -> None:
+    """A model that does what its row excludes."""
+    native = _native()
+    sharded = _sharded(native)
+    if kind == "longer":
+        sharded.between = lambda x: torch.cat([x, x[:, :1]], 1)
+        with pytest.raises(NotSupportedError, match=r"looked up 7 tokens .* is called with 8"):
+            sharded(_ids())
+    else:
+        sharded.stack.skips = True
+        with pytest.raises(ShardcoreError, match="returned while its tokens were split"):
+            sharded(_ids())
+    sharded = _sharded(native)
+    assert _compare(native, sharded)
+
+
+@pytest.mark.parametrize("kind", ["longer", "no block"])
+def test_what_a_row_excludes_is_noticed(pool, kind):
+    pool.run(_wrong, kind, world=2)
+
+
+def _failed() -> None:
+    native = _native()
+    sharded = _sharded(native)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("on the way")
+
+    for place in ("embeddings.norm", "stack.blocks.0", "stack.blocks.1", "head"):
+        handle = sharded.get_submodule(place).register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="on the way"):
+            sharded(_ids())
+        handle.remove()
+        assert_close(native.embeddings(_ids()), sharded.embeddings(_ids()), f"embeddings after {place}", 1e-12)
+        assert _compare(native, sharded), place
+
+
+def test_a_call_that_fails_leaves_nothing_behind(pool):
+    pool.run(_failed, world=2)
