@@ -57,6 +57,8 @@ class Stack(nn.Module):
 class Model(nn.Module):
     #: What forward does to the input of the stack.
     between: Callable[[Tensor], Tensor] | None = None
+    #: When it looks up the words again, for something else.
+    again = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,10 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embeddings(ids)
-        return self.head(self.stack(x if self.between is None else self.between(x)))
+        words = self.embeddings.words(ids).mean(1, keepdim=True) if self.again == "before" else 0
+        x = self.stack(x if self.between is None else self.between(x))
+        words = self.embeddings.words(ids).mean(1, keepdim=True) if self.again == "after" else words
+        return self.head(x + words)
 
 
 class ModelPolicy(Policy):
@@ -95,28 +100,33 @@ def _ids(length: int = 7) -> Tensor:
     return torch.arange(2 * length).view(2, length).mul(5) % 13
 
 
-class _First(TorchDispatchMode):
-    """The first collective."""
+class _Sent(TorchDispatchMode):
+    """The names of all collectives."""
 
-    name = ""
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.name = self.name or func.name()
+            self.names.append(func.name())
         return func(*args, **(kwargs or {}))
+
+
+SUM, SCATTER, GATHER = "c10d::allreduce_", "c10d::alltoall_base_", "c10d::_allgather_base_"  # as gloo scatters
 
 
 def _compare(native: nn.Module, sharded: nn.Module, *lengths: int) -> bool:
     """Compare outputs and gradients, and tell whether the embedding placed what it summed."""
-    with _First() as first:
+    with _Sent() as sent:
         outs = [[model(_ids(n)) for n in lengths or (7,)] for model in (sharded, native)]
     for got, wanted in zip(*outs, strict=True):
         assert_close(wanted, got, "outputs", 1e-10)
     for out in outs:
         sum(t.cos().sum() for t in out).backward()
     assert_same_gradients(native, sharded)
-    assert first.name in ("c10d::allreduce_", "c10d::alltoall_base_")  # the second is gloo's reduce-scatter
-    return first.name == "c10d::alltoall_base_"
+    assert sent.names[0] in (SUM, SCATTER)
+    return sent.names[0] == SCATTER
 
 
 def _lengths(tp: int) -> None:
@@ -125,6 +135,12 @@ def _lengths(tp: int) -> None:
     for length in range(1, 10):
         assert _compare(native, sharded, length) == (length >= tp), length
     assert _compare(native, copy.deepcopy(sharded), 7, 5)
+    with _Sent() as sent:
+        out = sharded(_ids())
+        assert sent.names == [SCATTER] + 2 * [GATHER, SCATTER] + [GATHER]
+        out.sum().backward()
+    # Of the blocks, and once of what was added to the embedding; the partial gradients of 3 norms and 2 biases.
+    assert sorted(sent.names[6:]) == sorted(3 * [GATHER] + 2 * [SCATTER] + 5 * [SUM])
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -192,6 +208,15 @@ def _pre_hook(place: str) -> Callable[[nn.Module], list[Tensor]]:
     return touch
 
 
+def _backward_pre_hook(place: str) -> Callable[[nn.Module], list[Tensor]]:
+    def touch(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        model.get_submodule(place).register_full_backward_pre_hook(lambda module, gouts: seen.append(gouts[0]))
+        return seen
+
+    return touch
+
+
 def _backward_hook(place: str) -> Callable[[nn.Module], list[Tensor]]:
     def touch(model: nn.Module) -> list[Tensor]:
         seen: list[Tensor] = []
@@ -222,6 +247,7 @@ TOUCHES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "a hook before the last of the embeddings": _pre_hook("embeddings.last"),
     "a hook before the stack": _pre_hook("stack"),
     "a backward hook on the embeddings": _backward_hook("embeddings"),
+    "a hook before the backward of the embeddings": _backward_pre_hook("embeddings"),
     "a backward hook behind the norm": _backward_hook("embeddings.last"),
     "a forward on the instance": _own_forward,
 }
@@ -310,15 +336,40 @@ def test_a_subclass_of_another_library(pool):
 def _alone() -> None:
     native = _native()
     sharded = _sharded(native)
-    with _First() as first:
+    with _Sent() as sent:
         whole = sharded.embeddings(_ids())
-    assert first.name == "c10d::allreduce_"
+    assert sent.names == [SUM]
     assert_close(native.embeddings(_ids()), whole, "embeddings", 1e-12)
     assert_close(native.stack(whole.detach()), sharded.stack(whole.detach()), "the stack alone", 1e-12)
 
 
 def test_parts_that_are_called_alone_see_all_tokens(pool):
     pool.run(_alone, world=2)
+
+
+def _again(when: str) -> None:
+    native = _native()
+    native.again = when
+    assert _compare(native, _sharded(native), 7, 5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_another_lookup_sees_all_tokens(pool, when):
+    pool.run(_again, when, world=2)
+
+
+def _replicas() -> None:
+    native = _native()
+    sharded = shardcore.shard(copy.deepcopy(native), policy=ModelPolicy, tp=2, dp=2, enable_sequence_parallelism=True)
+    assert sharded._is_untouched()
+    for model in (native, sharded):
+        model(_ids()).cos().sum().backward()
+    assert_same_gradients(native, sharded)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+def test_under_fsdp(pool):
+    pool.run(_replicas, world=4)
 
 
 def _wrong(kind: str) -> None:

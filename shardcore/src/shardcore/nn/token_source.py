@@ -101,9 +101,7 @@ class TokenNorm(TokenModule):
         if length is None:
             return super().__call__(*args, **kwargs)
         own = tokens.take(args[0])
-        tokens.length = length
-        try:
-            out = super().__call__(own, *args[1:], **kwargs)
-        finally:
-            tokens.length = None
+        tokens.length = length  # after an error the source resets it
+        out = super().__call__(own, *args[1:], **kwargs)
+        tokens.length = None
         return place_tokens(out, tokens.context.group, length)

@@ -100,9 +100,7 @@ class TokenSplit:
 
     def place(self, summand: Tensor) -> Tensor | None:
         """Return the sum over the ranks of what the embedding has, placed; None where the sum has to be whole."""
-        if not self._places or self.placed is not None or self.phase not in ("ahead", "before"):
-            return None
-        if torch.compiler.is_compiling() or not self._splits(summand):
+        if not self._places or self.placed is not None or torch.compiler.is_compiling() or not self._splits(summand):
             return None
         self.placed = summand.size(1)
         return leave_in_place(summand, self.context.group)
@@ -126,7 +124,7 @@ class TokenSplit:
         if self.placed is not None:
             self._taken = weakref.ref(x)
         self.last = self.length = x.size(1) if own is not x else None
-        self.phase, self.placed, self._gathered = "inside", None, False
+        self.phase, self._places, self.placed, self._gathered = "inside", False, None, False
         return own
 
     def end(self, x: Tensor) -> Tensor:
