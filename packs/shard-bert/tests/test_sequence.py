@@ -71,7 +71,7 @@ def _embeddings() -> None:
         "embeddings": whole,
         "embeddings.dropout": whole,
         "embeddings.word_embeddings": whole,
-        "embeddings.LayerNorm": own,  # among the modules that work on a rank's own tokens
+        "embeddings.LayerNorm": whole,
         "encoder.layer.0": own,
     }
     for place, (tokens, operation) in places.items():

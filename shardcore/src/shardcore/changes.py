@@ -240,8 +240,7 @@ def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
             TokenBlock.adopt(block, context, tokens=tokens, argument=step.argument)
         TokenEnd.adopt(end, context, tokens=tokens)
         if source is not None:
-            split = [*blocks, end, *filter(None, [norm])]
-            TokenSource.adopt(source, context, tokens=tokens, split=split)
+            TokenSource.adopt(source, context, tokens=tokens, split=[*blocks, end])
 
     return commit
 

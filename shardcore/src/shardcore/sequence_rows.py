@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ class SequenceRow(Row):
 
     scatter: str
     gather: str
+    stack: str = ""
     embedding: str | None = None
     norm: str | None = None
 
@@ -36,8 +36,7 @@ class SequenceRow(Row):
             scope.problem(what, "name the first block: scatter='layers[0]'", scatter)
             return
         argument = argument_of(first, None)
-        before = [name for name in (self.embedding, self.norm) if name is not None]
-        if any(scope.find(name) is None for name in before):
+        if any(scope.find(name) is None for name in (self.stack, self.embedding, self.norm) if name):
             return
         if argument is None:
             scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", scatter)
@@ -45,7 +44,7 @@ class SequenceRow(Row):
             names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
             scope.add(
                 SplitTokens(
-                    path=scope.name(_stack(scope, owner, gather)),
+                    path=scope.name(self.stack),
                     blocks=names,
                     argument=argument,
                     end=scope.name(gather),
@@ -54,15 +53,6 @@ class SequenceRow(Row):
                     norm=None if self.norm is None else scope.name(self.norm),
                 )
             )
-
-
-def _stack(scope: Scope, *names: str) -> str:
-    """Return the innermost module that has all of them below it, and a forward: not a list of modules."""
-    parts = [re.sub(r"\[(\d+)\]", r".\1", name).split(".")[:-1] for name in names]
-    common = [a for a, *_ in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))]
-    while common and isinstance(scope.find(".".join(common)), nn.ModuleList):
-        common.pop()
-    return ".".join(common)
 
 
 def _list_and_index(name: str) -> tuple[str, int | None]:

@@ -229,26 +229,34 @@ def loss(
 
 
 def sequence(
-    *, scatter: str, gather: str, embedding: str | None = None, norm: str | None = None, optional: bool = False
+    *,
+    scatter: str,
+    gather: str,
+    stack: str = "",
+    embedding: str | None = None,
+    norm: str | None = None,
+    optional: bool = False,
 ) -> Row:
     """Between which modules of a stack activations may be split along the sequence.
 
     Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
     them. Which norms and biases then have partial gradients follows from their place. The module that the row is listed
-    under is the one whose ``forward`` runs the blocks and looks up the embedding, or calls who does.
+    under is the one whose ``forward`` runs the blocks, or calls ``stack``, and looks up the embedding.
 
     Args:
         scatter: the first block of a list (``"layers[0]"``), whose input is split.
         gather: the module whose output is whole again: the last norm, or where there is none the last block
             (``"layer[-1]"``).
+        stack: the module whose ``forward`` runs the blocks, if the row is listed under the one that calls it.
         embedding: the vocabulary embedding, if the first block is called with its output, or with what is made of
-            that by treating each token by itself (adding positions, scaling, dropout): then only the tokens that a
-            rank keeps are summed.
-        norm: a norm between the two; it works on the tokens that a rank keeps.
+            that by adding (positions), by factors that are no parameters, or by dropout: then only the tokens that a
+            rank keeps are summed. Nothing else may be done with it; gradients would be wrong.
+        norm: a norm on the way from the embedding to the first block, with no way around it; it works on the tokens
+            that a rank keeps.
         optional: the modules may be absent.
     """
-    text = _text("sequence", scatter=scatter, gather=gather, embedding=embedding, norm=norm)
-    return SequenceRow(text=text, optional=optional, scatter=scatter, gather=gather, embedding=embedding, norm=norm)
+    named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack, "embedding": embedding, "norm": norm}
+    return SequenceRow(text=_text("sequence", **named), optional=optional, **named)
 
 
 def shared_rng(*names: str, optional: bool = False) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,8 @@ class Embeddings(nn.Module):
         self.norm, self.last = nn.LayerNorm(WIDTH), nn.Identity()
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.last(self.norm(self.words(ids) + self.places(torch.arange(ids.size(1)))))
+        x = self.words(ids) + self.places(torch.arange(ids.size(1)))
+        return self.last(self.norm(x) if ids.size(1) % 2 else self.norm(input=x))
 
 
 class Block(nn.Module):
@@ -77,6 +79,7 @@ class ModelPolicy(Policy):
         tokens = sequence(
             scatter="stack.blocks[0]",
             gather="stack.blocks[-1]",
+            stack="stack",
             embedding="embeddings.words",
             norm="embeddings.norm",
         )
@@ -232,6 +235,20 @@ def _own_forward(model: nn.Module) -> list[Tensor]:
     return []
 
 
+def _own_checkpoint(model: nn.Module) -> list[Tensor]:
+    norm = model.embeddings.norm
+    native = norm.forward
+    norm.forward = lambda x=None, input=None: checkpoint(native, x if input is None else input, use_reentrant=True)  # noqa: A006
+    return []
+
+
+def _own_call(model: nn.Module) -> list[Tensor]:
+    base = type(model.stack)
+    call = lambda self, x: base.__call__(self, _centred(x))  # noqa: E731
+    model.stack.__class__ = type("Calling", (base,), {"__call__": call})
+    return []
+
+
 TOUCHES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "a module around the embedding": _shift("embeddings.words"),
     "a module in the place of another": _shift("embeddings.last"),
@@ -250,6 +267,8 @@ TOUCHES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "a hook before the backward of the embeddings": _backward_pre_hook("embeddings"),
     "a backward hook behind the norm": _backward_hook("embeddings.last"),
     "a forward on the instance": _own_forward,
+    "a forward on the norm": _own_checkpoint,
+    "a class on top with a call of its own": _own_call,
 }
 
 
@@ -315,6 +334,76 @@ def _class_patched() -> None:
 
 def test_a_class_that_is_patched(pool):
     pool.run(_class_patched, world=2)
+
+
+def _patched_before() -> None:
+    native = _native()
+    forward = Embeddings.forward
+    foreign: dict[str, Any] = {"__name__": "somebody.else", "forward": forward, "centred": _centred}
+    exec("def patched(self, ids): return centred(forward(self, ids))", foreign)
+    try:
+        Embeddings.forward = functools.wraps(forward)(foreign["patched"])  # type: ignore[method-assign]
+        assert not _compare(native, _sharded(native))
+    finally:
+        Embeddings.forward = forward  # type: ignore[method-assign]
+    call = nn.Module.__call__
+
+    def traced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs)
+
+    native.zero_grad()
+    sharded = _sharded(native)
+    try:
+        nn.Module.__call__ = traced  # type: ignore[method-assign]
+        assert not _compare(native, sharded)
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+    assert _compare(native, sharded)
+
+
+def test_code_of_another_library(pool):
+    pool.run(_patched_before, world=2)
+
+
+class Nested(nn.Module):
+    """Blocks, embedding and norm in containers that nobody calls, as in nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        words, blocks = nn.Embedding(13, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.parts = nn.ModuleDict({"words": words, "blocks": blocks, "norm": nn.LayerNorm(WIDTH)})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.parts["words"](ids) * 2.0
+        for block in self.parts["blocks"]:
+            x = block(x)
+        return self.parts["norm"](x)
+
+
+def _rows_of_nested(**more: Any) -> Any:
+    class NestedPolicy(Policy):
+        def module_policy(self) -> Any:
+            names = {"scatter": "parts.blocks[0]", "gather": "parts.norm", "embedding": "parts.words", **more}
+            return {
+                "Nested": [vocab("parts.words"), norm("parts.norm"), sequence(**names)],
+                "Block": [norm("norm"), region(col="up", row="down")],
+            }
+
+    return NestedPolicy
+
+
+def _nested() -> None:
+    torch.manual_seed(0)
+    native = Nested().double()
+    shard = functools.partial(shardcore.shard, tp=2, enable_sequence_parallelism=True)
+    assert _compare(native, shard(copy.deepcopy(native), policy=_rows_of_nested()), 7, 5)
+    wrong = shard(copy.deepcopy(native), policy=_rows_of_nested(stack="parts"))
+    with pytest.raises(ShardcoreError, match="the first block was not called with what its embedding looked up"):
+        wrong(_ids())
+
+
+def test_containers_that_nobody_calls(pool):
+    pool.run(_nested, world=2)
 
 
 def _of_somebody_else() -> None:

@@ -14,6 +14,7 @@ __all__ = ["TOKENS", "BertModelPolicy"]
 TOKENS = sequence(
     scatter="encoder.layer[0]",
     gather="encoder.layer[-1]",
+    stack="encoder",
     embedding="embeddings.word_embeddings",
     norm="embeddings.LayerNorm",
 )

@@ -192,7 +192,7 @@ def native_class(cls: type[nn.Module]) -> type[nn.Module]:
     for base in cls.__mro__:
         if _SWAPPED_FROM in vars(base):
             return native_class(vars(base)[_SWAPPED_FROM])
-        if "forward" in vars(base):
+        if "forward" in vars(base) or "__call__" in vars(base):
             break
     return cls
 

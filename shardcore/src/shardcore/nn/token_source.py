@@ -8,21 +8,40 @@ it was when the model was sharded, and code of the library that the policy descr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook  # no public path
 
 from shardcore.comm.sequence import place_tokens
+from shardcore.errors import ShardcoreError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import native_class
 from shardcore.nn.entered_argument import EnteredArgument
-from shardcore.nn.tokens import TokenModule
+from shardcore.nn.tokens import TokenModule, with_first
 
 __all__ = ["TokenNorm", "TokenSource"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Called(NamedTuple):
+    """What a call of a module runs, whatever shardcore has swapped in."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    call: Callable[..., Any]
+
+    def libraries(self) -> Iterator[str]:
+        """Yield the names of the libraries that the code is of, of all that is wrapped in it too."""
+        yield native_class(type(self.module)).__module__.partition(".")[0]
+        for function in (self.forward, self.call):
+            inner: Any = function
+            while inner is not None:
+                # Not __module__, which functools.wraps copies.
+                yield getattr(inner, "__globals__", {}).get("__name__", "").partition(".")[0]
+                inner = getattr(inner, "__wrapped__", None)
 
 
 class TokenSource(TokenModule):
@@ -30,10 +49,10 @@ class TokenSource(TokenModule):
 
     Options:
         tokens: the `TokenSplit`.
-        split: the modules that work on split tokens (the blocks, the norm before them, the end).
+        split: the modules that work on split tokens (the blocks and the end).
     """
 
-    _known: tuple[tuple[nn.Module, Callable[..., Any]], ...]
+    _known: tuple[_Called, ...]
     _split: tuple[nn.Module, ...]
 
     @classmethod
@@ -42,10 +61,10 @@ class TokenSource(TokenModule):
         new = super().adopt(module, context, **options)
         new.__dict__["_split"] = tuple(options["split"])
         known = tuple(new._walk())
-        libraries = {name for m, forward in known for name in (_library(native_class(type(m))), _library(forward))}
         # Of one library: nobody has subclassed, or replaced, a part of what the policy describes.
-        is_of_one = libraries <= {"torch", "shardcore", _library(native_class(type(new)))}
-        new.__dict__["_known"] = known if is_of_one else ()
+        libraries = {library for called in known for library in called.libraries()}
+        own = native_class(type(new)).__module__.partition(".")[0]
+        new.__dict__["_known"] = known if libraries <= {"torch", "shardcore", own} else ()
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,19 +72,26 @@ class TokenSource(TokenModule):
         tokens = self._tokens
         outer = tokens.open(places=not torch.compiler.is_compiling() and self._is_untouched())
         try:
-            return super().forward(*args, **kwargs)
+            out = super().forward(*args, **kwargs)
+            if tokens.placed is not None:
+                raise ShardcoreError(
+                    f"{type(self).__name__} returned though the first block was not called with what its embedding "
+                    "looked up: each rank has summed its own tokens only. Correct stack=, or remove embedding=, in "
+                    "the policy's sequence row, or turn sequence parallelism off."
+                )
+            return out
         finally:
             tokens.stop(outer)
 
-    def _walk(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-        """Yield this module, what is below it but for what works on split tokens, and the forward of each."""
+    def _walk(self) -> Iterator[_Called]:
+        """Yield this module, and what is below it but for what works on split tokens."""
         split = set(map(id, self._split))
-        yield self, native_class(type(self)).forward
-        below = list(self.children())
+        below: list[nn.Module] = [self]
         while below:
             module = below.pop()
             if id(module) not in split:
-                yield module, native_class(type(module)).forward
+                native = native_class(type(module))
+                yield _Called(module, native.forward, native.__call__)
                 below += module.children()
 
     # The same on all ranks as long as hooks are: it decides what is sent.
@@ -73,19 +99,23 @@ class TokenSource(TokenModule):
         now = tuple(self._walk())
         return (
             now == self._known  # the same objects
-            and not any("forward" in vars(m) for m, _ in now)
-            and not any(_is_hooked(m) for m, _ in now[1:])
+            and not any("forward" in vars(called.module) for called in now)
+            and not any(_is_hooked(called.module) for called in now[1:])
             and not _has_any_global_hook()
         )
 
 
 def _is_hooked(module: nn.Module) -> bool:
     """Tell whether somebody else than shardcore would be shown what a module is called with, or a gradient of it."""
-    return any(not isinstance(h, EnteredArgument) for name in _HOOKS for h in getattr(module, name).values())
+    return any(not _is_harmless(hook) for name in _HOOKS for hook in getattr(module, name).values())
 
 
-def _library(thing: Any) -> str:
-    return str(thing.__module__).partition(".")[0]
+def _is_harmless(hook: Any) -> bool:
+    if isinstance(hook, EnteredArgument):
+        return True
+    # Of gradient_checkpointing_enable() in transformers: it only says that the output requires a gradient.
+    name, module = (getattr(hook, attribute, "") for attribute in ("__name__", "__module__"))
+    return name == "make_inputs_require_grads" and module == "transformers.modeling_utils"
 
 
 class TokenNorm(TokenModule):
@@ -100,8 +130,8 @@ class TokenNorm(TokenModule):
         tokens, length = self._tokens, self._tokens.placed
         if length is None:
             return super().__call__(*args, **kwargs)
-        own = tokens.take(args[0])
+        args, kwargs = with_first(tokens.take, args, kwargs)
         tokens.length = length  # after an error the source resets it
-        out = super().__call__(own, *args[1:], **kwargs)
+        out = super().__call__(*args, **kwargs)
         tokens.length = None
         return place_tokens(out, tokens.context.group, length)

@@ -11,6 +11,7 @@ come between, recomputes it for the same number (hazard H38).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -28,7 +29,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.dropout import DropoutSites
 
-__all__ = ["TokenBlock", "TokenEnd", "TokenModule", "TokenSplit", "TokenStack"]
+__all__ = ["TokenBlock", "TokenEnd", "TokenModule", "TokenSplit", "TokenStack", "with_first"]
 
 # Carries the number of tokens from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_tokens"
@@ -292,6 +293,16 @@ class TokenBlock(TokenModule):
         return (*args[:place], x, *args[place + 1 :]), kwargs
 
 
+def with_first(
+    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with ``function`` applied to the first of them."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    first = next(iter(kwargs))
+    return args, {**kwargs, first: function(kwargs[first])}
+
+
 class TokenEnd(TokenModule):
     """The last module of a stack: its output is whole again.
 
@@ -302,8 +313,9 @@ class TokenEnd(TokenModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and gather its output, if tokens are split."""
         tokens = self._tokens
-        if tokens.placed is not None and not isinstance(self, TokenBlock):  # no block was called (LayerDrop)
-            args = (tokens.begin(args[0]), *args[1:])
+        if tokens.phase == "before" and tokens.placed is not None and not isinstance(self, TokenBlock):
+            # No block was called (LayerDrop).
+            args, kwargs = with_first(tokens.begin, args, kwargs)
         out = super().__call__(*args, **kwargs)
         if tokens.phase != "inside":
             return out
