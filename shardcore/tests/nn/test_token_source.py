@@ -9,137 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from token_net import GATHER, SCATTER, SUM, WIDTH, Block, Embeddings, Sent, Stack, build, compare, ids, shard
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore import Policy
 from shardcore.errors import NotSupportedError, ShardcoreError
-from shardcore.styles import norm, region, replicate, sequence, vocab
+from shardcore.styles import norm, region, sequence, vocab
 from shardcore.testing.parity import assert_close, assert_same_gradients
-
-WIDTH = 6
-
-
-class Embeddings(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(13, WIDTH), nn.Embedding(16, WIDTH)
-        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Identity()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places(torch.arange(ids.size(1)))
-        return self.last(self.norm(x) if ids.size(1) % 2 else self.norm(input=x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
-
-
-class Stack(nn.Module):
-    skips = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in () if self.skips else self.blocks:
-            x = block(x)
-        return x
-
-
-class Model(nn.Module):
-    #: What forward does to the input of the stack.
-    between: Callable[[Tensor], Tensor] | None = None
-    #: When it looks up the words again, for something else.
-    again = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings, self.stack, self.head = Embeddings(), Stack(), nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embeddings(ids)
-        words = self.embeddings.words(ids).mean(1, keepdim=True) if self.again == "before" else 0
-        x = self.stack(x if self.between is None else self.between(x))
-        words = self.embeddings.words(ids).mean(1, keepdim=True) if self.again == "after" else words
-        return self.head(x + words)
-
-
-class ModelPolicy(Policy):
-    def module_policy(self) -> Any:
-        tokens = sequence(
-            scatter="stack.blocks[0]",
-            gather="stack.blocks[-1]",
-            stack="stack",
-            embedding="embeddings.words",
-            norm="embeddings.norm",
-        )
-        return {
-            "Model": [replicate("head"), tokens],
-            "Embeddings": [vocab("words"), replicate("places"), norm("norm")],
-            "Block": [norm("norm"), region(col="up", row="down")],
-        }
-
-
-def _native() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
-
-
-def _sharded(native: nn.Module, tp: int = 2) -> nn.Module:
-    return shardcore.shard(copy.deepcopy(native), policy=ModelPolicy, tp=tp, enable_sequence_parallelism=True)
-
-
-def _ids(length: int = 7) -> Tensor:
-    return torch.arange(2 * length).view(2, length).mul(5) % 13
-
-
-class _Sent(TorchDispatchMode):
-    """The names of all collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-SUM, SCATTER, GATHER = "c10d::allreduce_", "c10d::alltoall_base_", "c10d::_allgather_base_"  # as gloo scatters
-
-
-def _compare(native: nn.Module, sharded: nn.Module, *lengths: int) -> bool:
-    """Compare outputs and gradients, and tell whether the embedding placed what it summed."""
-    with _Sent() as sent:
-        outs = [[model(_ids(n)) for n in lengths or (7,)] for model in (sharded, native)]
-    for got, wanted in zip(*outs, strict=True):
-        assert_close(wanted, got, "outputs", 1e-10)
-    for out in outs:
-        sum(t.cos().sum() for t in out).backward()
-    assert_same_gradients(native, sharded)
-    assert sent.names[0] in (SUM, SCATTER)
-    return sent.names[0] == SCATTER
 
 
 def _lengths(tp: int) -> None:
-    native = _native()
-    sharded = _sharded(native, tp)
+    native = build()
+    sharded = shard(native, tp)
     for length in range(1, 10):
-        assert _compare(native, sharded, length) == (length >= tp), length
-    assert _compare(native, copy.deepcopy(sharded), 7, 5)
-    with _Sent() as sent:
-        out = sharded(_ids())
+        assert compare(native, sharded, length) == (length >= tp), length
+    assert compare(native, copy.deepcopy(sharded), 7, 5)
+    with Sent() as sent:
+        out = sharded(ids())
         assert sent.names == [SCATTER] + 2 * [GATHER, SCATTER] + [GATHER]
         out.sum().backward()
     # Of the blocks, and once of what was added to the embedding; the partial gradients of 3 norms and 2 biases.
@@ -273,13 +162,13 @@ TOUCHES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 
 
 def _touched(name: str) -> None:
-    native = _native()
-    sharded = _sharded(native)
-    assert _compare(native, sharded, 7, 5)
+    native = build()
+    sharded = shard(native)
+    assert compare(native, sharded, 7, 5)
     for model in (native, sharded):
         model.zero_grad()
     extras = [TOUCHES[name](model) for model in (native, sharded)]
-    assert not _compare(native, sharded, 7, 5)
+    assert not compare(native, sharded, 7, 5)
     for wanted, got in zip(*extras, strict=True):
         assert_close(*(t.grad if t.requires_grad else t for t in (wanted, got)), name, 1e-10)
 
@@ -295,8 +184,8 @@ def test_all_tokens_are_summed_where_something_else_may_look(pool, name):
 
 
 def _for_all() -> None:
-    native = _native()
-    sharded = _sharded(native)
+    native = build()
+    sharded = shard(native)
     hooks = {
         "forward": lambda module, args, out: _centred(out) if isinstance(module, Embeddings) else None,
         "forward_pre": lambda module, args: (_centred(args[0]),) if isinstance(module, Stack) else None,
@@ -306,13 +195,13 @@ def _for_all() -> None:
         seen: list[Tensor] = []
         handle = getattr(all_modules, f"register_module_{kind}_hook")(hook)
         try:
-            assert not _compare(native, sharded), kind
+            assert not compare(native, sharded), kind
         finally:
             handle.remove()
         for got, wanted in zip(seen[::2], seen[1::2], strict=True):
             assert_close(wanted, got, "what a hook sees", 1e-10)
         assert len(seen) == (2 if kind == "full_backward" else 0)
-    assert _compare(native, sharded)
+    assert compare(native, sharded)
 
 
 @IDS_ONLY
@@ -321,15 +210,15 @@ def test_hooks_of_all_modules(pool):
 
 
 def _class_patched() -> None:
-    native = _native()
-    sharded = _sharded(native)
+    native = build()
+    sharded = shard(native)
     forward = Embeddings.forward
     try:
         Embeddings.forward = lambda self, ids: _centred(forward(self, ids))  # type: ignore[method-assign]
-        assert not _compare(native, sharded)
+        assert not compare(native, sharded)
     finally:
         Embeddings.forward = forward  # type: ignore[method-assign]
-    assert _compare(native, sharded)
+    assert compare(native, sharded)
 
 
 def test_a_class_that_is_patched(pool):
@@ -337,13 +226,13 @@ def test_a_class_that_is_patched(pool):
 
 
 def _patched_before() -> None:
-    native = _native()
+    native = build()
     forward = Embeddings.forward
     foreign: dict[str, Any] = {"__name__": "somebody.else", "forward": forward, "centred": _centred}
     exec("def patched(self, ids): return centred(forward(self, ids))", foreign)
     try:
         Embeddings.forward = functools.wraps(forward)(foreign["patched"])  # type: ignore[method-assign]
-        assert not _compare(native, _sharded(native))
+        assert not compare(native, shard(native))
     finally:
         Embeddings.forward = forward  # type: ignore[method-assign]
     call = nn.Module.__call__
@@ -352,13 +241,13 @@ def _patched_before() -> None:
         return call(self, *args, **kwargs)
 
     native.zero_grad()
-    sharded = _sharded(native)
+    sharded = shard(native)
     try:
         nn.Module.__call__ = traced  # type: ignore[method-assign]
-        assert not _compare(native, sharded)
+        assert not compare(native, sharded)
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
-    assert _compare(native, sharded)
+    assert compare(native, sharded)
 
 
 def test_code_of_another_library(pool):
@@ -395,11 +284,11 @@ def _rows_of_nested(**more: Any) -> Any:
 def _nested() -> None:
     torch.manual_seed(0)
     native = Nested().double()
-    shard = functools.partial(shardcore.shard, tp=2, enable_sequence_parallelism=True)
-    assert _compare(native, shard(copy.deepcopy(native), policy=_rows_of_nested()), 7, 5)
-    wrong = shard(copy.deepcopy(native), policy=_rows_of_nested(stack="parts"))
+    split = functools.partial(shardcore.shard, tp=2, enable_sequence_parallelism=True)
+    assert compare(native, split(copy.deepcopy(native), policy=_rows_of_nested()), 7, 5)
+    wrong = split(copy.deepcopy(native), policy=_rows_of_nested(stack="parts"))
     with pytest.raises(ShardcoreError, match="the first block was not called with what its embedding looked up"):
-        wrong(_ids())
+        wrong(ids())
 
 
 def test_containers_that_nobody_calls(pool):
@@ -413,9 +302,9 @@ def _of_somebody_else() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return _centred(super().forward(ids))
 
-    native = _native()
+    native = build()
     native.embeddings.__class__ = Centring
-    assert not _compare(native, _sharded(native))
+    assert not compare(native, shard(native))
 
 
 def test_a_subclass_of_another_library(pool):
@@ -423,12 +312,12 @@ def test_a_subclass_of_another_library(pool):
 
 
 def _alone() -> None:
-    native = _native()
-    sharded = _sharded(native)
-    with _Sent() as sent:
-        whole = sharded.embeddings(_ids())
+    native = build()
+    sharded = shard(native)
+    with Sent() as sent:
+        whole = sharded.embeddings(ids())
     assert sent.names == [SUM]
-    assert_close(native.embeddings(_ids()), whole, "embeddings", 1e-12)
+    assert_close(native.embeddings(ids()), whole, "embeddings", 1e-12)
     assert_close(native.stack(whole.detach()), sharded.stack(whole.detach()), "the stack alone", 1e-12)
 
 
@@ -437,9 +326,9 @@ def test_parts_that_are_called_alone_see_all_tokens(pool):
 
 
 def _again(when: str) -> None:
-    native = _native()
+    native = build()
     native.again = when
-    assert _compare(native, _sharded(native), 7, 5)
+    assert compare(native, shard(native), 7, 5)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -448,11 +337,11 @@ def test_another_lookup_sees_all_tokens(pool, when):
 
 
 def _replicas() -> None:
-    native = _native()
-    sharded = shardcore.shard(copy.deepcopy(native), policy=ModelPolicy, tp=2, dp=2, enable_sequence_parallelism=True)
+    native = build()
+    sharded = shard(native, tp=2, dp=2)
     assert sharded._is_untouched()
     for model in (native, sharded):
-        model(_ids()).cos().sum().backward()
+        model(ids()).cos().sum().backward()
     assert_same_gradients(native, sharded)
 
 
@@ -463,18 +352,18 @@ def test_under_fsdp(pool):
 
 def _wrong(kind: str) -> None:
     """A model that does what its row excludes."""
-    native = _native()
-    sharded = _sharded(native)
+    native = build()
+    sharded = shard(native)
     if kind == "longer":
         sharded.between = lambda x: torch.cat([x, x[:, :1]], 1)
         with pytest.raises(NotSupportedError, match=r"looked up 7 tokens .* is called with 8"):
-            sharded(_ids())
+            sharded(ids())
     else:
         sharded.stack.skips = True
         with pytest.raises(ShardcoreError, match="returned while its tokens were split"):
-            sharded(_ids())
-    sharded = _sharded(native)
-    assert _compare(native, sharded)
+            sharded(ids())
+    sharded = shard(native)
+    assert compare(native, sharded)
 
 
 @pytest.mark.parametrize("kind", ["longer", "no block"])
@@ -483,8 +372,8 @@ def test_what_a_row_excludes_is_noticed(pool, kind):
 
 
 def _failed() -> None:
-    native = _native()
-    sharded = _sharded(native)
+    native = build()
+    sharded = shard(native)
 
     def fail(*args: Any) -> None:
         raise RuntimeError("on the way")
@@ -492,10 +381,10 @@ def _failed() -> None:
     for place in ("embeddings.norm", "stack.blocks.0", "stack.blocks.1", "head"):
         handle = sharded.get_submodule(place).register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="on the way"):
-            sharded(_ids())
+            sharded(ids())
         handle.remove()
-        assert_close(native.embeddings(_ids()), sharded.embeddings(_ids()), f"embeddings after {place}", 1e-12)
-        assert _compare(native, sharded), place
+        assert_close(native.embeddings(ids()), sharded.embeddings(ids()), f"embeddings after {place}", 1e-12)
+        assert compare(native, sharded), place
 
 
 def test_a_call_that_fails_leaves_nothing_behind(pool):
