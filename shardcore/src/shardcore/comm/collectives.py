@@ -26,6 +26,7 @@ __all__ = [
     "chunk_bounds",
     "copy_to_tp",
     "gather_from_tp",
+    "packed",
     "reduce_from_tp",
     "refuse_double_backward",
     "split_to_tp",
@@ -53,6 +54,14 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return the first and one-past-last index of part ``index`` when ``size`` is cut as `torch.chunk` cuts it."""
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
+
+
+def packed(x: Tensor) -> Tensor:
+    """Return ``x`` in contiguous memory, for what a `Function` returns from its forward.
+
+    Not ``x.contiguous()``: where that has nothing to do, torch 2.11 compiles a graph in which the gradient is lost.
+    """
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
@@ -171,7 +180,7 @@ class _Split(Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, x.size(dim)
         start, stop = chunk_bounds(x.size(dim), dist.get_world_size(group), dist.get_rank(group))
-        return x.narrow(dim, start, stop - start).contiguous()
+        return packed(x.narrow(dim, start, stop - start))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

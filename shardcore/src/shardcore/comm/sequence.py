@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardcore.comm.collectives import all_gather_single, refuse_double_backward
+from shardcore.comm.collectives import all_gather_single, packed, refuse_double_backward
 
 __all__ = [
     "Gathering",
@@ -130,7 +130,7 @@ def own_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     part = x.narrow(1, start, min(step, x.size(1) - start))
     if missing := step - part.size(1):
         part = torch.cat([part, part.new_zeros(part.size(0), missing, *part.shape[2:])], 1)
-    return part.contiguous()
+    return packed(part)
 
 
 def place_tokens(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
