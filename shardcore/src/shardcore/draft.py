@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import ColumnLinear, Layout, SwappedModule, VocabEmbedding
 from shardcore.policy import HeadCounts, Row
-from shardcore.steps import EnterArgument, OpenRegion, ReplaceModule, SetAttribute, SplitTokens, Step, Swap
+from shardcore.steps import EnterArgument, OpenRegion, ReplaceModule, SetAttribute, SplitTokens, Step, Swap, above
 
 __all__ = ["Claim", "Draft", "DraftScope", "Modules", "report_nested_entries", "report_unentered", "report_unsplit"]
 
@@ -42,6 +42,7 @@ class Draft:
     claims: dict[str, list[Claim]] = field(default_factory=dict)  # by the parameter's full name
     heads_failed: bool = False  # a check of heads was reported already
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
+    steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
     paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
     problems: list[Problem] = field(default_factory=list)
     refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rows follow from them
@@ -137,10 +138,12 @@ class DraftScope:
 
     def add(self, step: Step) -> None:
         """See `Scope.add`."""
-        for other in self.draft.steps.values():
+        others = self.draft.steps_at.setdefault(step.path, [])
+        for other in others:
             if what := _conflict(step, other):
                 self.problem(what, "keep one of them")
-        self.draft.steps.setdefault(repr(step), step)
+        if self.draft.steps.setdefault(repr(step), step) is step:
+            others.append(step)
 
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
         """See `Scope.problem`."""
@@ -154,8 +157,8 @@ class DraftScope:
 
 
 def _conflict(step: Step, other: Step) -> str | None:
-    """Say why two steps cannot both be carried out, or return None."""
-    if step.path != other.path or step == other:
+    """Say why two steps at one path cannot both be carried out, or return None."""
+    if step == other:
         return None
     if isinstance(step, SetAttribute) and isinstance(other, SetAttribute) and step.name == other.name:
         return f"the attribute {step.path}.{step.name} would be set to {other.value!r} and to {step.value!r}"
@@ -168,9 +171,9 @@ def _conflict(step: Step, other: Step) -> str | None:
 
 def report_unentered(draft: Draft) -> None:
     """Report regions in which an argument arrives that nothing above lets in."""
-    entered = [step.path for step in draft.steps.values() if isinstance(step, EnterArgument)]
+    entered = {step.path for step in draft.steps.values() if isinstance(step, EnterArgument)}
     for step in draft.steps.values():
-        if not isinstance(step, OpenRegion) or not step.also or _is_below(step.path, entered):
+        if not isinstance(step, OpenRegion) or not step.also or not entered.isdisjoint(above(step.path)):
             continue
         names = ", ".join(repr(name) for name, _ in step.also)
         draft.problems.append(
@@ -184,10 +187,6 @@ def report_unentered(draft: Draft) -> None:
         )
 
 
-def _is_below(path: str, places: Sequence[str]) -> bool:
-    return any(not place or path.startswith(f"{place}.") for place in places)
-
-
 def report_nested_entries(draft: Draft) -> None:
     """Report column linears that enter by themselves inside a module where a region is entered already."""
     entries = {step.path for step in draft.steps.values() if isinstance(step, OpenRegion)}
@@ -196,7 +195,7 @@ def report_nested_entries(draft: Draft) -> None:
             isinstance(step, Swap) and issubclass(step.target, ColumnLinear) and dict(step.options).get("enters", True)
         ):
             continue
-        inside = [path for path in entries if step.path.startswith(f"{path}.")]
+        inside = [path for path in above(step.path) if path in entries]
         if inside:
             draft.problems.append(
                 Problem(
@@ -223,8 +222,9 @@ def report_unsplit(draft: Draft) -> None:
             )
         )
     members = {path for step in draft.steps.values() if isinstance(step, OpenRegion) for path in step.members}
+    places = {place for split in splits for place in split.places}
     for step in draft.steps.values():
-        if not any(split.covers(step.path) for split in splits):
+        if places.isdisjoint((step.path, *above(step.path))):
             continue
         what = ""
         if isinstance(step, Swap) and issubclass(step.target, ColumnLinear) and step.path not in members:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from shardcore.steps import above
+
 if TYPE_CHECKING:
     from shardcore.plan import ParameterPlan, ShardPlan
 
@@ -29,14 +31,19 @@ def _said(plan: ShardPlan, ranks: int) -> dict[str, list[str]]:
         said.setdefault(step.path, []).append(step.describe())
     for parameter in plan.parameters:
         said.setdefault(parameter.name.rpartition(".")[0], []).append(_parameter(parameter, ranks))
-    owners = list(dict.fromkeys(parameter.name.rpartition(".")[0] for parameter in plan.parameters))
-    return {path: said[path] for path in sorted(said, key=lambda path: (_first(path, owners), path))}
+    first = _first_parameters(plan)
+    return {path: said[path] for path in sorted(said, key=lambda path: (first.get(path, len(plan.parameters)), path))}
 
 
-def _first(path: str, owners: list[str]) -> int:
-    """Return where the first parameter in or below the module ``path`` stands; a module stands before its children."""
-    below = (i for i, owner in enumerate(owners) if not path or owner == path or owner.startswith(f"{path}."))
-    return next(below, len(owners))
+def _first_parameters(plan: ShardPlan) -> dict[str, int]:
+    """Return where the first parameter in or below each module stands; a module stands before its children."""
+    first: dict[str, int] = {}
+    for place, parameter in enumerate(plan.parameters):
+        for path in above(parameter.name):
+            if path in first:  # and so are all above it
+                break
+            first[path] = place
+    return first
 
 
 def _parameter(parameter: ParameterPlan, ranks: int) -> str:

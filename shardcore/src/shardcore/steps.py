@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,8 +38,17 @@ __all__ = [
     "Step",
     "Swap",
     "TakeLoss",
+    "above",
     "to_data",
 ]
+
+
+def above(path: str) -> Iterator[str]:
+    """Yield the paths of the modules that hold the module ``path``, from the nearest to the model (``""``)."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
 
 #: Keyword arguments as a hashable value.
 Options = tuple[tuple[str, Any], ...]
@@ -207,10 +216,14 @@ class SplitTokens(Step):
     embedding: str | None = None
     norm: str | None = None
 
+    @property
+    def places(self) -> frozenset[str]:
+        """The modules that work on split tokens, with all that is below them."""
+        return frozenset((*self.blocks, self.end, *filter(None, [self.norm])))
+
     def covers(self, path: str) -> bool:
         """Tell whether the module ``path`` works on split tokens, or inside regions between them."""
-        places = (*self.blocks, self.end, *filter(None, [self.norm]))
-        return any(path == place or path.startswith(f"{place}.") for place in places)
+        return not self.places.isdisjoint((path, *above(path)))
 
     def describe(self) -> str:
         """See `Step.describe`."""
