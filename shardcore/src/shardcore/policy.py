@@ -174,17 +174,21 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Where a model can be cut, by submodule names relative to it.
+    """Where a model can be cut, by names relative to it: of submodules, or of parameters of the model itself.
+
+    Together they hold every parameter, each once.
 
     Attributes:
         first: submodules that only the first stage needs (embeddings).
         blocks: the list of repeated blocks, or several (an encoder's and a decoder's), in the order in which they run.
+        between: submodules that run between two lists of blocks (an encoder's last norm, a decoder's embeddings).
         last: submodules that only the last stage needs.
         everywhere: submodules that every stage needs.
     """
 
     first: tuple[str, ...] | str = ()
     blocks: tuple[str, ...] | str = ()
+    between: tuple[str, ...] | str = ()
     last: tuple[str, ...] | str = ()
     everywhere: tuple[str, ...] | str = ()
 
@@ -203,6 +207,7 @@ class Stages:
             self,
             first=moved(self.first),
             blocks=moved(self.blocks),
+            between=moved(self.between),
             last=(*moved(self.last), *_names(then)),
             everywhere=moved(self.everywhere),
         )

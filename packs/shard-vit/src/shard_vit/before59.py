@@ -29,7 +29,7 @@ _OLD_LAYER: tuple[Row, ...] = (
 class OldViTModelPolicy(ViTModelPolicy):
     """The encoder without a head, before transformers 5.9."""
 
-    stages = Stages(first="embeddings", blocks="encoder.layer", last="layernorm")
+    stages = Stages(first="embeddings", blocks="encoder.layer", last=("layernorm", "pooler"))
     layer = _OLD_LAYER
     blocks = "encoder.layer"
 

@@ -30,7 +30,7 @@ class ViTModelPolicy(PretrainedPolicy):
     """The encoder without a head."""
 
     checks = (Heads("num_attention_heads"),)
-    stages = Stages(first="embeddings", blocks="layers", last="layernorm")
+    stages = Stages(first="embeddings", blocks="layers", last=("layernorm", "pooler"))
     layer: ClassVar[tuple[Row, ...]] = _LAYER
     blocks: ClassVar[str] = "layers"
 

@@ -22,7 +22,11 @@ __all__ = ["VisionTransformerPolicy"]
 class VisionTransformerPolicy(Policy):
     """Vision transformers with any pooling, register tokens, LayerScale and norms on queries and keys."""
 
-    stages = Stages(first="patch_embed", blocks="blocks", last=("norm", "fc_norm", "head"))
+    stages = Stages(
+        first=("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed", "norm_pre"),
+        blocks="blocks",
+        last=("norm", "attn_pool", "fc_norm", "head", "head_dist"),
+    )
 
     def module_policy(self) -> ModulePolicy:
         """Return the rows for the blocks and MLPs that this model has."""

@@ -27,7 +27,9 @@ class WhisperForConditionalGenerationPolicy(WhisperModelPolicy):
 class WhisperForCausalLMPolicy(PretrainedPolicy):
     """The decoder alone, as a language model."""
 
-    stages = Stages(first="embed_tokens", blocks="layers", last="layer_norm").under("model.decoder", then="proj_out")
+    stages = Stages(first=("embed_tokens", "embed_positions"), blocks="layers", last="layer_norm").under(
+        "model.decoder", then="proj_out"
+    )
 
     def module_policy(self) -> ModulePolicy:
         """Return the rows of the decoder and the head."""
@@ -38,7 +40,7 @@ class WhisperForAudioClassificationPolicy(PretrainedPolicy):
     """The encoder with a label for each recording."""
 
     stages = Stages(first=("conv1", "conv2", "embed_positions"), blocks="layers", last="layer_norm").under(
-        "encoder", then=("projector", "classifier")
+        "encoder", then=("layer_weights", "projector", "classifier")
     )
 
     def module_policy(self) -> ModulePolicy:

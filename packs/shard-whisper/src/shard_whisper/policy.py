@@ -65,6 +65,7 @@ class WhisperModelPolicy(PretrainedPolicy):
     stages = Stages(
         first=("encoder.conv1", "encoder.conv2", "encoder.embed_positions"),
         blocks=("encoder.layers", "decoder.layers"),
+        between=("encoder.layer_norm", "decoder.embed_tokens", "decoder.embed_positions"),
         last="decoder.layer_norm",
     )
 
