@@ -203,8 +203,6 @@ def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
         else:
             region = Region(context, step.argument, columns, dropouts, step.also)
             module.register_forward_pre_hook(region, with_kwargs=True)
-            if region.shares:
-                module.register_forward_hook(region.close, always_call=True)
         if isinstance(last, RowLinear):
             last.region = region
 

@@ -18,7 +18,7 @@ from shardcore.nn.functional import local_linear, multiply
 from shardcore.nn.layout import Layout, SharedSplit, Split, Whole, last_rank_is_empty
 from shardcore.nn.region import Region, deferred_linear, entered
 from shardcore.nn.sole_region import SoleRegion
-from shardcore.nn.together import read_together
+from shardcore.nn.together import Reading, read_together
 from shardcore.nn.tokens import TokenSplit
 
 __all__ = ["ColumnLinear", "RowLinear"]
@@ -60,8 +60,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
     gathers: int
-    #: While its region is open: the weight, and the bias if there is one, as the region's entry has read them.
-    opened: tuple[Tensor, ...] | None
+    #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
+    opened: Reading | None
     #: The rows of the weight that this rank uses if it holds others too, else None.
     rows: Runs | None
     #: Likewise of the bias.
@@ -154,8 +154,9 @@ class ColumnLinear(SwappedModule, nn.Linear):
         if self.uses_what_it_holds:
             return local_linear(x, self.weight, self.bias)
         # A compiled graph can pass nothing from one module to another.
-        opened = None if torch.compiler.is_compiling() else self.opened
-        return multiply(x, *(opened or read_together(self._shard_context, [self])[0]))
+        if not torch.compiler.is_compiling() and self.opened is not None and self.opened.is_of(self):
+            return multiply(x, *self.opened.parameters)
+        return multiply(x, *read_together(self._shard_context, [self])[0])
 
     def _fork(self) -> None:
         # Dropouts up to the row linear act on split activations. Nothing is known about them here, so this is

@@ -29,7 +29,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.functional import autocast, bias_gradient, cast, flat, weight_gradient
-from shardcore.nn.together import read_together
+from shardcore.nn.together import Reading, read_together
 from shardcore.nn.tokens import TokenSplit
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class _Open:
         if not _is_readable(member.weight):
             return
         # The gradient of what was read together is a plain one: the node that read it sums and places it.
-        parameters = member.opened or member.own_parameters
+        parameters = member.own_parameters if member.opened is None else member.opened.parameters
         used = [_used(parameter) for parameter in parameters]
         self.members[id(member)] = _Member(len(self.parameters), used[0], used[1] if len(used) > 1 else None)
         self.parameters += parameters
@@ -293,21 +293,10 @@ class Region:
         place = self._position
         return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
 
-    @property
-    def shares(self) -> bool:
-        """Whether members use parameters that ranks share; `close` has to be called at the end of the module then."""
-        return bool(self._sharing)
-
-    def close(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        """Forget what was read for the members; a forward hook that runs after exceptions too."""
-        if not torch.compiler.is_compiling():
-            for member in self._sharing:
-                member.opened = None
-
     def _read(self) -> None:
         ready = [member for member in self._sharing if _is_readable(member.weight)]
         for member, parameters in zip(ready, read_together(self.context, ready), strict=True):
-            member.opened = parameters
+            member.opened = Reading(member, parameters)
 
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
@@ -326,8 +315,10 @@ class Region:
         )
 
     def leave(self) -> None:
-        """Called by the row linear: numbers drawn from here on agree on all ranks again."""
+        """Called by the row linear: the members are done, and numbers drawn from here on agree on all ranks again."""
         if not torch.compiler.is_compiling():
+            for member in self._sharing:
+                member.opened = None
             self.context.random.join(id(self))
         elif self._dropouts.live():
             _join(self)

@@ -9,20 +9,44 @@ becomes of each one's call: a hook on one rank may keep a member off the region'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardcore.comm.neighbours import gather_rows
-from shardcore.comm.reads import held, read_partial
+from shardcore.comm.reads import held, local_tensor, read_partial
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
-__all__ = ["read_together", "take_rows"]
+__all__ = ["Reading", "read_together", "take_rows"]
+
+
+class Reading:
+    """What the entry of a region has read for one member.
+
+    An exception inside the region leaves it behind, and what the parameters are by then may be something else.
+    """
+
+    def __init__(self, member: ColumnLinear, parameters: tuple[Tensor, ...]) -> None:
+        self.parameters = parameters
+        self._versions = _versions(member)
+
+    def is_of(self, member: ColumnLinear) -> bool:
+        """Tell whether the parameters of ``member`` are what they were."""
+        return self._versions == _versions(member)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # tensors with a graph cannot be copied, and a copy of the model is in no region
+
+
+def _versions(member: ColumnLinear) -> list[int]:
+    # An operation on a DTensor counts there, one on its local part here.
+    tensors = (t for parameter in member.own_parameters for t in (parameter, local_tensor(parameter)))
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> list[tuple[Tensor, ...]]:
