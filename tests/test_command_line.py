@@ -36,7 +36,8 @@ def test_a_folder_and_a_file(tmp_path) -> None:
     assert by_folder == by_file
     assert by_folder["plan"]["model"].endswith("LlamaForSequenceClassification")
     shared = [c for c in by_folder["collectives"] if "k_proj" in c["payload"]]
-    assert len(shared) == 2  # one bucket for each layer: the KV head is on all four ranks
+    # The KV head is on all four ranks: for each layer its parts are gathered, and its gradients summed, at once.
+    assert [c["operation"] for c in shared] == ["all_gather", "reduce_scatter"] * 2
 
 
 def test_the_pack_is_listed() -> None:

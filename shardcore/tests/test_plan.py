@@ -249,8 +249,8 @@ def test_what_a_plan_says():
     prefix = "model.layers.0.attention"
     assert [layouts[f"{prefix}.{n}_proj.weight"] for n in "qkvo"] == [
         "split on dim 0",
-        "replicated, gradient summed",
-        "replicated, gradient summed",
+        "split on dim 0, gathered by groups of 2 ranks",
+        "split on dim 0, gathered by groups of 2 ranks",
         "split on dim 1",
     ]
     assert layouts[f"{prefix}.o_proj.bias"] == "replicated"

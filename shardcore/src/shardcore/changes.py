@@ -40,7 +40,7 @@ from shardcore.nn import (
 from shardcore.nn.base import with_methods
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.entered_argument import EnteredArgument
-from shardcore.nn.layout import distribute
+from shardcore.nn.layout import SharedSplit, distribute
 from shardcore.plan import ShardPlan
 from shardcore.steps import (
     Compile,
@@ -80,6 +80,8 @@ class Changes:
         """
         commits: list[Commit] = []
         if context is not None and context.size > 1:
+            for copies in sorted({p.layout.copies for p in plan.parameters if isinstance(p.layout, SharedSplit)}):
+                context.join_neighbours(copies)  # before anything that can fail on one rank alone
             layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
             commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
             commits.append(functools.partial(_move_buffers, model, context))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class ShardContext:
         partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
             ``"deferred"`` leaves them partial until `shardcore.reduce_partial_gradients`.
         keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
+        neighbours: this rank's group of so many neighbouring ranks of ``tp``, as far as `join_neighbours` made them.
     """
 
     mesh: DeviceMesh
@@ -69,6 +70,7 @@ class ShardContext:
     random: RandomStream
     partial_gradients: PartialGradients = "in_backward"
     keeps_gathered: bool = True
+    neighbours: dict[int, ProcessGroup] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -95,9 +97,29 @@ class ShardContext:
             random=RandomStream(seed, tp.get_local_rank(), device, forks=forks),
             partial_gradients=partial_gradients,
             keeps_gathered=keeps_gathered,
+            neighbours=_neighbours.setdefault(tp.get_group(), {}),
         )
         context.reseed(seed)
         return context
+
+    def join_neighbours(self, count: int) -> None:
+        """Make the groups of ``count`` neighbouring ranks that ``tp`` consists of; once for all models on its group.
+
+        Every rank of ``tp`` makes the call, with the same counts in the same order.
+
+        Args:
+            count: divides the number of ranks; all of them are the group of ``tp`` itself.
+        """
+        if count in self.neighbours:
+            return
+        if count == self.size:
+            self.neighbours[count] = self.group
+            return
+        first = self.rank // count * count
+        ranks = [int(rank) for rank in self.tp.mesh.flatten()[first : first + count]]
+        backend = get_backend(self.group)
+        # Other ranks of the default group may be busy with something else.
+        self.neighbours[count] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
     def reseed(self, seed: int) -> None:
         """Restart the random stream from a ``seed`` that all ranks share; each data-parallel replica draws others."""
@@ -162,6 +184,9 @@ class _SharedMeshes:
 
 _shared = _SharedMeshes()
 
+#: The groups of neighbours by the group of ``tp`` and their size; they end with it.
+_neighbours: WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = WeakKeyDictionary()
+
 
 def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
     """Return the mesh of the default process group with `AXES` of the given ``sizes`` (absent axes have size 1).
@@ -177,8 +202,12 @@ def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
 
 
 def shared_groups() -> set[ProcessGroup]:
-    """Return the process groups of the meshes that `build_mesh` keeps for the default process group."""
-    return {group for mesh in _shared.of(_default_group()).values() for group in mesh.get_all_groups()}
+    """Return the process groups of the meshes that `build_mesh` keeps for the default process group.
+
+    The groups of neighbours on them, and on the default process group, are among them.
+    """
+    groups = {group for mesh in _shared.of(_default_group()).values() for group in mesh.get_all_groups()}
+    return groups.union(*(_neighbours.get(group, {}).values() for group in (*groups, _default_group())))
 
 
 def _default_group() -> ProcessGroup:

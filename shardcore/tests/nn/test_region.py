@@ -102,13 +102,11 @@ def test_number_of_collectives(pool):
 
 
 def partial_modes(mode):
-    """H2 and H25: norms on local heads, and KV heads that ranks share, in both modes, with two micro-batches."""
+    """H2: norms on local heads, in both modes, with two micro-batches."""
     reference, sharded = twins(fields={"partial_gradients": mode}, kv_heads=2)
     _step(reference, 0)
     _step(sharded, 0)
     shared = [n for n, _ in sharded.named_parameters() if "q_norm" in n or "k_norm" in n]
-    if dist.get_world_size() == 4:
-        shared += [n for n, _ in sharded.named_parameters() if "k_proj" in n or "v_proj" in n]
     placement = Replicate() if mode == "in_backward" else Partial()
     assert {sharded.get_parameter(n).grad.placements for n in shared} == {(placement,)}
     assert_same_gradients(reference, sharded)
@@ -315,7 +313,7 @@ def test_fully_shard_per_layer(pool):
 
 
 def compiled(how):
-    reference, sharded = twins(kv_heads=2)
+    reference, sharded = twins(kv_heads=max(1, dist.get_world_size() // 2))  # two ranks share each
     compile_ = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     if how == "model":
         run = compile_(sharded)

@@ -99,12 +99,12 @@ def cases() -> list[Case]:
     shared = partial(build, "LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=True, vocab_size=97)
     return [
         _case("causal_lm", "LlamaForCausalLM", sharded=(*_LAYER, "lm_head"), supports=generating),
-        # The gradients of shared KV heads travel as one bucket more.
+        # The parts of shared KV heads are gathered, and their gradients summed, in one collective more each way.
         _case(
             "tied_shared_kv",
             "LlamaForCausalLM",
             build=shared,
-            collectives=(2, 3),
+            collectives=(3, 3),
             sharded=("q_proj",),
             supports=generating,
         ),

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
 
-__all__ = ["autocast", "bias_gradient", "can_look_at", "cast", "flat", "local_linear", "weight_gradient"]
+__all__ = ["autocast", "bias_gradient", "can_look_at", "cast", "flat", "local_linear", "multiply", "weight_gradient"]
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -81,6 +81,11 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         bias: a DTensor parameter or a local tensor whose size matches this rank's outputs.
     """
     held(weight)
+    return multiply(x, weight, bias)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Do what `local_linear` does, with a weight that may be a plain tensor, made of the parameter."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         local = read_local(weight) if bias is None else read_local(weight, bias)
         return F.linear(x, *local)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.comm.reads import read_partial
 from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Segments, Whole, last_rank_is_empty
 from shardcore.nn.linear import ColumnLinear
-from shardcore.nn.region import take_rows
 
 __all__ = ["FusedColumnLinear"]
 
@@ -92,13 +89,6 @@ class FusedColumnLinear(ColumnLinear):
         if problem := _unsupported(**options):
             raise NotSupportedError(problem)
         return super().from_native_module(module, process_group, **options)
-
-    def product(self, x: Tensor) -> Tensor:
-        """See `ColumnLinear.product`."""
-        if self.bias is None or self.bias_rows is None:
-            return local_linear(x, self.weight)
-        (bias,) = read_partial(self._shard_context, self.bias)
-        return local_linear(x, self.weight, take_rows(bias, self.bias_rows))
 
     def extra_repr(self) -> str:
         """Describe the whole, its segments and the number of ranks."""

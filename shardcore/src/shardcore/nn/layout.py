@@ -14,7 +14,7 @@ from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.strided import segment_runs, segmented
 from shardcore.mesh import ShardContext
 
-__all__ = ["Layout", "Segments", "Split", "Whole", "distribute", "last_rank_is_empty"]
+__all__ = ["Layout", "Segments", "SharedSplit", "Split", "Whole", "distribute", "last_rank_is_empty"]
 
 
 def last_rank_is_empty(size: int, ranks: int) -> bool:
@@ -93,6 +93,19 @@ class Split(Layout):
 
     def __str__(self) -> str:
         return f"split on dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSplit(Split):
+    """Cut as `Split` cuts, into equal parts that ``copies`` neighbouring ranks gather for use: a KV head they share.
+
+    A placement cannot say on one axis that neighbours hold the same; so they hold parts of it.
+    """
+
+    copies: int
+
+    def __str__(self) -> str:
+        return f"split on dim {self.dim}, gathered by groups of {self.copies} ranks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
@@ -15,10 +14,11 @@ from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
-from shardcore.nn.functional import local_linear
-from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
-from shardcore.nn.region import Region, deferred_linear, entered, take_rows
+from shardcore.nn.functional import local_linear, multiply
+from shardcore.nn.layout import Layout, SharedSplit, Split, Whole, last_rank_is_empty
+from shardcore.nn.region import Region, deferred_linear, entered
 from shardcore.nn.sole_region import SoleRegion
+from shardcore.nn.together import Reading, read_together
 from shardcore.nn.tokens import TokenSplit
 
 __all__ = ["ColumnLinear", "RowLinear"]
@@ -34,6 +34,12 @@ def _empty_part(module: nn.Module, name: str, size: int, ranks: int) -> str:
     )
 
 
+def _divides(module: nn.Module, ranks: int) -> bool:
+    """Tell whether the rows of a linear divide evenly by ``ranks``, so that no part has rows of two heads."""
+    rows: int = module.out_features  # type: ignore[assignment]  # of an nn.Linear, as `problem` has made sure
+    return rows % ranks == 0
+
+
 class ColumnLinear(SwappedModule, nn.Linear):
     """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
 
@@ -43,14 +49,19 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     Options:
         gather_output: return the whole output on every rank.
-        copies: this many neighbouring ranks share one part. 1 splits over all ranks; above 1 (fewer KV heads than
-            ranks) every rank holds the whole parameter, uses its rows, and the gradient is summed.
+        copies: this many neighbouring ranks use the same rows (fewer KV heads than ranks); 1 splits over all ranks.
+            Above 1 each of them holds a part of those rows, and they gather them for use. Where the rows do not divide
+            by ``copies``, every rank holds the whole parameter, uses its rows, and the gradient is summed.
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
     option_names: ClassVar[frozenset[str]] = frozenset({"copies", "enters", "gather_output"})
 
+    #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
+    gathers: int
+    #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
+    opened: Reading | None
     #: The rows of the weight that this rank uses if it holds others too, else None.
     rows: Runs | None
     #: Likewise of the bias.
@@ -77,7 +88,9 @@ class ColumnLinear(SwappedModule, nn.Linear):
     @classmethod
     def layouts(cls, module: nn.Module, ranks: int, *, copies: int = 1, **options: Any) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
-        layout = Split(0) if copies == 1 else Whole(partial=True)
+        layout: Layout = Split(0)
+        if copies > 1:
+            layout = SharedSplit(0, copies) if _divides(module, ranks) else Whole(partial=True)
         return {name: layout for name, p in module._parameters.items() if p is not None}
 
     @classmethod
@@ -93,9 +106,15 @@ class ColumnLinear(SwappedModule, nn.Linear):
     ) -> Self:
         """See `SwappedModule.adopt`."""
         new = super().adopt(module, context)
-        step = new.out_features * copies // context.size
-        start = context.rank // copies * step
-        new.rows = new.bias_rows = ((start, start + step),) if copies > 1 else None
+        new.gathers, new.opened, new.rows = 1, None, None
+        if copies > 1 and _divides(new, context.size):
+            context.join_neighbours(copies)
+            new.gathers = copies
+        elif copies > 1:
+            step = new.out_features * copies // context.size
+            start = context.rank // copies * step
+            new.rows = ((start, start + step),)
+        new.bias_rows = new.rows
         new.gather_output = gather_output
         new.enters = enters
         new.opens = None
@@ -122,16 +141,22 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     @property
     def uses_what_it_holds(self) -> bool:
-        """Tell whether this rank holds no rows of others."""
-        return self.rows is None and self.bias_rows is None
+        """Tell whether this rank holds the rows that it uses, and no others."""
+        return self.gathers == 1 and self.rows is None and self.bias_rows is None
+
+    @property
+    def own_parameters(self) -> tuple[Tensor, ...]:
+        """The weight, and the bias if there is one, as this rank holds them."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply by this rank's rows, outside the fast path of a region: (..., in) to (..., out/tp)."""
-        if self.rows is None:
+        if self.uses_what_it_holds:
             return local_linear(x, self.weight, self.bias)
-        whole = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        local = read_partial(self._shard_context, *whole)
-        return F.linear(x, *(take_rows(p, self.rows) for p in local))
+        # A compiled graph can pass nothing from one module to another.
+        if not torch.compiler.is_compiling() and self.opened is not None and self.opened.is_of(self):
+            return multiply(x, *self.opened.parameters)
+        return multiply(x, *read_together(self._shard_context, [self])[0])
 
     def _fork(self) -> None:
         # Dropouts up to the row linear act on split activations. Nothing is known about them here, so this is
@@ -142,7 +167,9 @@ class ColumnLinear(SwappedModule, nn.Linear):
     def extra_repr(self) -> str:
         """Describe the whole and the number of ranks."""
         kind = f"gather_output={self.gather_output}"
-        if self.rows:
+        if self.gathers > 1:
+            kind = f"gathered by {self.gathers} ranks"
+        elif self.rows:
             kind = "rows=" + ",".join(f"{start}:{stop}" for start, stop in self.rows)
         return f"{super().extra_repr()}, tp={self._shard_context.size}, {kind}"
 

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
-from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
+from shardcore.comm.reads import local_tensor, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
-from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.functional import autocast, bias_gradient, cast, flat, weight_gradient
+from shardcore.nn.together import Reading, read_together
 from shardcore.nn.tokens import TokenSplit
 
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
-__all__ = ["Region", "deferred_linear", "entered", "take_rows"]
+__all__ = ["Region", "deferred_linear", "entered"]
 
 # The number of the backward that is running; torch has no public name for it.
 _backward_task = torch._C._current_graph_task_id
@@ -69,23 +69,18 @@ class _Open:
         self.again = again  # what members multiply is gathered again in the backward, not kept
         self.members: dict[int, _Member] = {}
         self.parameters: list[Tensor] = []  # of all members
-        self.rows: list[Runs | None] = []  # that this rank uses of each, where it holds others too
         self._calls: list[_Call] = []
         self._task: int | None = None
 
     def add(self, member: ColumnLinear) -> None:
         """Let a column linear take part."""
-        weight, bias = member.weight, member.bias
-        # FSDP2 on the linear itself has not gathered it yet: it will run outside the fast path.
-        if (spec := spec_of(weight)) is None or spec.mesh.ndim != 1:
+        if not _is_readable(member.weight):
             return
-        used = None if bias is None else _used(bias, member.bias_rows)
-        self.members[id(member)] = _Member(len(self.parameters), _used(weight, member.rows), used)
-        self.parameters.append(weight)
-        self.rows.append(member.rows)
-        if bias is not None:
-            self.parameters.append(bias)
-            self.rows.append(member.bias_rows)
+        # The gradient of what was read together is a plain one: the node that read it sums and places it.
+        parameters = member.own_parameters if member.opened is None else member.opened.parameters
+        used = [_used(parameter) for parameter in parameters]
+        self.members[id(member)] = _Member(len(self.parameters), used[0], used[1] if len(used) > 1 else None)
+        self.parameters += parameters
 
     def put(self, call: _Call) -> None:
         """Leave a call for the backward of enter."""
@@ -100,24 +95,14 @@ class _Open:
         return calls if self._task == _backward_task() else []
 
 
-def _used(parameter: Tensor, rows: Runs | None) -> Tensor:
+def _is_readable(parameter: Tensor) -> bool:
+    """Tell whether this rank has its whole part: FSDP2 on a linear itself gathers it only when the linear is called."""
+    return (spec := spec_of(parameter)) is not None and spec.mesh.ndim == 1
+
+
+def _used(parameter: Tensor) -> Tensor:
     held = local_tensor(parameter)
-    return held if rows is None else take_rows(held.detach(), rows)
-
-
-def take_rows(held: Tensor, rows: Runs) -> Tensor:
-    """Return the runs ``rows`` of ``held``, one after the other: a view if there is one run only."""
-    parts = [held[start:stop] for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _spread(grad: Tensor, rows: Runs, shape: torch.Size) -> Tensor:
-    """Return zeros of ``shape`` with ``grad`` in the runs ``rows``: the inverse of `take_rows`."""
-    whole = grad.new_zeros(shape)
-    parts = grad.split([stop - start for start, stop in rows])
-    for (start, stop), part in zip(rows, parts, strict=True):
-        whole[start:stop] = part
-    return whole
+    return held.detach() if held.requires_grad else held
 
 
 class _Enter(Function):
@@ -181,20 +166,9 @@ def _parameter_gradients(
             grads[i] = _plus(grads[i], weight_gradient(grad, cast(x, weight.dtype), member.weight.dtype))
         if member.bias is not None and needed[i + 1]:
             grads[i + 1] = _plus(grads[i + 1], bias_gradient(grad, member.bias.dtype))
-    partial = []
     for i, whole in enumerate(grads):
-        if whole is None:
-            continue
-        if (rows := region.rows[i]) is None:
+        if whole is not None:
             grads[i] = with_spec(whole, spec_of(region.parameters[i]))
-        else:
-            grads[i] = _spread(whole, rows, local_tensor(region.parameters[i]).shape)
-            partial.append(i)
-    if partial:  # of parameters that all ranks hold and each uses in part
-        specs = [spec_of(region.parameters[i]) for i in partial]
-        summed = finish_partial([grads[i] for i in partial], specs, region.context)
-        for i, one in zip(partial, summed, strict=True):
-            grads[i] = one
     return grads
 
 
@@ -287,6 +261,7 @@ class Region:
     ) -> None:
         self.context = context
         self.members = list(members)
+        self._sharing = [member for member in self.members if not member.uses_what_it_holds]
         #: Set where the activations outside are split along the sequence.
         self.tokens: TokenSplit | None = None
         self._name, self._position = argument
@@ -298,6 +273,8 @@ class Region:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Enter: return the arguments with the entering one in its region."""
+        if self._sharing and not torch.compiler.is_compiling():
+            self._read()
         length = None if self.tokens is None else self.tokens.length
         if length is None:
             self._fork()  # where tokens are split, the whole block is forked
@@ -316,6 +293,11 @@ class Region:
         place = self._position
         return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
 
+    def _read(self) -> None:
+        ready = [member for member in self._sharing if _is_readable(member.weight)]
+        for member, parameters in zip(ready, read_together(self.context, ready), strict=True):
+            member.opened = Reading(member, parameters)
+
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
         for i, value in enumerate(args):
@@ -333,8 +315,10 @@ class Region:
         )
 
     def leave(self) -> None:
-        """Called by the row linear: numbers drawn from here on agree on all ranks again."""
+        """Called by the row linear: the members are done, and numbers drawn from here on agree on all ranks again."""
         if not torch.compiler.is_compiling():
+            for member in self._sharing:
+                member.opened = None
             self.context.random.join(id(self))
         elif self._dropouts.live():
             _join(self)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding, VocabHead
+from shardcore.nn.layout import SharedSplit, Whole
 from shardcore.plan import ShardPlan
 from shardcore.steps import EnterArgument, OpenRegion, SplitLogits, SplitTokens, Step, Swap
 
@@ -49,7 +50,7 @@ class _Count:
 
     def __init__(self, plan: ShardPlan) -> None:
         self._plan = plan
-        self._swaps = {step.path: step for step in plan.steps if isinstance(step, Swap)}
+        self._layouts = {name: p.layout for p in plan.parameters for name in (p.name, *p.aliases)}
         self._splits = [step for step in plan.steps if isinstance(step, SplitTokens)]
         self._split_heads = {head for step in plan.steps if isinstance(step, SplitLogits) for head in step.heads}
         self._biased = {name.rpartition(".")[0] for p in plan.parameters for name in (p.name, *p.aliases)
@@ -79,9 +80,7 @@ class _Count:
             yield _backward(step, "reduce_scatter", "(B, S, H) input gradient")
         else:
             yield _backward(step, "all_reduce", "(B, S, H) input gradient")
-        shared = [name for name in step.members if dict(self._swaps[name].options).get("copies", 1) > 1]
-        if shared and self._sums_at_once:
-            yield _backward(step, "all_reduce", f"gradients of {', '.join(shared)}")
+        yield from self._shared(step, step.members)
 
     def _swap(self, step: Swap) -> Iterator[Collective]:
         options, split = dict(step.options), self._is_split(step.path)
@@ -99,8 +98,20 @@ class _Count:
                 yield _forward(step, "all_gather", "(B, S, V) output")
             if options.get("enters", True):
                 yield _backward(step, "all_reduce", "(B, S, H) input gradient")
+                yield from self._shared(step, (step.path,))
         elif issubclass(step.target, Replicated) and (options.get("partial") or split) and self._sums_at_once:
             yield _backward(step, "all_reduce", "its parameters' gradients")
+
+    def _shared(self, step: Step, members: Sequence[str]) -> Iterator[Collective]:
+        """Yield the collectives of parameters that several ranks use and none has to itself."""
+        layouts = {name: {self._layouts.get(f"{name}.{short}") for short in ("weight", "bias")} for name in members}
+        for copies in sorted({x.copies for found in layouts.values() for x in found if isinstance(x, SharedSplit)}):
+            names = ", ".join(name for name, found in layouts.items() if SharedSplit(0, copies) in found)
+            yield _forward(step, "all_gather", f"parts of {names} among {copies} ranks")
+            yield _backward(step, "reduce_scatter", f"gradients of {names} among {copies} ranks")
+        summed = [name for name, found in layouts.items() if Whole(partial=True) in found]
+        if summed and self._sums_at_once:
+            yield _backward(step, "all_reduce", f"gradients of {', '.join(summed)}")
 
     @property
     def _sums_at_once(self) -> bool:

@@ -1,0 +1,121 @@
+"""Rows of parameters that neighbouring ranks hold in parts and use together, as they do a KV head that they share.
+
+Forward: one all-gather puts the parts of all given parameters together. Backward: one reduce-scatter sums what the
+ranks of the group have of their gradients, and leaves each rank its own part. Both carry several parameters as one
+buffer for each dtype.
+
+Shapes: n is the number of rows of one rank's part, c the number of neighbours; (n, ...) is a part, (c*n, ...) the rows
+that are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol  # the collectives that torch.compile traces; no public path
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from shardcore.comm.collectives import all_gather_single, refuse_double_backward
+from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
+from shardcore.comm.sequence import Scattering
+
+__all__ = ["gather_rows"]
+
+
+def _by_dtype(tensors: Sequence[Tensor | None]) -> Iterator[list[int]]:
+    """Yield the places of the tensors of each dtype, in the order of the first of each."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors if t is not None):
+        yield [i for i, t in enumerate(tensors) if t is not None and t.dtype == dtype]
+
+
+def _put_together(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
+    """Return the rows of the whole group: each (n, ...) to (c*n, ...)."""
+    ranks, together = dist.get_world_size(group), list(parts)
+    for places in _by_dtype(parts):
+        flat = torch.cat([parts[i].reshape(-1) for i in places])
+        stacked = _all_gather(flat, group, ranks)
+        for i, piece in zip(places, stacked.split([parts[i].numel() for i in places], 1), strict=True):
+            together[i] = piece.reshape(ranks * parts[i].size(0), *parts[i].shape[1:])
+    return tuple(together)
+
+
+def _all_gather(flat: Tensor, group: ProcessGroup, ranks: int) -> Tensor:
+    """Return what each rank of ``group`` has: (m) to (c, m)."""
+    if torch.compiler.is_compiling():
+        out: Tensor = _CompiledGather.apply(flat, group)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+    gathered = flat.new_empty(ranks * flat.numel())
+    all_gather_single(gathered, flat, group=group)
+    return gathered.view(ranks, -1)
+
+
+class _CompiledGather(Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        stacked: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(flat.unsqueeze(0), 0, group))
+        return stacked
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        own = funcol.wait_tensor(funcol.reduce_scatter_tensor(grads[0].contiguous(), "sum", 0, ctx.group))
+        return own.squeeze(0), None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.parameters = group, parameters
+        return _put_together([local_tensor(p).detach() for p in parameters], group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        group, parameters = ctx.group, ctx.parameters
+        ranks = dist.get_world_size(group)
+        out: list[Tensor | None] = [None] * len(parameters)
+        # What is sent follows from which parameters are trained, not from which of them got a gradient here.
+        trained = [p if needed else None for p, needed in zip(parameters, ctx.needs_input_grad[1:], strict=True)]
+        for places in _by_dtype(trained):
+            parts = [local_tensor(parameters[i]) for i in places]
+            summands = [_rows_of_ranks(grads[i], part, ranks) for i, part in zip(places, parts, strict=True)]
+            own = Scattering(torch.cat(summands, 1), group).wait().split([part.numel() for part in parts])
+            for i, part, piece in zip(places, parts, own, strict=True):
+                if grads[i] is not None:
+                    out[i] = with_spec(piece.view(part.shape), spec_of(parameters[i]))
+        return None, *out
+
+
+def _rows_of_ranks(grad: Tensor | None, part: Tensor, ranks: int) -> Tensor:
+    """Return a gradient (c*n, ...) as what belongs to each rank's part (n, ...): (c, m), or zeros for None."""
+    return part.new_zeros(ranks, part.numel()) if grad is None else grad.reshape(ranks, -1)
+
+
+def gather_rows(group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of ``parameters`` that the ranks of ``group`` hold together, as plain tensors.
+
+    Args:
+        group: neighbouring tensor-parallel ranks, in the order of their parts.
+        *parameters: DTensors split on dim 0 over all tensor-parallel ranks into equal parts (n, ...).
+
+    Returns:
+        For each parameter (c*n, ...), the same on all ranks of ``group``.
+
+    Raises:
+        WrapError: one of them is a plain tensor: somebody put it in the DTensor's place.
+    """
+    for parameter in parameters:
+        held(parameter)
+    if torch.compiler.is_compiling():
+        return _put_together(read_local(*parameters), group)
+    if not torch.is_grad_enabled():
+        return _put_together([local_tensor(p) for p in parameters], group)
+    out: tuple[Tensor, ...] = _Gather.apply(group, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out

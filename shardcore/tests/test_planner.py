@@ -1,0 +1,42 @@
+"""What a plan says about bytes and collectives, without a run."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import TinyPolicy, build
+
+from shardcore.config import ShardConfig
+from shardcore.plan import compile_plan
+from shardcore.planner import collectives, parameter_bytes
+
+
+def _plan(model, **fields):
+    return compile_plan(TinyPolicy, model, ShardConfig(**fields))
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(1, 2), (2, 4), (1, 4)])
+def test_shared_kv_heads_are_cut_as_finely_as_the_rest(kv_heads, ranks):
+    model = build(kv_heads=kv_heads, vocab=96)
+    plan = _plan(model, tensor_parallel_size=ranks)
+    replicated = {p.name for p in plan.parameters if str(p.layout).startswith("replicated")}
+    assert not any("k_proj" in name or "v_proj" in name for name in replicated)
+    sizes = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
+    held = sum(size if name in replicated else size // ranks for name, size in sizes.items())
+    assert parameter_bytes(plan) == [held] * ranks
+
+
+def _of_keys(plan):
+    return [(c.where, c.phase, c.operation) for c in collectives(plan) if "layers.0.attention.k_proj" in c.payload]
+
+
+def test_collectives_of_shared_kv_heads():
+    place = "model.layers.0.attention"
+    model = build(kv_heads=2)
+    assert _of_keys(_plan(model, tensor_parallel_size=2)) == []
+    plan = _plan(model, tensor_parallel_size=4)
+    assert _of_keys(plan) == [(place, "forward", "all_gather"), (place, "backward", "reduce_scatter")]
+    uneven = build(kv_heads=2, hidden=40)  # heads of 5 rows for 2 ranks
+    assert _of_keys(_plan(uneven, tensor_parallel_size=4)) == [(place, "backward", "all_reduce")]
+    assert _of_keys(_plan(uneven, tensor_parallel_size=4, partial_gradients="deferred")) == []
+    alone = _plan(model, tensor_parallel_size=4, inference_only=True)  # nothing opens a region then
+    assert _of_keys(alone) == [(f"{place}.k_proj", "forward", "all_gather")]
