@@ -228,34 +228,21 @@ def loss(
     return LossRow(text=text, function=fn, labels=_tuple(labels), logits=_tuple(logits))
 
 
-def sequence(
-    *,
-    scatter: str,
-    gather: str,
-    stack: str = "",
-    embedding: str | None = None,
-    norm: str | None = None,
-    optional: bool = False,
-) -> Row:
+def sequence(*, scatter: str, gather: str, stack: str = "", optional: bool = False) -> Row:
     """Between which modules of a stack activations may be split along the sequence.
 
     Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
     them. Which norms and biases then have partial gradients follows from their place. The module that the row is listed
-    under is the one whose ``forward`` runs the blocks, or calls ``stack``, and looks up the embedding.
+    under is the one whose ``forward`` runs the blocks, or calls ``stack``.
 
     Args:
         scatter: the first block of a list (``"layers[0]"``), whose input is split.
         gather: the module whose output is whole again: the last norm, or where there is none the last block
             (``"layer[-1]"``).
         stack: the module whose ``forward`` runs the blocks, if the row is listed under the one that calls it.
-        embedding: the vocabulary embedding, if the first block is called with its output, or with what is made of
-            that by adding (positions), by factors that are no parameters, or by dropout: then only the tokens that a
-            rank keeps are summed. Nothing else may be done with it; gradients would be wrong.
-        norm: a norm on the way from the embedding to the first block, with no way around it; it works on the tokens
-            that a rank keeps.
         optional: the modules may be absent.
     """
-    named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack, "embedding": embedding, "norm": norm}
+    named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack}
     return SequenceRow(text=_text("sequence", **named), optional=optional, **named)
 
 
