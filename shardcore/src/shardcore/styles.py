@@ -71,9 +71,10 @@ def vocab(*names: str, optional: bool = False) -> Row:
 
 
 def col(*names: str, gather_output: bool = False, optional: bool = False) -> Row:
-    """Split linears over their output features; each enters by itself, those called with one tensor share the enter.
+    """Split linears over their output features; each enters by itself.
 
-    Prefer `region` wherever a module boundary marks the entry: it overlaps the communication.
+    Prefer `region` wherever a module boundary marks the entry: it sums the input gradients of all its linears at once,
+    and overlaps the communication.
     """
     options = (("gather_output", gather_output),)
     text = _text("col", *names, gather_output=gather_output or None)
@@ -151,7 +152,7 @@ def region(
         col: linears split over their output features; `segments` for one that computes several projections.
         row: the linear, split over its input features, that ends the region.
         enter: the module whose call enters the region, which must not contain the residual connection; ``None`` lets
-            the column linears enter (one alone at its own call, several by the identity of their input).
+            the column linears enter, each at its own call and with a sum of its own.
         arg: the entering argument of that module's ``forward``; by default the first.
         also: further arguments that arrive in the region because an `enter_arg` above let them in.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks share copies of a head.

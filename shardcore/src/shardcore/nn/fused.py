@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.comm.reads import read_partial
 from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Segments, Whole, last_rank_is_empty
 from shardcore.nn.linear import ColumnLinear
-from shardcore.nn.region import take_rows
 
 __all__ = ["FusedColumnLinear"]
 
@@ -95,10 +93,7 @@ class FusedColumnLinear(ColumnLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """See `ColumnLinear.product`."""
-        if self.bias is None or self.bias_rows is None:
-            return local_linear(x, self.weight)
-        (bias,) = read_partial(self._shard_context, self.bias)
-        return local_linear(x, self.weight, take_rows(bias, self.bias_rows))
+        return local_linear(x, self.weight, self.bias_of_rank())
 
     def extra_repr(self) -> str:
         """Describe the whole, its segments and the number of ranks."""

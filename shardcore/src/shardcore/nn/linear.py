@@ -17,7 +17,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
-from shardcore.nn.region import Region, deferred_linear, entered, take_rows
+from shardcore.nn.region import Region, deferred_linear, take_rows
 from shardcore.nn.sole_region import SoleRegion
 from shardcore.nn.tokens import TokenSplit
 
@@ -38,8 +38,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
     """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
 
     Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it enters
-    its region by itself; several such linears called with the same tensor share one enter. As member of a region
-    (see `shardcore.nn.Region`) the region's entry does.
+    its region by itself, one all-reduce of its input's gradient for each such linear; as member of a region (see
+    `shardcore.nn.Region`) the region's entry does, once for all members.
 
     Options:
         gather_output: return the whole output on every rank.
@@ -109,21 +109,29 @@ class ColumnLinear(SwappedModule, nn.Linear):
     def _local_forward(self, x: Tensor) -> Tensor:
         if self.opens is not None:
             return self.opens.multiply(x)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if (out := deferred_linear(self, x)) is not None:
-                return out
-            if self.enters:
-                x = entered(x, self._shard_context)
-        elif self.enters and torch.is_grad_enabled():
-            x = copy_to_tp(x, self._shard_context.group)
-        if self.enters and self.training and not self.gather_output:
-            self._fork()
-        return self.product(x)
+        if self.enters:
+            # One enter for each linear, though several may be called with one tensor: whether it is one is nothing that
+            # all ranks agree on (a backward hook makes another object of it).
+            if torch.is_grad_enabled():
+                x = copy_to_tp(x, self._shard_context.group)
+            if self.training and not self.gather_output:
+                self._fork()
+            return self.product(x)
+        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        out = deferred_linear(self, x) if eager else None
+        return self.product(x) if out is None else out
 
     @property
     def uses_what_it_holds(self) -> bool:
         """Tell whether this rank holds no rows of others."""
         return self.rows is None and self.bias_rows is None
+
+    def bias_of_rank(self) -> Tensor | None:
+        """Read this rank's rows of a bias that it holds more of, the gradient of which is summed here; else None."""
+        if self.bias is None or self.bias_rows is None:
+            return None
+        (bias,) = read_partial(self._shard_context, self.bias)
+        return take_rows(bias, self.bias_rows)
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply by this rank's rows, outside the fast path of a region: (..., in) to (..., out/tp)."""

@@ -6,14 +6,14 @@ output gradient behind, and *enter*'s backward sums the input gradient of all me
 the weight gradients meanwhile, and waits.
 
 The running region hangs on the tensor that *enter* returns and dies with it; no module holds any of it. A member that
-is called with another tensor computes the same gradients, without the overlap. The entered tensor itself has no
-gradient to ask for: torch says that it is not used. What was measured, and the variants that lost, are in
+is called with another tensor, as hooks on one rank may do, computes the same gradients, without the overlap, and sends
+the same: nothing is summed in *enter* but its input's gradient. The entered tensor itself has no gradient to ask for:
+torch says that it is not used. What was measured, and the variants that lost, are in
 ``docs/adr/0002-regions.md``.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
-from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
+from shardcore.comm.reads import local_tensor, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
@@ -35,13 +35,12 @@ from shardcore.nn.tokens import TokenSplit
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
-__all__ = ["Region", "deferred_linear", "entered", "take_rows"]
+__all__ = ["Region", "deferred_linear", "take_rows"]
 
 # The number of the backward that is running; torch has no public name for it.
 _backward_task = torch._C._current_graph_task_id
 
 _OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
-_MEMO = "_shardcore_entered"  # on a tensor that was entered by its linears: its entered form
 
 
 class _Member(NamedTuple):
@@ -49,7 +48,7 @@ class _Member(NamedTuple):
 
     place: int  # of the weight among the parameters of the region; the bias has the next one
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # None also where the member reads it
 
 
 class _Call(NamedTuple):
@@ -68,24 +67,21 @@ class _Open:
         self.context = context
         self.again = again  # what members multiply is gathered again in the backward, not kept
         self.members: dict[int, _Member] = {}
-        self.parameters: list[Tensor] = []  # of all members
-        self.rows: list[Runs | None] = []  # that this rank uses of each, where it holds others too
+        self.parameters: list[Tensor] = []  # of all members, each of which this rank uses as it holds it
         self._calls: list[_Call] = []
         self._task: int | None = None
 
     def add(self, member: ColumnLinear) -> None:
         """Let a column linear take part."""
-        weight, bias = member.weight, member.bias
-        # FSDP2 on the linear itself has not gathered it yet: it will run outside the fast path.
-        if (spec := spec_of(weight)) is None or spec.mesh.ndim != 1:
+        weight = member.weight
+        # FSDP2 on the linear itself has not gathered it yet: it will run outside the fast path. So does a linear that
+        # uses some of the rows that it holds: their gradients are summed where they are read, on either path.
+        if member.rows is not None or (spec := spec_of(weight)) is None or spec.mesh.ndim != 1:
             return
-        used = None if bias is None else _used(bias, member.bias_rows)
-        self.members[id(member)] = _Member(len(self.parameters), _used(weight, member.rows), used)
-        self.parameters.append(weight)
-        self.rows.append(member.rows)
-        if bias is not None:
-            self.parameters.append(bias)
-            self.rows.append(member.bias_rows)
+        bias = member.bias if member.bias_rows is None else None
+        used = None if bias is None else local_tensor(bias)
+        self.members[id(member)] = _Member(len(self.parameters), local_tensor(weight), used)
+        self.parameters += [weight] if bias is None else [weight, bias]
 
     def put(self, call: _Call) -> None:
         """Leave a call for the backward of enter."""
@@ -100,24 +96,10 @@ class _Open:
         return calls if self._task == _backward_task() else []
 
 
-def _used(parameter: Tensor, rows: Runs | None) -> Tensor:
-    held = local_tensor(parameter)
-    return held if rows is None else take_rows(held.detach(), rows)
-
-
 def take_rows(held: Tensor, rows: Runs) -> Tensor:
     """Return the runs ``rows`` of ``held``, one after the other: a view if there is one run only."""
     parts = [held[start:stop] for start, stop in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _spread(grad: Tensor, rows: Runs, shape: torch.Size) -> Tensor:
-    """Return zeros of ``shape`` with ``grad`` in the runs ``rows``: the inverse of `take_rows`."""
-    whole = grad.new_zeros(shape)
-    parts = grad.split([stop - start for start, stop in rows])
-    for (start, stop), part in zip(rows, parts, strict=True):
-        whole[start:stop] = part
-    return whole
 
 
 class _Enter(Function):
@@ -181,21 +163,7 @@ def _parameter_gradients(
             grads[i] = _plus(grads[i], weight_gradient(grad, cast(x, weight.dtype), member.weight.dtype))
         if member.bias is not None and needed[i + 1]:
             grads[i + 1] = _plus(grads[i + 1], bias_gradient(grad, member.bias.dtype))
-    partial = []
-    for i, whole in enumerate(grads):
-        if whole is None:
-            continue
-        if (rows := region.rows[i]) is None:
-            grads[i] = with_spec(whole, spec_of(region.parameters[i]))
-        else:
-            grads[i] = _spread(whole, rows, local_tensor(region.parameters[i]).shape)
-            partial.append(i)
-    if partial:  # of parameters that all ranks hold and each uses in part
-        specs = [spec_of(region.parameters[i]) for i in partial]
-        summed = finish_partial([grads[i] for i in partial], specs, region.context)
-        for i, one in zip(partial, summed, strict=True):
-            grads[i] = one
-    return grads
+    return [None if g is None else with_spec(g, spec_of(p)) for g, p in zip(grads, region.parameters, strict=True)]
 
 
 def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
@@ -203,23 +171,26 @@ def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
 
 
 class _Deferred(Function):
-    """A member's product; its backward leaves (gradient, input, weight) for enter's."""
+    """A member's product; its backward leaves (gradient, input, weight) for enter's, and sends nothing.
+
+    A bias that the member reads by itself is given to it, and gets its gradient here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, region: _Open, member: _Member, x: Tensor) -> Tensor:
-        ctx.region, ctx.member = region, member
-        weight, bias = member.weight, member.bias
+    def forward(ctx: Any, region: _Open, member: _Member, x: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.region, ctx.member, ctx.bias_dtype = region, member, None if bias is None else bias.dtype
+        weight, bias = member.weight, member.bias if bias is None else bias
         if torch.is_autocast_enabled(x.device.type):
             x, weight, bias = autocast(x, weight, bias)
         ctx.save_for_backward(weight, *(() if region.again else (x,)))
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor | None]:
         weight, *kept = ctx.saved_tensors
         # Detached: x leads to enter's node, which holds the region.
         ctx.region.put(_Call(ctx.member, grads[0], kept[0].detach() if kept else None, weight))
-        return None, None, None
+        return None, None, None, bias_gradient(grads[0], ctx.bias_dtype) if ctx.needs_input_grad[3] else None
 
 
 def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
@@ -227,42 +198,8 @@ def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
     region: _Open | None = getattr(x, _OPEN, None)
     if region is None or (found := region.members.get(id(member))) is None:
         return None
-    out: Tensor = _Deferred.apply(region, found, x)  # type: ignore[no-untyped-call]
+    out: Tensor = _Deferred.apply(region, found, x, member.bias_of_rank())  # type: ignore[no-untyped-call]
     return out
-
-
-def entered(x: Tensor, context: ShardContext) -> Tensor:
-    """Enter with ``x`` once, no matter how many column linears are called with it (eager mode, grad enabled).
-
-    The entered form is remembered on ``x`` itself, weakly: the graphs of the linears keep it alive.
-    """
-    if not x.requires_grad or hasattr(x, _OPEN):
-        return x  # nothing to sum, or entered already
-    memo = getattr(x, _MEMO, None)
-    if memo is not None:
-        reference, version, group = memo
-        known = reference()
-        if known is not None and version == x._version and group == context.group.group_name:
-            return known  # type: ignore[no-any-return]  # an attribute of a tensor has no type
-    new = copy_to_tp(x, context.group)
-    setattr(x, _MEMO, (_TensorReference(new), x._version, context.group.group_name))
-    return new
-
-
-class _TensorReference:
-    """A weak reference to a tensor that copies to nothing, so that tensors carrying one can be deep-copied."""
-
-    def __init__(self, tensor: Tensor | None) -> None:
-        self._reference = None if tensor is None else weakref.ref(tensor)
-
-    def __call__(self) -> Tensor | None:
-        return None if self._reference is None else self._reference()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TensorReference:
-        return _TensorReference(None)
-
-    def __reduce__(self) -> tuple[type[_TensorReference], tuple[None]]:
-        return _TensorReference, (None,)
 
 
 class Region:

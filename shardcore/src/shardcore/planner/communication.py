@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding, VocabHead
+from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear, VocabEmbedding, VocabHead
 from shardcore.plan import ShardPlan
 from shardcore.steps import EnterArgument, OpenRegion, SplitLogits, SplitTokens, Step, Swap
 
@@ -36,8 +36,7 @@ class Collective:
 def collectives(plan: ShardPlan) -> list[Collective]:
     """Return the collectives of one forward and backward (under ``inference_only``: of one forward), in plan order.
 
-    Column linears that enter by themselves are counted once each; at run time those called with the same tensor share
-    one. Sequences are counted as if long enough to be split.
+    Sequences are counted as if long enough to be split.
     """
     counted = _Count(plan)
     found = [c for step in plan.steps for c in counted.of(step)]
@@ -80,9 +79,12 @@ class _Count:
             yield _backward(step, "reduce_scatter", "(B, S, H) input gradient")
         else:
             yield _backward(step, "all_reduce", "(B, S, H) input gradient")
-        shared = [name for name in step.members if dict(self._swaps[name].options).get("copies", 1) > 1]
-        if shared and self._sums_at_once:
-            yield _backward(step, "all_reduce", f"gradients of {', '.join(shared)}")
+        for name in step.members if self._sums_at_once else ():
+            swap = self._swaps[name]
+            if dict(swap.options).get("copies", 1) > 1:
+                yield _backward(swap, "all_reduce", "gradients of what ranks share")
+            elif issubclass(swap.target, FusedColumnLinear) and name in self._biased:
+                yield _backward(swap, "all_reduce", "gradient of its bias")
 
     def _swap(self, step: Swap) -> Iterator[Collective]:
         options, split = dict(step.options), self._is_split(step.path)
