@@ -60,8 +60,8 @@ def expected_collectives(name: str, layers: int) -> int:
 
     Split logits are not gathered; their loss reduces the maximum and the stacked sums. With a split sequence there are
     four gathers and four scatters for each layer, and the gradient of each norm is reduced: two for each layer, one for
-    the last. The embedding is scattered and its gradient gathered, and what the head multiplies is gathered; the loss
-    and the head's input gradient are reduced as before.
+    the last. The embedding is reduced, and the gradient of the first layer's input gathered; what the head multiplies
+    is gathered; the loss and the head's input gradient are reduced as before.
     """
     if name.startswith(UNSHARDED):
         return 0

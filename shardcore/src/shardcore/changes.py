@@ -31,11 +31,8 @@ from shardcore.nn import (
     TakesLoss,
     TokenBlock,
     TokenEnd,
-    TokenNorm,
-    TokenSource,
     TokenSplit,
     TokenStack,
-    VocabEmbedding,
 )
 from shardcore.nn.base import with_methods
 from shardcore.nn.dropout import DropoutSites
@@ -223,9 +220,6 @@ def _(step: EnterArgument, model: nn.Module, context: ShardContext) -> Commit:
 def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
     blocks = [model.get_submodule(path) for path in step.blocks]
     stack, end = model.get_submodule(step.path), model.get_submodule(step.end)
-    embedding = model.get_submodule(step.embedding) if step.embedding else None
-    norm = model.get_submodule(step.norm) if step.norm else None
-    source = None if step.source is None else model.get_submodule(step.source)
 
     def commit() -> None:
         tokens = TokenSplit(context)
@@ -233,16 +227,10 @@ def _(step: SplitTokens, model: nn.Module, context: ShardContext) -> Commit:
             above = not path or f"{step.path}.".startswith(f"{path}.")
             if step.covers(path) or (above and isinstance(module, GathersOutputs)):
                 _bind(module, tokens)
-        if isinstance(embedding, VocabEmbedding):
-            embedding.tokens = tokens
-        if norm is not None:
-            TokenNorm.adopt(norm, context, tokens=tokens)
         TokenStack.adopt(stack, context, tokens=tokens)
         for block in blocks:
             TokenBlock.adopt(block, context, tokens=tokens, argument=step.argument)
         TokenEnd.adopt(end, context, tokens=tokens)
-        if source is not None:
-            TokenSource.adopt(source, context, tokens=tokens, split=[*blocks, end])
 
     return commit
 

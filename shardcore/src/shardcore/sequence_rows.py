@@ -21,8 +21,6 @@ class SequenceRow(Row):
     scatter: str
     gather: str
     stack: str = ""
-    embedding: str | None = None
-    norm: str | None = None
 
     def plan(self, scope: Scope) -> None:
         """See `Row.plan`."""
@@ -36,7 +34,7 @@ class SequenceRow(Row):
             scope.problem(what, "name the first block: scatter='layers[0]'", scatter)
             return
         argument = argument_of(first, None)
-        if any(scope.find(name) is None for name in (self.stack, self.embedding, self.norm) if name):
+        if self.stack and scope.find(self.stack) is None:
             return
         if argument is None:
             scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", scatter)
@@ -48,9 +46,6 @@ class SequenceRow(Row):
                     blocks=names,
                     argument=argument,
                     end=scope.name(gather),
-                    source=None if self.embedding is None else scope.name(""),
-                    embedding=None if self.embedding is None else scope.name(self.embedding),
-                    norm=None if self.norm is None else scope.name(self.norm),
                 )
             )
 

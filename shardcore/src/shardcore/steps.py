@@ -204,22 +204,16 @@ class SplitTokens(Step):
         blocks: its blocks; the first one that is called splits them.
         argument: name and position of the argument of a block that holds them.
         end: the module after which they are whole again.
-        source: the module that looks up the embedding; None without one.
-        embedding: the embedding that the input of the first block is made of, if it is split over the vocabulary.
-        norm: a norm between the two.
     """
 
     blocks: tuple[str, ...]
     argument: tuple[str, int]
     end: str
-    source: str | None = None
-    embedding: str | None = None
-    norm: str | None = None
 
     @property
     def places(self) -> frozenset[str]:
         """The modules that work on split tokens, with all that is below them."""
-        return frozenset((*self.blocks, self.end, *filter(None, [self.norm])))
+        return frozenset((*self.blocks, self.end))
 
     def covers(self, path: str) -> bool:
         """Tell whether the module ``path`` works on split tokens, or inside regions between them."""

@@ -71,9 +71,10 @@ def vocab(*names: str, optional: bool = False) -> Row:
 
 
 def col(*names: str, gather_output: bool = False, optional: bool = False) -> Row:
-    """Split linears over their output features; each enters by itself, those called with one tensor share the enter.
+    """Split linears over their output features; each enters by itself.
 
-    Prefer `region` wherever a module boundary marks the entry: it overlaps the communication.
+    Prefer `region` wherever a module boundary marks the entry: it sums the input gradients of all its linears at once,
+    and overlaps the communication.
     """
     options = (("gather_output", gather_output),)
     text = _text("col", *names, gather_output=gather_output or None)
@@ -151,7 +152,7 @@ def region(
         col: linears split over their output features; `segments` for one that computes several projections.
         row: the linear, split over its input features, that ends the region.
         enter: the module whose call enters the region, which must not contain the residual connection; ``None`` lets
-            the column linears enter (one alone at its own call, several by the identity of their input).
+            the column linears enter, each at its own call and with a sum of its own.
         arg: the entering argument of that module's ``forward``; by default the first.
         also: further arguments that arrive in the region because an `enter_arg` above let them in.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks share copies of a head.
@@ -228,34 +229,21 @@ def loss(
     return LossRow(text=text, function=fn, labels=_tuple(labels), logits=_tuple(logits))
 
 
-def sequence(
-    *,
-    scatter: str,
-    gather: str,
-    stack: str = "",
-    embedding: str | None = None,
-    norm: str | None = None,
-    optional: bool = False,
-) -> Row:
+def sequence(*, scatter: str, gather: str, stack: str = "", optional: bool = False) -> Row:
     """Between which modules of a stack activations may be split along the sequence.
 
     Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
     them. Which norms and biases then have partial gradients follows from their place. The module that the row is listed
-    under is the one whose ``forward`` runs the blocks, or calls ``stack``, and looks up the embedding.
+    under is the one whose ``forward`` runs the blocks, or calls ``stack``.
 
     Args:
         scatter: the first block of a list (``"layers[0]"``), whose input is split.
         gather: the module whose output is whole again: the last norm, or where there is none the last block
             (``"layer[-1]"``).
         stack: the module whose ``forward`` runs the blocks, if the row is listed under the one that calls it.
-        embedding: the vocabulary embedding, if the first block is called with its output, or with what is made of
-            that by adding (positions), by factors that are no parameters, or by dropout: then only the tokens that a
-            rank keeps are summed. Nothing else may be done with it; gradients would be wrong.
-        norm: a norm on the way from the embedding to the first block, with no way around it; it works on the tokens
-            that a rank keeps.
         optional: the modules may be absent.
     """
-    named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack, "embedding": embedding, "norm": norm}
+    named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack}
     return SequenceRow(text=_text("sequence", **named), optional=optional, **named)
 
 

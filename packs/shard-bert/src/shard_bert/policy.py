@@ -11,13 +11,7 @@ from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequen
 __all__ = ["TOKENS", "BertModelPolicy"]
 
 #: Where tokens may be split, on every release.
-TOKENS = sequence(
-    scatter="encoder.layer[0]",
-    gather="encoder.layer[-1]",
-    stack="encoder",
-    embedding="embeddings.word_embeddings",
-    norm="embeddings.LayerNorm",
-)
+TOKENS = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack="encoder")
 
 
 def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Row]:

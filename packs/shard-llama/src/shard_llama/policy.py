@@ -27,7 +27,7 @@ class LlamaModelPolicy(PretrainedPolicy):
             "LlamaModel": [
                 vocab("embed_tokens"),
                 norm("norm", rms="variance_epsilon"),
-                sequence(scatter="layers[0]", gather="norm", embedding="embed_tokens"),
+                sequence(scatter="layers[0]", gather="norm"),
                 outputs(attentions="heads", hidden_states="sequence"),
             ],
             "LlamaDecoderLayer": [

@@ -33,13 +33,13 @@ def _attention(name: str, *also: str) -> list[Row]:
     ]
 
 
-def _stack(embedding: str | None = None, **captured: Any) -> list[Row]:
+def _stack(**captured: Any) -> list[Row]:
     """Return the rows that encoder and decoder share."""
     return [
         replicate("embed_positions"),
         layer_drop("layerdrop"),
         norm("layer_norm"),
-        sequence(scatter="layers[0]", gather="layer_norm", embedding=embedding),
+        sequence(scatter="layers[0]", gather="layer_norm"),
         outputs(attentions="heads", hidden_states="sequence", heads="layers.0.self_attn.num_heads", **captured),
     ]
 
@@ -53,7 +53,7 @@ DECODER: ModulePolicy = {
     "WhisperDecoder": [
         vocab("embed_tokens"),
         enter_arg("", "encoder_hidden_states"),
-        *_stack("embed_tokens", cross_attentions="heads"),
+        *_stack(cross_attentions="heads"),
     ],
     "WhisperDecoderLayer": [*_LAYER, *_attention("encoder_attn", "key_value_states")],
 }

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol  # the collectives that torch.compile traces; no public path
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
@@ -29,11 +28,9 @@ __all__ = [
     "all_gather_tokens",
     "enter_from_sequence",
     "gather_sequence",
-    "leave_in_place",
     "leave_to_sequence",
     "local_tokens",
     "own_tokens",
-    "place_tokens",
     "scatter_sequence",
     "start_reduce_scatter",
 ]
@@ -133,14 +130,6 @@ def own_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     return packed(part)
 
 
-def place_tokens(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
-    """Put this rank's tokens in their places, and zeros in those of others: (B, L, ...) to (B, S, ...)."""
-    step = x.size(1)
-    start = min(dist.get_rank(group) * step, length)
-    count = min(step, length - start)
-    return F.pad(x.narrow(1, 0, count), (0, 0) * (x.ndim - 2) + (start, length - start - count))
-
-
 class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, length: int) -> Tensor:
@@ -163,16 +152,6 @@ class _Leave(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
         return all_gather_tokens(grads[0], ctx.group, ctx.length), None
-
-
-class _LeaveInPlace(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return place_tokens(reduce_scatter_tokens(x, group), group, x.size(1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 class _Scatter(Function):
@@ -211,15 +190,6 @@ def enter_from_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
 def leave_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """Leave a region: reduce-scatter of the summands forward, all-gather backward; (B, S, ...) to (B, L, ...)."""
     return _apply(_Leave, x, group)
-
-
-def leave_in_place(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Leave a region, and keep the shape: what `place_tokens` makes of the reduce-scatter; (B, S, ...) to itself.
-
-    The backward sends nothing: it holds if the gradient is that of all tokens, as it is where `scatter_sequence` takes
-    this rank's tokens again. Between the two only what treats each token by itself is right.
-    """
-    return _apply(_LeaveInPlace, x, group)
 
 
 def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:

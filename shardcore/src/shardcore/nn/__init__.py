@@ -22,7 +22,6 @@ from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
 from shardcore.nn.shared_random import SharedNumpy, SharedRandom
 from shardcore.nn.sole_region import SoleRegion
-from shardcore.nn.token_source import TokenNorm, TokenSource
 from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
 
 __all__ = [
@@ -50,8 +49,6 @@ __all__ = [
     "TakesLoss",
     "TokenBlock",
     "TokenEnd",
-    "TokenNorm",
-    "TokenSource",
     "TokenSplit",
     "TokenStack",
     "UncomputedLogits",

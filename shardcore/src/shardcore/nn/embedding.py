@@ -14,7 +14,6 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.functional import can_look_at
 from shardcore.nn.layout import Layout, Split, last_rank_is_empty
-from shardcore.nn.tokens import TokenSplit
 
 __all__ = ["VocabEmbedding"]
 
@@ -30,8 +29,6 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
 
     #: The rows of the whole table that this rank holds.
     rows: tuple[int, int]
-    #: Set where the first block of a stack that splits its sequence is called with what is made of the output.
-    tokens: TokenSplit | None
     _shard_context: ShardContext
 
     @classmethod
@@ -61,7 +58,6 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         """See `SwappedModule.adopt`."""
         new = super().adopt(module, context)
         new.rows = chunk_bounds(new.num_embeddings, context.size, context.rank)
-        new.tokens = None
         return new
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
@@ -79,8 +75,6 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         padding = self.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < stop else None
         out = F.embedding(local_ids, weight, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.tokens is not None and (placed := self.tokens.place(out)) is not None:
-            return placed
         return reduce_from_tp(out, self._shard_context.group, fresh=True)
 
     def _check(self, ids: Tensor) -> None:

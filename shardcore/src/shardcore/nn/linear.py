@@ -16,7 +16,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.functional import local_linear, multiply
 from shardcore.nn.layout import Layout, SharedSplit, Split, Whole, last_rank_is_empty
-from shardcore.nn.region import Region, deferred_linear, entered
+from shardcore.nn.region import Region, deferred_linear
 from shardcore.nn.sole_region import SoleRegion
 from shardcore.nn.together import Reading, read_together
 from shardcore.nn.tokens import TokenSplit
@@ -44,8 +44,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
     """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
 
     Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it enters
-    its region by itself; several such linears called with the same tensor share one enter. As member of a region
-    (see `shardcore.nn.Region`) the region's entry does.
+    its region by itself, one all-reduce of its input's gradient for each such linear; as member of a region (see
+    `shardcore.nn.Region`) the region's entry does, once for all members.
 
     Options:
         gather_output: return the whole output on every rank.
@@ -128,16 +128,17 @@ class ColumnLinear(SwappedModule, nn.Linear):
     def _local_forward(self, x: Tensor) -> Tensor:
         if self.opens is not None:
             return self.opens.multiply(x)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if (out := deferred_linear(self, x)) is not None:
-                return out
-            if self.enters:
-                x = entered(x, self._shard_context)
-        elif self.enters and torch.is_grad_enabled():
-            x = copy_to_tp(x, self._shard_context.group)
-        if self.enters and self.training and not self.gather_output:
-            self._fork()
-        return self.product(x)
+        if self.enters:
+            # One enter for each linear, though several may be called with one tensor: whether it is one is nothing that
+            # all ranks agree on (a backward hook makes another object of it).
+            if torch.is_grad_enabled():
+                x = copy_to_tp(x, self._shard_context.group)
+            if self.training and not self.gather_output:
+                self._fork()
+            return self.product(x)
+        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        out = deferred_linear(self, x) if eager else None
+        return self.product(x) if out is None else out
 
     @property
     def uses_what_it_holds(self) -> bool:

@@ -6,14 +6,14 @@ output gradient behind, and *enter*'s backward sums the input gradient of all me
 the weight gradients meanwhile, and waits.
 
 The running region hangs on the tensor that *enter* returns and dies with it; no module holds any of it. A member that
-is called with another tensor computes the same gradients, without the overlap. The entered tensor itself has no
-gradient to ask for: torch says that it is not used. What was measured, and the variants that lost, are in
+is called with another tensor, as hooks on one rank may do, computes the same gradients, without the overlap, and sends
+the same: nothing is summed in *enter* but its input's gradient. The entered tensor itself has no gradient to ask for:
+torch says that it is not used. What was measured, and the variants that lost, are in
 ``docs/adr/0002-regions.md``.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,13 +35,12 @@ from shardcore.nn.tokens import TokenSplit
 if TYPE_CHECKING:
     from shardcore.nn.linear import ColumnLinear
 
-__all__ = ["Region", "deferred_linear", "entered"]
+__all__ = ["Region", "deferred_linear"]
 
 # The number of the backward that is running; torch has no public name for it.
 _backward_task = torch._C._current_graph_task_id
 
 _OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
-_MEMO = "_shardcore_entered"  # on a tensor that was entered by its linears: its entered form
 
 
 class _Member(NamedTuple):
@@ -166,10 +165,7 @@ def _parameter_gradients(
             grads[i] = _plus(grads[i], weight_gradient(grad, cast(x, weight.dtype), member.weight.dtype))
         if member.bias is not None and needed[i + 1]:
             grads[i + 1] = _plus(grads[i + 1], bias_gradient(grad, member.bias.dtype))
-    for i, whole in enumerate(grads):
-        if whole is not None:
-            grads[i] = with_spec(whole, spec_of(region.parameters[i]))
-    return grads
+    return [None if g is None else with_spec(g, spec_of(p)) for g, p in zip(grads, region.parameters, strict=True)]
 
 
 def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
@@ -203,40 +199,6 @@ def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
         return None
     out: Tensor = _Deferred.apply(region, found, x)  # type: ignore[no-untyped-call]
     return out
-
-
-def entered(x: Tensor, context: ShardContext) -> Tensor:
-    """Enter with ``x`` once, no matter how many column linears are called with it (eager mode, grad enabled).
-
-    The entered form is remembered on ``x`` itself, weakly: the graphs of the linears keep it alive.
-    """
-    if not x.requires_grad or hasattr(x, _OPEN):
-        return x  # nothing to sum, or entered already
-    memo = getattr(x, _MEMO, None)
-    if memo is not None:
-        reference, version, group = memo
-        known = reference()
-        if known is not None and version == x._version and group == context.group.group_name:
-            return known  # type: ignore[no-any-return]  # an attribute of a tensor has no type
-    new = copy_to_tp(x, context.group)
-    setattr(x, _MEMO, (_TensorReference(new), x._version, context.group.group_name))
-    return new
-
-
-class _TensorReference:
-    """A weak reference to a tensor that copies to nothing, so that tensors carrying one can be deep-copied."""
-
-    def __init__(self, tensor: Tensor | None) -> None:
-        self._reference = None if tensor is None else weakref.ref(tensor)
-
-    def __call__(self) -> Tensor | None:
-        return None if self._reference is None else self._reference()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TensorReference:
-        return _TensorReference(None)
-
-    def __reduce__(self) -> tuple[type[_TensorReference], tuple[None]]:
-        return _TensorReference, (None,)
 
 
 class Region:

@@ -10,26 +10,18 @@ come between, recomputes it for the same number (hazard H38).
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardcore.comm.sequence import (
-    gather_sequence,
-    leave_in_place,
-    local_tokens,
-    own_tokens,
-    scatter_sequence,
-)
+from shardcore.comm.sequence import gather_sequence, local_tokens, scatter_sequence
 from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.dropout import DropoutSites
 
-__all__ = ["TokenBlock", "TokenEnd", "TokenModule", "TokenSplit", "TokenStack", "with_first"]
+__all__ = ["TokenBlock", "TokenEnd", "TokenModule", "TokenSplit", "TokenStack"]
 
 # Carries the number of tokens from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_tokens"
@@ -38,26 +30,18 @@ _CARRIED = "_shardcore_tokens"
 class _State(NamedTuple):
     """What the forward of a stack is in."""
 
-    #: Outside of any forward, in the one that calls the stack's, before the first block, among the blocks, after them.
-    phase: Literal["outside", "ahead", "before", "inside", "after"] = "outside"
-    places: bool = False
+    #: Outside of its forward, before the first block, among the blocks, after them.
+    phase: Literal["outside", "before", "inside", "after"] = "outside"
     length: int | None = None
     last: int | None = None
-    placed: int | None = None
-    gathered: bool = False
-    taken: weakref.ref[Tensor] | None = None
 
 
 class TokenSplit:
     """How the tokens of one stack of blocks are split, for the call that is running.
 
-    Between a split embedding and the first block a tensor has its whole shape, which masks are made from, while only
-    the tokens that this rank keeps count in it: it is *placed*.
-
     Attributes:
         length: the tokens of the call; None where they are whole: outside the stack, and in calls too short to split.
         last: what ``length`` was in the last forward of the stack.
-        placed: the tokens of the call, as long as they are placed.
     """
 
     def __init__(self, context: ShardContext) -> None:
@@ -65,10 +49,10 @@ class TokenSplit:
         self._set(_State())
 
     def _set(self, state: _State) -> None:
-        self.phase, self._places, self.length, self.last, self.placed, self._gathered, self._taken = state
+        self.phase, self.length, self.last = state
 
     def _state(self) -> _State:
-        return _State(self.phase, self._places, self.length, self.last, self.placed, self._gathered, self._taken)
+        return _State(self.phase, self.length, self.last)
 
     @property
     def local(self) -> int | None:
@@ -78,55 +62,25 @@ class TokenSplit:
     @property
     def running(self) -> bool:
         """Whether the forward of the stack is running."""
-        return self.phase not in ("outside", "ahead")
-
-    def open(self, *, places: bool) -> _State:
-        """Begin a forward that calls the stack's, in which the embedding may place; return what `stop` is given."""
-        outer = self._state()
-        self._set(_State("ahead", places))
-        return outer
+        return self.phase != "outside"
 
     def start(self) -> _State:
         """Begin a forward of the stack, and return what `stop` is given."""
         outer = self._state()
-        self._set(outer._replace(phase="before") if outer.phase == "ahead" else _State("before"))
+        self._set(_State("before"))
         return outer
 
     def stop(self, outer: _State) -> None:
-        """End the forward of the stack, or of what calls it; one that it was called in goes on."""
-        if outer.phase in ("outside", "ahead"):
-            # What was captured is looked at after the end.
-            outer = _State(outer.phase, last=self.last, taken=self._taken)
-        self._set(outer)
-
-    def place(self, summand: Tensor) -> Tensor | None:
-        """Return the sum over the ranks of what the embedding has, placed; None where the sum has to be whole."""
-        if not self._places or self.placed is not None or torch.compiler.is_compiling() or not self._splits(summand):
-            return None
-        self.placed = summand.size(1)
-        return leave_in_place(summand, self.context.group)
-
-    def take(self, x: Tensor) -> Tensor:
-        """Return the tokens that this rank keeps of ``x`` (B, S, ...)."""
-        if self.placed is not None and x.size(1) != self.placed:
-            raise NotSupportedError(
-                f"the embedding of a stack has looked up {self.placed} tokens for each sequence, and its first block "
-                f"is called with {x.size(1)}: under sequence parallelism each rank has the sums of its own tokens "
-                "only. Remove embedding= from the policy's sequence row."
-            )
-        # Whoever takes them first gathers the gradient, for what was added to the embedding; others are given theirs.
-        take = own_tokens if self._gathered else scatter_sequence
-        self._gathered = self.placed is not None
-        return take(x, self.context.group)
+        """End the forward of the stack; one that it was called in goes on."""
+        # What was captured is looked at after the end.
+        self._set(_State(last=self.last) if outer.phase == "outside" else outer)
 
     def begin(self, x: Tensor) -> Tensor:
         """Split the tokens of ``x`` (B, S, ...), which the first block is called with, if each rank gets one."""
-        own = self.take(x) if self.placed is not None or self._splits(x) else x
-        if self.placed is not None:
-            self._taken = weakref.ref(x)
-        self.last = self.length = x.size(1) if own is not x else None
-        self.phase, self._places, self.placed, self._gathered = "inside", False, None, False
-        return own
+        splits = x.ndim >= 3 and x.size(1) >= self.context.size
+        self.phase, self.last = "inside", x.size(1) if splits else None
+        self.length = self.last
+        return scatter_sequence(x, self.context.group) if splits else x
 
     def end(self, x: Tensor) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...)."""
@@ -138,13 +92,8 @@ class TokenSplit:
         if self.last is None:
             return captured
         if captured.size(1) == self.last:
-            if self._taken is None or self._taken() is not captured:
-                return captured  # from before the split, or after the end
-            captured = scatter_sequence(captured, self.context.group)
+            return captured  # from before the split, or after the end
         return gather_sequence(captured, self.context.group, self.last)
-
-    def _splits(self, x: Tensor) -> bool:
-        return x.ndim >= 3 and x.size(1) >= self.context.size
 
     def expect(self, x: Tensor, tokens: int | None, where: str) -> None:
         """Refuse a tensor that holds another number of tokens than it should.
@@ -196,7 +145,7 @@ class TokenStack(TokenModule):
         outer = tokens.start()
         try:
             out = super().forward(*args, **kwargs)
-            if tokens.length is not None or tokens.placed is not None:
+            if tokens.length is not None:
                 raise ShardcoreError(
                     f"{type(self).__name__} returned while its tokens were split: the module that its policy gathers "
                     "them at was not called. Correct gather= in the policy, or turn sequence parallelism off."
@@ -293,16 +242,6 @@ class TokenBlock(TokenModule):
         return (*args[:place], x, *args[place + 1 :]), kwargs
 
 
-def with_first(
-    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with ``function`` applied to the first of them."""
-    if args:
-        return (function(args[0]), *args[1:]), kwargs
-    first = next(iter(kwargs))
-    return args, {**kwargs, first: function(kwargs[first])}
-
-
 class TokenEnd(TokenModule):
     """The last module of a stack: its output is whole again.
 
@@ -313,9 +252,6 @@ class TokenEnd(TokenModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and gather its output, if tokens are split."""
         tokens = self._tokens
-        if tokens.phase == "before" and tokens.placed is not None and not isinstance(self, TokenBlock):
-            # No block was called (LayerDrop).
-            args, kwargs = with_first(tokens.begin, args, kwargs)
         out = super().__call__(*args, **kwargs)
         if tokens.phase != "inside":
             return out

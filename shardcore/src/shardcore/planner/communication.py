@@ -37,8 +37,7 @@ class Collective:
 def collectives(plan: ShardPlan) -> list[Collective]:
     """Return the collectives of one forward and backward (under ``inference_only``: of one forward), in plan order.
 
-    Column linears that enter by themselves are counted once each; at run time those called with the same tensor share
-    one. Sequences are counted as if long enough to be split.
+    Sequences are counted as if long enough to be split.
     """
     counted = _Count(plan)
     found = [c for step in plan.steps for c in counted.of(step)]
@@ -64,8 +63,9 @@ class _Count:
             yield _backward(step, "all_reduce", f"gradient of {step.argument[0]}")
         elif isinstance(step, SplitTokens):
             yield Collective(where=step.end, phase="forward", operation="all_gather", payload="(B, S/tp, H) output")
-            first = step.norm or step.blocks[0]
-            yield Collective(where=first, phase="backward", operation="all_gather", payload="(B, S/tp, H) gradient")
+            yield Collective(
+                where=step.blocks[0], phase="backward", operation="all_gather", payload="(B, S/tp, H) gradient"
+            )
         elif isinstance(step, SplitLogits):
             for what in ("largest logits", "sums and the labels' logits"):
                 yield Collective(where=step.path, phase="forward", operation="all_reduce", payload=f"(B, S) {what}")
@@ -91,8 +91,7 @@ class _Count:
             if split and step.path in self._biased and self._sums_at_once:
                 yield _backward(step, "all_reduce", "gradient of its bias")
         elif issubclass(step.target, VocabEmbedding):
-            kept = any(of.embedding == step.path for of in self._splits)
-            yield _forward(step, "reduce_scatter" if kept else "all_reduce", "(B, S, H) output")
+            yield _forward(step, "all_reduce", "(B, S, H) output")
         elif issubclass(step.target, ColumnLinear):
             if options.get("gather_output") and not self._keeps_split(step):
                 yield _forward(step, "all_gather", "(B, S, V) output")
