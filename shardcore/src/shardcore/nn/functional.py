@@ -82,7 +82,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """
     held(weight)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        local = read_local(weight) if bias is None else read_local(weight, bias)
+        local = read_local(weight, fresh=True) if bias is None else read_local(weight, bias, fresh=x.ndim > 1)
         return F.linear(x, *local)
     out: Tensor = _LocalLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
