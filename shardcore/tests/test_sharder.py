@@ -85,10 +85,18 @@ def test_a_policy_written_for_shardformer(pool, world):
 def synchronized():
     model = build(seed=dist.get_rank())
     model.register_buffer("steps", torch.tensor(5 + dist.get_rank()))
-    shardcore.shard(model, policy=TinyPolicy, tp=2, sync_from=1)
+    model.register_buffer("many", torch.tensor([[1.0], [2.0]]).mul(1 + dist.get_rank()).expand(2, 5000))
     reference = build(seed=1)
+    for some, rank in ((model, dist.get_rank()), (reference, 1)):
+        # One number that stands for all; and every other row of a tensor.
+        some.model.norm.weight = nn.Parameter(torch.full((1,), 2.0 + rank, dtype=torch.float64).expand(32))
+        some.head.weight = nn.Parameter(torch.stack([some.head.weight.data, torch.zeros(97, 32)], 1)[:, 0])
+        assert not some.head.weight.is_contiguous()
+    shardcore.shard(model, policy=TinyPolicy, tp=2, sync_from=1)
     assert_same_parameters(reference, model)
     assert model.steps.item() == 6
+    assert model.many[:, 4999].tolist() == [2.0, 4.0]
+    assert model.many.stride() == (1, 0)
     assert_close(reference(batch()), model(batch()), "output")
 
 

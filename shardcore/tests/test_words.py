@@ -32,6 +32,7 @@ from shardcore.styles import (
     region,
     replicate,
     segments,
+    sequence,
     shared_rng,
     vocab,
     when_divisible,
@@ -273,6 +274,18 @@ def test_plans_say_what_enters():
     assert not [s for s in inference.steps if isinstance(s, EnterArgument)]
 
 
+def test_inference_on_split_tokens_lets_states_in():
+    class Split(ModelPolicy):
+        def module_policy(self):
+            rows = super().module_policy()
+            tokens = sequence(scatter="layers[0]", gather="norm")
+            return {**rows, "Decoder": [*rows["Decoder"], tokens]}
+
+    config = ShardConfig(tensor_parallel_size=2, inference_only=True, enable_sequence_parallelism=True)
+    plan = compile_plan(Split, _model(), config)
+    assert [s.path for s in plan.steps if isinstance(s, EnterArgument)] == ["decoder"]
+
+
 def test_states_that_nothing_lets_in():
     class Forgotten(ModelPolicy):
         lets_in = False
@@ -346,6 +359,21 @@ def test_a_variant_that_is_refused_is_one_problem():
     (problem,) = _problems(Refusing)
     assert problem.startswith("(the model itself): it has layers that cannot be split\n")
     assert "next: build the model without it, or pass shard() a policy of your own" in problem
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(None, "NoneType"), (torch.ones(2), "Tensor"), (2.0, "float"), (True, "bool")]
+)
+def test_only_whole_numbers_are_divided(value, kind):
+    class Odd(ModelPolicy):
+        counts = "itself.count"  # a second problem, which has to be said as well
+
+    model = _model()
+    for layer in model.decoder.layers:
+        layer.itself.heads = value
+    found = _problems(Odd, model)
+    assert any(f"Attention.heads is a {kind}; per_rank divides a whole number" in p for p in found)
+    assert any("Attention has no number 'count'" in p for p in found)
 
 
 def test_blocks_are_not_left_out_by_replicas():

@@ -131,6 +131,13 @@ def _refusals():
         out.logits.argmax(-1)
     with pytest.raises(NotSupportedError, match="split over the vocabulary"):
         torch.softmax(out.logits, -1)
+    seen = []
+    sharded.loss_function = lambda logits, labels, **_: seen.append(logits) or cross_entropy(logits[0], labels[0])
+    sharded(**inputs)
+    assert not hasattr(seen[0], "full_tensor")
+    assert getattr(seen[0], "argmax", None) is None
+    with pytest.raises(NotSupportedError, match="'argmax' is not computed on parts"):
+        seen[0].argmax(-1)
     sharded.loss_function = lambda logits, labels, **_: torch.softmax(logits, -1).sum()
     with pytest.raises(NotSupportedError, match="softmax"):
         sharded(**inputs)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
-from vit_cases import case, equal_on_ranks, pair, policy, shard, step_beside, train_beside
+from vit_cases import case, equal_on_ranks, one_image_beside, pair, policy, shard, step_beside, train_beside
 
 import shardcore
 from shard_vit.cases import images, weighted_sum
@@ -47,6 +47,16 @@ def test_what_cannot_be_split_is_refused(options, message):
     text = _refusal(options)
     assert re.search(message, text)
     assert "nothing was changed" in text
+
+
+def _one_image(name: str, options: dict[str, Any]) -> None:
+    each = case(name)
+    one_image_beside(each, *pair(each, **options))
+
+
+@pytest.mark.parametrize(("name", "options"), [("timm_plain", {"reg_tokens": 2}), ("timm_distilled", {})])
+def test_one_image(pool, name, options):
+    pool.run(_one_image, name, options, world=2)
 
 
 def test_heads_that_do_not_divide():

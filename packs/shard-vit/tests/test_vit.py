@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from vit_cases import case, pair, shard, step_beside, tensors, train_beside
+from vit_cases import case, one_image_beside, pair, shard, step_beside, tensors, train_beside
 
 from shard_vit.cases import images, weighted_sum
 from shardcore.testing.parity import assert_close, assert_same_gradients
@@ -26,6 +26,16 @@ def _three() -> None:
     reference, model = pair(each, image_size=224, patch_size=16, hidden_size=192, num_attention_heads=3)
     step_beside(each, reference, model, 0)
     assert_same_gradients(reference, model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_image(pool, name):
+    pool.run(_one_image, name, world=2)
+
+
+def _one_image(name: str) -> None:
+    each = case(name)
+    one_image_beside(each, *pair(each))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

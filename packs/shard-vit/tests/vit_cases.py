@@ -17,7 +17,12 @@ import shardcore
 from shard_vit.cases import cases
 from shardcore.registry import GROUP, Registry
 from shardcore.testing.cases import Case
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore.testing.parity import (
+    assert_close,
+    assert_gradients_own_storage,
+    assert_same_gradients,
+    assert_same_parameters,
+)
 from shardcore.testing.subject import adamw
 
 
@@ -83,6 +88,20 @@ def train_beside(case: Case, reference: Any, sharded: Any, steps: int = 2) -> No
             optimizer.step()
             optimizer.zero_grad()
         assert_same_parameters(reference, sharded)
+
+
+def one_image_beside(case: Case, reference: Any, sharded: Any) -> None:
+    """Accumulate three backwards of one image, and clip: the tokens' gradients are then views of the positions'."""
+    both = (reference, sharded)
+    for seed in range(3):
+        inputs = {name: t[:1] for name, t in case.inputs(reference, seed).items()}
+        for model in both:
+            loss_of(case, model(**inputs)).backward()
+    assert_gradients_own_storage(sharded)
+    assert_same_gradients(reference, sharded)
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in both]
+    assert_close(norms[0], norms[1], "gradient norm")
+    assert_same_gradients(reference, sharded)
 
 
 def pair(case: Case, **options: Any) -> tuple[Any, Any]:

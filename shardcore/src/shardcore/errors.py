@@ -3,6 +3,7 @@
 ShardcoreError
 ├── ConfigError (ValueError)             a configuration contradicts itself or the number of ranks
 ├── NotSupportedError (NotImplementedError)   a valid wish that this release cannot fulfil
+│   └── SplitLogitsError (AttributeError)     an attribute of tensors that split logits lack
 ├── RegistryError
 │   ├── PackError (ImportError)          a pack that could not be loaded
 │   ├── NoPolicyError (LookupError)      no installed pack serves this model class
@@ -43,6 +44,7 @@ __all__ = [
     "RegistryError",
     "ShardcoreError",
     "ShardcoreWarning",
+    "SplitLogitsError",
     "StaleOptimizerWarning",
     "UntestedVersionWarning",
     "WrapError",
@@ -59,6 +61,10 @@ class ConfigError(ShardcoreError, ValueError):
 
 class NotSupportedError(ShardcoreError, NotImplementedError):
     """A valid wish that this release cannot fulfil; the message says what to do instead."""
+
+
+class SplitLogitsError(NotSupportedError, AttributeError):
+    """Logits that are split over the vocabulary were asked for an attribute that only whole ones have."""
 
 
 class RegistryError(ShardcoreError):

@@ -140,7 +140,7 @@ class RegionRow(Row):
         place = self.enter if self.enter is not None else self.col[0]
         if self.enter is None and len(members) > 1:
             return None
-        if scope.config.inference_only and not scope.config.enable_sequence_parallelism:
+        if _needs_no_entry(scope):
             return None
         module = scope.find(place)
         argument = None if module is None else argument_of(module, self.arg)
@@ -180,13 +180,18 @@ class EnterArgRow(Row):
     def plan(self, scope: Scope) -> None:
         """See `Row.plan`."""
         module = scope.find(self.module)
-        if module is None or scope.config.inference_only:
+        if module is None or _needs_no_entry(scope):
             return
         argument = argument_of(module, self.name)
         if argument is None:
             scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
         else:
             scope.add(EnterArgument(path=scope.name(self.module), argument=argument))
+
+
+def _needs_no_entry(scope: Scope) -> bool:
+    """Tell whether nothing happens where activations enter: no backward, and no tokens that are gathered there."""
+    return scope.config.inference_only and not scope.config.enable_sequence_parallelism
 
 
 def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -208,14 +209,22 @@ class AttributeRow(Row):
         value = self.value
         if value is per_rank:
             whole = getattr(module, name)
-            if whole % scope.ranks:
+            if not isinstance(whole, Integral) or isinstance(whole, bool):
                 scope.problem(
-                    f"{type(module).__name__}.{name} is {whole}, which {scope.ranks} ranks do not divide",
+                    f"{type(module).__name__}.{name} is a {type(whole).__name__}; per_rank divides a whole number",
+                    "name the attribute that counts, or give the value of one rank in place of per_rank",
+                    owner,
+                )
+                return
+            count = int(whole)
+            if count % scope.ranks:
+                scope.problem(
+                    f"{type(module).__name__}.{name} is {count}, which {scope.ranks} ranks do not divide",
                     "use a tensor_parallel_size that divides it",
                     owner,
                 )
                 return
-            value = per_rank(whole, scope.ranks)
+            value = per_rank(count, scope.ranks)
         elif inspect.isfunction(value) and not self.literal:
             if scope.heads is None:
                 return

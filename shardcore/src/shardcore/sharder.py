@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -302,8 +302,22 @@ def refuse_sharded(model: nn.Module) -> None:
 
 def _broadcast(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta":
-            dist.broadcast(tensor.detach(), source, group=group)
+        if tensor.device.type == "meta":
+            continue
+        data = tensor.detach()
+        # An expanded tensor has fewer elements than it shows, and a backend receives as many as it shows.
+        dense = data.contiguous()
+        dist.broadcast(dense, source, group=group)
+        if dense is not data:
+            _write(data, dense)
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """Give ``tensor`` the ``values``; what shows one element at several places takes it from the first of them."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim):
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:

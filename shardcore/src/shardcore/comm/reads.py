@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardcore.comm.collectives import all_reduce, refuse_double_backward
+from shardcore.comm.ownership import owned, traced_owned
 from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext
 
@@ -61,7 +62,10 @@ def held(parameter: Tensor) -> Tensor:
 
 
 def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
-    """Wrap a local gradient in the spec of its parameter; with ``None`` return it unchanged."""
+    """Wrap a local gradient in the spec of its parameter; with ``None`` return it unchanged.
+
+    Nobody else may hold the storage of ``local``: see `shardcore.comm.ownership`.
+    """
     if spec is None:
         return local
     # The strides of the spec are what accumulation in place and fused optimizers trust, they never look at the local
@@ -78,28 +82,33 @@ def partial_spec(spec: DTensorSpec) -> DTensorSpec:
 
 
 def all_reduce_bucket(tensors: list[Tensor], context: ShardContext) -> list[Tensor]:
-    """Sum several tensors over the tensor-parallel ranks with one collective for each dtype."""
+    """Sum several tensors over the tensor-parallel ranks with one collective for each dtype.
+
+    What it returns shares no storage, neither with the ``tensors`` nor among itself.
+    """
     summed: list[Tensor] = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         bucket = all_reduce(torch.cat([tensors[i].reshape(-1) for i in places]), context.group)
         parts = bucket.split([tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):
-            summed[i] = part.view(tensors[i].shape)
+            summed[i] = (part if len(parts) == 1 else part.clone()).view(tensors[i].shape)
     return summed
 
 
 class _ReadLocal(Function):
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, fresh: bool, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.fresh = fresh
         ctx.specs = [spec_of(p) for p in parameters]
         return tuple(local_tensor(p).detach() for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        return tuple(None if g is None else with_spec(g, s) for g, s in zip(grads, ctx.specs, strict=True))
+        own = [g if g is None or ctx.fresh else owned(g) for g in grads]
+        return (None, *(None if g is None else with_spec(g, s) for g, s in zip(own, ctx.specs, strict=True)))
 
 
 class _ReadPartial(Function):
@@ -113,13 +122,18 @@ class _ReadPartial(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
+        if ctx.context.partial_gradients == "deferred":
+            grads = tuple(g if g is None else owned(g) for g in grads)
         return (None, *finish_partial(list(grads), ctx.specs, ctx.context))
 
 
 def finish_partial(
     grads: list[Tensor | None], specs: list[DTensorSpec | None], context: ShardContext
 ) -> list[Tensor | None]:
-    """Turn local summands into gradients: summed in one bucket, or marked partial in the deferred mode."""
+    """Turn local summands into gradients: summed in one bucket, or marked partial in the deferred mode.
+
+    In the deferred mode nobody else may hold their storage.
+    """
     places = [i for i, g in enumerate(grads) if g is not None]
     parts = [grads[i] for i in places]
     if context.partial_gradients == "in_backward":
@@ -150,24 +164,31 @@ CAN_TRACE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _read_untraced(*parameters: Tensor) -> tuple[Tensor, ...]:
-    return read_local(*parameters)
+def _read_untraced(*parameters: Tensor, fresh: bool) -> tuple[Tensor, ...]:
+    return read_local(*parameters, fresh=fresh)
 
 
-def read_local(*parameters: Tensor) -> tuple[Tensor, ...]:
+def read_local(*parameters: Tensor, fresh: bool = False) -> tuple[Tensor, ...]:
     """Return this rank's parts of DTensor parameters; their gradients are DTensors with the parameters' specs.
 
     Args:
         *parameters: DTensors on the ``tp`` axis, or plain tensors, which pass unchanged.
+        fresh: what is computed with the parts makes a new tensor for each gradient (a product, a lookup), and so they
+            are not copied.
     """
     if torch.compiler.is_compiling():
         if not CAN_TRACE:
-            return _read_untraced(*parameters)  # type: ignore[no-any-return]  # breaks the graph
-        return tuple(p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+            return _read_untraced(*parameters, fresh=fresh)  # type: ignore[no-any-return]  # breaks the graph
+        return tuple(_traced(p, fresh=fresh) if isinstance(p, DTensor) else p for p in parameters)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
-    out: tuple[Tensor, ...] = _ReadLocal.apply(*parameters)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: tuple[Tensor, ...] = _ReadLocal.apply(fresh, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
+
+
+def _traced(parameter: DTensor, *, fresh: bool) -> Tensor:
+    local: Tensor = parameter.to_local()
+    return local if fresh else traced_owned(local)
 
 
 def read_partial(context: ShardContext, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -177,6 +198,7 @@ def read_partial(context: ShardContext, *parameters: Tensor) -> tuple[Tensor, ..
     accumulation contributes exactly once; in the deferred mode they stay partial DTensors.
     """
     if torch.compiler.is_compiling():
+        # Owned after the sum: the compiler makes one of two sums of one tensor.
         return tuple(_CompiledPartial.apply(p, context) for p in read_local(*parameters))  # type: ignore[no-untyped-call]
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)

@@ -68,7 +68,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         """
         if can_look_at(input):
             self._check(input)
-        (weight,) = read_local(held(self.weight))
+        (weight,) = read_local(held(self.weight), fresh=True)
         start, stop = self.rows
         elsewhere = (input < start) | (input >= stop)
         local_ids = (input - start).masked_fill(elsewhere, 0)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardcore.comm.collectives import copy_to_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
+from shardcore.nn.contents import needs_gradient
 
 __all__ = ["EnteredArgument"]
 
@@ -39,10 +40,12 @@ class EnteredArgument:
         return args, kwargs
 
     def _enter(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return copy_to_tp(value, self.context.group)
-        if isinstance(value, tuple | list) or hasattr(value, "items"):
+        place = needs_gradient(value)
+        if isinstance(value, Tensor):
+            return value if place is None else copy_to_tp(value, self.context.group)
+        if place is not None:
             raise NotSupportedError(
-                f"the argument {self._name!r} that enters the regions is a {type(value).__name__}; wanted one tensor"
+                f"the argument {self._name!r} that enters the regions is a {type(value).__name__} whose {place} needs "
+                "a gradient; wanted one tensor"
             )
         return value

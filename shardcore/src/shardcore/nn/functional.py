@@ -87,7 +87,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Do what `local_linear` does, with a weight that may be a plain tensor, made of the parameter."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        local = read_local(weight) if bias is None else read_local(weight, bias)
+        local = read_local(weight, fresh=True) if bias is None else read_local(weight, bias, fresh=x.ndim > 1)
         return F.linear(x, *local)
     out: Tensor = _LocalLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # untyped in torch
     return out

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardcore.errors import NotSupportedError
+from shardcore.errors import NotSupportedError, SplitLogitsError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
@@ -130,7 +130,7 @@ class SplitLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(f"{name!r}")
+        raise SplitLogitsError(_ELSE.format(what=f"{name!r}"))  # hasattr() and getattr() with a default catch it
 
     @classmethod
     def __torch_function__(

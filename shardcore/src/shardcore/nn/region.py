@@ -27,6 +27,7 @@ from shardcore.comm.reads import local_tensor, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
+from shardcore.nn.contents import needs_gradient
 from shardcore.nn.dropout import DropoutSites
 from shardcore.nn.functional import autocast, bias_gradient, cast, flat, weight_gradient
 from shardcore.nn.together import Reading, read_together
@@ -263,16 +264,19 @@ class Region:
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
         for i, value in enumerate(args):
-            if (i != self._position or self._name in kwargs) and i not in self._also_at and _needs_gradient(value):
-                raise self._refusal(module, f"at position {i}")
+            if (i != self._position or self._name in kwargs) and i not in self._also_at:
+                self._refuse(module, f"at position {i}", needs_gradient(value))
         for name, value in kwargs.items():
-            if name != self._name and name not in self._also and _needs_gradient(value):
-                raise self._refusal(module, repr(name))
+            if name != self._name and name not in self._also:
+                self._refuse(module, repr(name), needs_gradient(value))
 
-    def _refusal(self, module: nn.Module, other: str) -> NotSupportedError:
-        return NotSupportedError(
-            f"{type(module).__name__}: the argument {other} needs a gradient, but only {self._name!r} enters its "
-            "tensor-parallel region: the gradient of another would be this rank's summand. Detach it, or keep this "
+    def _refuse(self, module: nn.Module, other: str, place: str | None) -> None:
+        if place is None:
+            return
+        inside = f" (its {place})" if place else ""
+        raise NotSupportedError(
+            f"{type(module).__name__}: the argument {other} needs a gradient{inside}, but only {self._name!r} enters "
+            "its tensor-parallel region: the gradient of another would be this rank's summand. Detach it, or keep this "
             "module unsharded."
         )
 
@@ -305,12 +309,6 @@ class Region:
         new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, _OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
-
-
-def _needs_gradient(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    return isinstance(value, tuple | list) and any(isinstance(v, Tensor) and v.requires_grad for v in value)
 
 
 # Generator states cannot be traced: these two are the only graph breaks, and only where a dropout is live.

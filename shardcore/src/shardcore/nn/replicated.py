@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -34,6 +33,8 @@ class Replicated(SwappedModule):
     #: Set where the activations that it sees are split along the sequence.
     tokens: TokenSplit | None
     _partial: bool
+    #: Whether each gradient is a tensor that nobody else holds.
+    _fresh: bool
     _native_class: type[nn.Module]
     _shard_context: ShardContext
 
@@ -49,6 +50,8 @@ class Replicated(SwappedModule):
         new = super().adopt(module, context)
         new.__dict__["tokens"] = None
         new._partial = partial
+        # A lookup makes the gradient of its table, which may be large; so it is not copied.
+        new._fresh = native.forward is nn.Embedding.forward
         new._native_class = native
         return new
 
@@ -57,8 +60,11 @@ class Replicated(SwappedModule):
         own = self._parameters
         shared = {name: p for name, p in own.items() if p is not None}
         partial = self._partial or (self.tokens is not None and self.tokens.length is not None)
-        read = functools.partial(read_partial, self._shard_context) if partial else read_local
-        local = read(*shared.values())
+        local = (
+            read_partial(self._shard_context, *shared.values())
+            if partial
+            else read_local(*shared.values(), fresh=self._fresh)
+        )
         parameters = {**own, **dict(zip(shared, local, strict=True))}
         if torch.compiler.is_compiling():
             return self._compiled_forward(parameters, *args, **kwargs)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "assert_close",
+    "assert_gradients_own_storage",
     "assert_same_gradients",
     "assert_same_parameters",
     "gradient_errors",
@@ -65,6 +66,25 @@ def parameter_errors(reference: nn.Module, sharded: nn.Module) -> dict[str, floa
 def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-9) -> None:
     """Raise AssertionError, naming every offender, unless all gradients agree within ``tolerance``."""
     _assert_small("gradient", gradient_errors(reference, sharded), tolerance)
+
+
+def assert_gradients_own_storage(model: nn.Module) -> None:
+    """Raise AssertionError, naming both, if two gradients of ``model`` share storage.
+
+    What is added to one of them, or scaled, would change the other: the second backward of an accumulation, clipping.
+    On this rank alone; no collective.
+    """
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is None or not grad.numel():
+            continue
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        if not local.numel():
+            continue
+        first = owners.setdefault(local.untyped_storage().data_ptr(), name)
+        if first != name:
+            raise AssertionError(f"the gradients of {first} and {name} share storage: they are accumulated as one")
 
 
 def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-9) -> None:
