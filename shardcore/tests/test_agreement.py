@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import TinyPolicy, build
 from torch import nn
 
-from shardcore.agreement import Report, agree, checksums
+import shardcore
+from shardcore import fingerprint
+from shardcore.agreement import Report, agree
 from shardcore.errors import AgreementError
+from shardcore.fingerprint import checksum, tensor_items
 
 SAME = "Start every rank from the same environment, with the same model and the same arguments."
 
@@ -18,7 +25,7 @@ def _model(change=None):
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + i)
     if change:
         change(model)
-    return dict(checksums(model))
+    return dict(tensor_items(model)[1])
 
 
 def _swap(model):
@@ -29,10 +36,10 @@ def _swap(model):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (lambda m: m[0].weight.data[2, 1].add_(1e-6), "0.weight (5, 3) torch.float32"),
-        (lambda m: m[0].bias.data[4].neg_(), "0.bias (5,) torch.float32"),
-        (lambda m: m[1].running_var[0].add_(1), "1.running_var (5,) torch.float32"),
-        (lambda m: m[1].num_batches_tracked.add_(1), "1.num_batches_tracked () torch.int64"),
+        (lambda m: m[0].weight.data[2, 1].add_(1e-6), "the values of 0.weight"),
+        (lambda m: m[0].bias.data[4].neg_(), "the values of 0.bias"),
+        (lambda m: m[1].running_var[0].add_(1), "the values of 1.running_var"),
+        (lambda m: m[1].num_batches_tracked.add_(1), "the values of 1.num_batches_tracked"),
     ],
 )
 def test_a_checksum_sees_every_tensor(change, name):
@@ -44,36 +51,34 @@ def test_a_checksum_sees_every_tensor(change, name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool])
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (), (0, 4)])
 def test_a_checksum_of_any_dtype_and_shape(dtype, shape):
-    module = nn.Module()
-    module.register_buffer("x", torch.ones(shape).to(dtype))
-    ((name, value),) = checksums(module)
-    assert name == f"x {shape} {dtype}"
-    module.x = torch.zeros(shape).to(dtype)
-    ((_, other),) = checksums(module)
-    assert (value != other) == (module.x.numel() > 0)
-    module.x = torch.zeros(shape, dtype=dtype, device="meta")
-    assert checksums(module)[0][1] == "meta"
-    whole = torch.arange(24.0).to(torch.float64)
-    module.x = whole.view(4, 6).t()
-    assert checksums(module)[0][1] == checksums_of(whole.view(4, 6).t().contiguous())
+    ones, zeros = torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)
+    assert (checksum(ones) != checksum(zeros)) == (ones.numel() > 0)
+    assert checksum(zeros.to("meta")) == "on the meta device"
+    whole = torch.arange(24.0).to(torch.float64).view(4, 6).t()
+    assert checksum(whole) == checksum(whole.contiguous())
 
 
-def checksums_of(tensor):
-    module = nn.Module()
-    module.register_buffer("x", tensor)
-    return checksums(module)[0][1]
+def test_tensors_are_described():
+    module = nn.Linear(3, 2, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    about, values = tensor_items(module, values=False)
+    assert about == [
+        ("the shape of weight", "(2, 3)"),
+        ("the dtype of weight", "torch.bfloat16"),
+        ("requires_grad of weight", "False"),
+    ]
+    assert values == []
 
 
 def test_a_checksum_of_a_part_that_is_not_aligned():
     base = torch.zeros(41, dtype=torch.int8)
-    assert checksums_of(base[1:41]) == checksums_of(base[1:41].view(torch.uint8))
+    assert checksum(base[1:41]) == checksum(base[1:41].view(torch.uint8))
 
 
 def test_far_apart_elements_that_change_places_are_seen():
     big = torch.zeros(3 << 16)
     big[0], moved = 1.0, torch.zeros(3 << 16)
     moved[2 << 16] = 1.0
-    assert checksums_of(big) != checksums_of(moved)
+    assert checksum(big) != checksum(moved)
 
 
 def test_alone_there_is_nothing_to_agree_on():
@@ -95,7 +100,7 @@ def _text(own, failure=None, **options):
 def reports():
     rank = dist.get_rank()
     found = {"agree": _text(Report(items=(("a", "1"),), seed=7 + rank))}
-    items = (("the plan", "x"), ("tensor w (2,)", "1" if rank < 2 else "2"), ("tensor z (2,)", str(rank)))
+    items = (("the plan", "x"), ("the values of w", "1" if rank < 2 else "2"), ("the values of z", str(rank)))
     found["tensor"] = _text(Report(items=items))
     found["plan"] = _text(Report(items=(("the plan", "x" if rank != 1 else "y"), *items[1:])))
     found["absent"] = _text(Report(items=items[:2] if rank == 1 else items[:1]))
@@ -116,13 +121,13 @@ def test_what_ranks_say_to_each_other(pool):
     )
     for own in found:
         assert own["tensor"] == (
-            f"ranks 0 and 1 differ in tensor z (2,): 0 on rank 0, 1 on rank 1. Nothing was changed. {weights}"
+            f"ranks 0 and 1 differ in the values of z: 0 on rank 0, 1 on rank 1. Nothing was changed. {weights}"
         )
         assert own["plan"] == (
             f"ranks 0 and 1 differ in the plan: x on rank 0, y on rank 1. Nothing was changed. {SAME}"
         )
         assert own["absent"] == (
-            f"ranks 0 and 1 differ in tensor w (2,): absent on rank 0, 1 on rank 1. Nothing was changed. {weights}"
+            f"ranks 0 and 1 differ in the values of w: nothing on rank 0, 1 on rank 1. Nothing was changed. {weights}"
         )
         assert own["order"] == "ranks 0 and 1 report the same things in another order; nothing was changed."
     assert [own["failed"] for own in found] == [
@@ -133,3 +138,21 @@ def test_what_ranks_say_to_each_other(pool):
     assert found[0]["changing"] == (
         "rank 1 failed, while the models were being changed. Its error: ArithmeticError: of rank 1"
     )
+
+
+def test_a_checksum_needs_a_small_buffer_only():
+    """Peak memory beyond the tensor itself, in a process of its own: sums of 32-bit words are taken in 64 bits."""
+    code = (
+        "import resource, torch\n"
+        "from shardcore.fingerprint import checksum\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "checksum(torch.zeros(1 << 22)); tensor = torch.ones(1 << 26)\n"  # 16 MiB and 256 MiB
+        "before = peak(); checksum(tensor); print(peak() - before)\n"
+    )
+    grown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert int(grown) < 32
+
+
+def test_one_rank_computes_no_checksums(monkeypatch):
+    monkeypatch.setattr(fingerprint, "checksum", lambda tensor: pytest.fail("nobody compares it"))
+    shardcore.shard(build(), policy=TinyPolicy, tp=1)

@@ -35,7 +35,9 @@ def twice():
         assert str(caught.value).startswith(text)
     plain = nn.Sequential(nn.Linear(2, 2))
     plain[0].weight = model.model.layers[0].mlp.up.weight
-    with pytest.raises(AlreadyShardedError, match=r"its parameter '0\.weight' is a DTensor already. Call shard"):
+    with pytest.raises(
+        AlreadyShardedError, match=r"its parameter '0\.weight' is a DTensor already, from an earlier shard\(\), fully_"
+    ):
         shardcore.shard(plain, policy=TinyPolicy, tp=2)
 
 

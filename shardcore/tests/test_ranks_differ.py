@@ -117,7 +117,10 @@ def test_a_pack_that_one_rank_lacks(pool, folders, plugin, why):
     if plugin:
         install(folders[1], "tiny", plugin)
     zero, one = pool.run(refused, folders, world=2)
-    side = "rank 0 did not fail; the policy's origin there: shard_tiny.policy.ModelPolicy of shard-tiny 1.0"
+    side = (
+        "rank 0 did not fail; the class of the model there: tiny.TinyLM; the policy's origin there: "
+        "shard_tiny.policy.ModelPolicy of shard-tiny 1.0"
+    )
     assert (zero[0], one[0]) == (AgreementError, NoPolicyError)
     assert why in one[1]
     assert zero[1] == f"rank 1 failed, so no rank was changed. Its error: NoPolicyError: {one[1]}\n{side}"

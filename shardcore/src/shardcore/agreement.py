@@ -1,6 +1,6 @@
 """Agreement between ranks before a model is changed: one collective, one error on all ranks.
 
-Every rank contributes either its error or a digest of what it holds (plan, configuration, a checksum of every tensor).
+Every rank contributes either its error or a digest of what it holds (`shardcore.fingerprint`).
 If anything differs, or any rank failed, all ranks raise, and nothing was changed anywhere. Only ranks that differ send
 each other everything, to name the first difference.
 """
@@ -11,23 +11,27 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardcore.errors import AgreementError
-from shardcore.plan import ShardPlan
-from shardcore.steps import Step, Swap, to_data
 
-__all__ = ["Report", "agree", "checksums", "in_words"]
+__all__ = ["Report", "agree", "is_alone"]
 
 _SAME = "Start every rank from the same environment, with the same model and the same arguments."
+_SAME_MODEL = "Build the same model on every rank."
 
 # Start of an item's name -> the next step if ranks differ in it; `_SAME` for all others.
 _TODO = {
-    "tensor ": "Build the same model from the same weights on every rank (the same seed, or the same checkpoint), or "
-    "pass sync_from=0 to take the weights of rank 0.",
+    "the class of ": _SAME_MODEL,
+    "the shape of ": _SAME_MODEL,
+    "the dtype of ": f"{_SAME_MODEL} Casts have to be the same on every rank too.",
+    "requires_grad of ": "Freeze the same parameters on every rank.",
+    "the training mode": "Call model.train() or model.eval() alike on every rank, or pass sync_from=0 to take the "
+    "weights and the mode of rank 0.",
+    "the values of ": "Build the same model from the same weights on every rank (the same seed, or the same "
+    "checkpoint), or pass sync_from=0 to take the weights of rank 0.",
+    "the version of ": "Install the same version on every rank.",
     "the policy's origin": "Install the same packs in the same versions on every rank, and start all ranks with the "
     "same SHARDCORE_PACKS and SHARDCORE_DISABLE_PACKS.",
     "the packs ": "Install the same packs in the same versions on every rank, or leave them out with "
@@ -35,8 +39,11 @@ _TODO = {
     "step ": f"{_SAME} A policy must not go by the order of a set, which differs with PYTHONHASHSEED.",
 }
 
-# Words are summed in squares of this side, row by row and column by column.
-_SIDE = 256
+# For names without a space, which are those of attributes.
+_ATTRIBUTE = "Give it the same value on every rank, or set it after shard() if ranks may differ in it."
+
+# Values are shown up to this length.
+_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +55,14 @@ class Report:
         items: (name, value) pairs that must be equal on all ranks, the most telling first.
         seed: the rank's own random seed; the group takes the first rank's.
         digest: stands for ``items`` where they were left out.
+        modes: the training mode of every module, where one rank's are taken; need not be equal.
     """
 
     error: str | None = None
     items: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     digest: str = ""
+    modes: tuple[bool, ...] = ()
 
     @classmethod
     def of_error(cls, error: BaseException) -> Report:
@@ -61,54 +70,14 @@ class Report:
         return cls(error=f"{type(error).__name__}: {error}")
 
     def brief(self) -> Report:
-        """Return what is sent as long as ranks agree: the first item, and a digest of all."""
+        """Return what is sent as long as ranks agree: the first two items, and a digest of all."""
         digest = hashlib.sha256(repr(self.items).encode()).hexdigest()
-        return replace(self, items=self.items[:1], digest=digest)
+        return replace(self, items=self.items[:2], digest=digest)
 
 
-def checksums(model: nn.Module, *, values: bool = True) -> list[tuple[str, str]]:
-    """Return (name, what must agree) for every parameter and buffer of ``model``, in its order.
-
-    That is the shape, the dtype, whether it is on the meta device or frozen and, with ``values``, a checksum.
-    """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(f"{name} {tuple(t.shape)} {t.dtype}", _state(t, values)) for name, t in tensors]
-
-
-def in_words(plan: ShardPlan) -> list[tuple[str, str]]:
-    """Return (name, words) for every part of a plan, so that ranks with different plans see where they part.
-
-    The words are the same in every process. The digest comes last: it covers what words leave out.
-    """
-    steps = [(f"step {number} of the plan", _step(step)) for number, step in enumerate(plan.steps, 1)]
-    layouts = [(f"the layout of {p.name} in the plan", f"{p.layout or 'left to a function'}") for p in plan.parameters]
-    return [("the model's class", plan.model), *steps, *layouts, ("the plan", plan.digest)]
-
-
-def _step(step: Step) -> str:
-    if not isinstance(step, Swap):
-        return f"{step.path or 'the model'} {Step.describe(step)}"
-    options = ", ".join(f"{name}={to_data(value)}" for name, value in step.options)
-    return f"{step.path or 'the model'} becomes {to_data(step.target)}({options})"
-
-
-def _state(tensor: Tensor, values: bool) -> str:
-    content = "meta" if tensor.is_meta else _checksum(tensor) if values else "any value"
-    return f"{content}, trainable" if tensor.requires_grad else content
-
-
-def _checksum(tensor: Tensor) -> str:
-    if tensor.device.type == "meta" or tensor.numel() == 0:
-        return ""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    aligned = raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0
-    words = raw.view(torch.int32) if aligned else raw
-    squares = words[: words.numel() // _SIDE**2 * _SIDE**2].view(-1, _SIDE, _SIDE)
-    # Sums along both ways of a square: values that changed places change some of them.
-    sums = torch.cat([squares.sum(dim, dtype=torch.int64).view(-1) for dim in (1, 2)])
-    rest = words[squares.numel() :]
-    content = sums.cpu().numpy().tobytes() + rest.cpu().numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()[:16]
+def is_alone(group: ProcessGroup | None = None) -> bool:
+    """Tell whether there is no other rank in ``group`` (the default process group) to agree with."""
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def agree(
@@ -133,7 +102,7 @@ def agree(
         ShardcoreError: ``failure`` itself, on the rank that failed.
         AgreementError: another rank failed, or the ranks differ; names the first difference and both sides.
     """
-    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    alone = is_alone(group)
     reports = [own] if alone else _gathered(own.brief(), group)
     names = [0] if alone else dist.get_process_group_ranks(group)
     other = _of_another_rank(names, reports)
@@ -164,8 +133,8 @@ def _of_another_rank(names: Sequence[int], reports: Sequence[Report]) -> str:
     """Say what the first rank holds that did not fail, if it says anything."""
     for rank, report in zip(names, reports, strict=True):
         if report.error is None and report.items:
-            name, value = report.items[0]
-            return f"rank {rank} did not fail; {name} there: {value}"
+            there = "; ".join(f"{name} there: {value}" for name, value in report.items[:2])
+            return f"rank {rank} did not fail; {there}"
     return ""
 
 
@@ -176,8 +145,13 @@ def _difference(one: int, first: Report, rank: int, other: Report) -> str:
     )
     mine, theirs = dict(first.items), dict(other.items)
     for name in dict.fromkeys([*mine, *theirs]):
-        left, right = mine.get(name, "absent"), theirs.get(name, "absent")
+        left, right = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if left != right:
-            todo = next((todo for start, todo in _TODO.items() if name.startswith(start)), _SAME)
-            return frame.format(what=name, left=left, right=right, todo=todo)
+            other_todo = _SAME if " " in name else _ATTRIBUTE
+            todo = next((todo for start, todo in _TODO.items() if name.startswith(start)), other_todo)
+            return frame.format(what=name, left=_shown(left), right=_shown(right), todo=todo)
     return f"ranks {one} and {rank} report the same things in another order; nothing was changed."
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."

@@ -10,10 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardcore.comm.strided import fsdp_placement
+from shardcore.errors import Problem
 from shardcore.mesh import ShardContext
+from shardcore.nn import Segments
+from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 
-__all__ = ["apply_data_parallel"]
+__all__ = ["apply_data_parallel", "unwrappable"]
 
 
 def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> nn.Module:
@@ -46,6 +49,32 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         wrap(block, mesh=mesh, **options)
     wrap(model, mesh=mesh, **options)
     return model
+
+
+def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
+    """Return what FSDP2 would refuse of ``model`` once it is sharded by ``plan``, after it was changed."""
+    config = plan.config
+    shards = config.dp_shard_size or 1
+    if shards * (config.dp_replicate_size or 1) == 1:
+        return []
+    alone = (config.tensor_parallel_size or 1) == 1
+    problems = []
+    for parameter in plan.parameters:
+        what = todo = ""
+        fused = not alone and isinstance(parameter.layout, Segments) and len(parameter.shape) > 1
+        if not parameter.shape:
+            what, todo = "FSDP2 cannot shard a parameter without dims", "give it the shape (1,), or pass wrap=False"
+        elif fused and parameter.shape[1] % shards:
+            what = (
+                f"FSDP2 cuts this fused weight {parameter.shape} along dim 1, whose {parameter.shape[1]} columns "
+                f"{shards} ranks do not divide"
+            )
+            todo = f"use a dp_shard_size that divides {parameter.shape[1]} (dp_replicate_size for the rest)"
+        elif alone and not model.get_parameter(parameter.name).is_contiguous():
+            what, todo = "FSDP2 cannot shard a parameter that is not contiguous", "make it so: p.data = p.contiguous()"
+        if what:
+            problems.append(Problem(where=parameter.name, row="(data parallelism)", what=what, todo=todo))
+    return problems
 
 
 def _placement(others: Callable[[nn.Parameter], Any] | None) -> Callable[[nn.Parameter], Any]:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shardcore.agreement import Report, agree
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
-from shardcore.data_parallel import apply_data_parallel
-from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
+from shardcore.data_parallel import apply_data_parallel, unwrappable
+from shardcore.errors import ConfigError, NotSupportedError, PlanError, StaleOptimizerWarning
+from shardcore.fingerprint import Item, optimizer_items
 from shardcore.groups import ProcessGroupManager
 from shardcore.launch import start_process_group, world_size
-from shardcore.policy import Policy
-from shardcore.sharder import ModelSharder
+from shardcore.mesh import ShardContext, group_of
+from shardcore.plan import ShardPlan
+from shardcore.policy import Policy, Stages
+from shardcore.sharder import ModelSharder, check_model
 
 __all__ = ["ShardFormer", "shard"]
 
@@ -66,31 +72,69 @@ def shard(
         AgreementError: another rank failed, or holds something else.
         AlreadyShardedError: the model was sharded before.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
-    check = None if optimizer is None else functools.partial(_check_optimizer, optimizer, names)
     try:
         config = ShardConfig.of(config, **fields)
-        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=check)
-    except Exception as error:
-        # Where ranks can talk already, an error on one is an error on all of its group. Who would answer on a group or
-        # a mesh among the fields cannot be known without a configuration.
-        if not {"device_mesh", "tensor_parallel_process_group"} & fields.keys():
-            group = config.group() if isinstance(config, ShardConfig) else None
-            agree(Report.of_error(error), error, group=group)
+        check_model(model)
+        extras = _Extras(model, optimizer, wrap)
+        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=extras.check, told=extras.items)
+    except BaseException as error:  # what ends this process too: the other ranks wait for a report
+        _tell_others(error, config, fields)
         raise
     start_process_group(config)
     sharder.shard()
     context, plan = sharder.context, sharder.plan
     if context is None or plan is None:
         return model
-    if wrap:
-        apply_data_parallel(model, context, plan.stages)
-    changed = context.size > 1 or (wrap and context.mesh.size() > 1)
-    if optimizer is not None:
-        _repoint(optimizer, names, dict(model.named_parameters()))
-    elif changed:
-        _warn_of_stale_optimizers(names)
+    wraps = wrap and context.mesh.size() > context.size
+    if wraps or optimizer is not None:
+        sharder.finish(functools.partial(extras.apply, context, plan.stages))
+    if optimizer is None and (wraps or context.size > 1):
+        _warn_of_stale_optimizers(extras.names)
     return model
+
+
+class _Extras:
+    """What `shard` does besides sharding: data parallelism, and an optimizer of the caller."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, wrap: bool) -> None:
+        if not isinstance(wrap, bool):
+            raise ConfigError(f"wrap= must be True or False, got {wrap!r}")
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self._model, self._optimizer, self._wrap = model, optimizer, wrap
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse what would fail after the model was changed."""
+        if self._optimizer is not None:
+            _check_optimizer(self._optimizer, self.names)
+        if self._wrap and (problems := unwrappable(self._model, plan)):
+            raise PlanError(f"{type(self._model).__qualname__} cannot be wrapped by FSDP2", problems)
+
+    def items(self) -> Iterator[Item]:
+        """Yield what has to be the same on every rank."""
+        yield "the argument wrap", str(self._wrap)
+        yield "the argument optimizer", "given" if self._optimizer else "not given"
+        if self._optimizer is not None:
+            yield from optimizer_items(self._optimizer, self.names)
+
+    def apply(self, context: ShardContext, stages: Stages | None) -> None:
+        """Change the sharded model and the optimizer."""
+        if self._wrap:
+            apply_data_parallel(self._model, context, stages)
+        if self._optimizer is not None:
+            _repoint(self._optimizer, self.names, dict(self._model.named_parameters()))
+
+
+def _tell_others(error: BaseException, config: object, fields: Mapping[str, Any]) -> None:
+    """Raise on the other ranks too what failed here before a sharder was made, where ranks can talk already."""
+    given = [fields.get(name) for name in ("device_mesh", "tensor_parallel_process_group")]
+    if isinstance(config, ShardConfig):
+        given += [config.device_mesh, config.tensor_parallel_process_group]
+    place = next((value for value in given if value is not None), None)
+    if isinstance(place, DeviceMesh) and place.get_coordinate() is not None:
+        agree(Report.of_error(error), error, group=group_of(place))
+    elif isinstance(place, ProcessGroup | None):
+        agree(Report.of_error(error), error, group=place)
+    # Who would answer cannot be known from a place that is neither a mesh nor a group.
 
 
 class ShardFormer:
@@ -218,6 +262,17 @@ class ShardFormer:
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
+    if not isinstance(optimizer, Optimizer) or not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ConfigError(
+            f"optimizer= must be a torch.optim.Optimizer with parameter groups, got a {type(optimizer).__name__}; pass "
+            "the optimizer inside of a wrapper, or make it after shard()"
+        )
+    # By name: its module cannot be imported without a warning of torch's.
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        raise NotSupportedError(
+            "optimizer= is a ZeroRedundancyOptimizer, which has divided the parameters among the ranks already; give "
+            "shard() a plain optimizer and dp_shard_size, which shards optimizer state too"
+        )
     if optimizer.state:
         raise NotSupportedError(
             f"this {type(optimizer).__name__} holds state already, which cannot be re-pointed. Make it after shard(), "
@@ -232,6 +287,11 @@ def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
 
 
 def _repoint(optimizer: Optimizer, names: dict[int, str], parameters: dict[str, nn.Parameter]) -> None:
+    held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    if missing := [name for name in held if name not in parameters]:
+        raise ConfigError(
+            f"optimizer= holds {missing[0]}, which the model lost while it was sharded; make it after shard()"
+        )
     for group in optimizer.param_groups:
         # The list itself is kept: some optimizers hold a second reference to it.
         group["params"][:] = [parameters[names[id(p)]] for p in group["params"]]

@@ -6,20 +6,23 @@ that a failure on any rank is an error on all of them with nothing changed; the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from shardcore.agreement import Report, agree, checksums, in_words
+from shardcore.agreement import Report, agree, is_alone
 from shardcore.changes import Changes
 from shardcore.config import ShardConfig
 from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
+from shardcore.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.launch import world_size
 from shardcore.mesh import ShardContext, context_of, set_alone, set_context
 from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
@@ -27,6 +30,7 @@ from shardcore.nn.base import swapped_class
 from shardcore.nn.partial import require_sums
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
+from shardcore.received import check_source, receive, set_modes
 from shardcore.registry import Registry, default_registry
 from shardcore.steps import to_data
 
@@ -50,7 +54,11 @@ class ModelSharder:
         policy: a policy or its class; None looks for one among the installed packs.
         shard_config: the configuration. It and ``policy`` may come in either order, as both were published.
         sync_from: take the weights of this global rank instead of requiring equal ones.
-        check: called before the ranks agree; an error that it raises becomes one on all ranks.
+        check: called with the plan before the ranks agree; an error that it raises becomes one on all ranks.
+        told: called after ``check``; further (name, value) pairs that have to be the same on every rank.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind.
     """
 
     def __init__(
@@ -60,18 +68,22 @@ class ModelSharder:
         shard_config: ShardConfig | Policy | type[Policy] | None = None,
         *,
         sync_from: int | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[ShardPlan], None] | None = None,
+        told: Callable[[], Iterable[Item]] | None = None,
     ) -> None:
         config: Any = shard_config
         if isinstance(policy, ShardConfig) or not isinstance(shard_config, ShardConfig | None):
             policy, config = config, policy
+        check_model(model)
         if isinstance(policy, type) and issubclass(policy, Policy):
-            policy = policy()
+            policy = _made(policy)
         if not isinstance(policy, Policy | None) or not isinstance(config, ShardConfig | None):
             raise ConfigError(
                 f"ModelSharder wants a model, a Policy and a ShardConfig, got {type(policy).__name__} and "
                 f"{type(config).__name__}; shardcore.shard(model, tp=...) finds the policy by itself"
             )
+        if sync_from is not None and (type(sync_from) is not int or sync_from < 0):
+            raise ConfigError(f"sync_from must be the number of a global rank, from 0, or None; got {sync_from!r}")
         self.model = model
         self.config = config or ShardConfig()
         self.plan: ShardPlan | None = None
@@ -81,6 +93,7 @@ class ModelSharder:
         self._registry: Registry | None = None  # where the policy was found; None for one that was given
         self._sync_from = sync_from
         self._check = check
+        self._told = told
 
     @functools.cached_property
     def group(self) -> ProcessGroup | None:
@@ -112,10 +125,11 @@ class ModelSharder:
             PlanError: the policy does not fit the model.
         """
         refuse_sharded(self.model)
-        if self._check is not None:
-            self._check()
         policy = self.policy
-        return self._compile(policy, self.config.resolve(world_size(self.config)))
+        plan = self._compile(policy, self.config.resolve(world_size(self.config)))
+        if self._check is not None:
+            self._check(plan)
+        return plan
 
     def shard(self) -> nn.Module:
         """Shard the model in place and return it.
@@ -124,15 +138,21 @@ class ModelSharder:
             ShardcoreError: before anything was changed, on every rank, if any rank could not go on or the ranks differ.
             PartlyShardedError: the code of the policy or of a pack failed while the model was being changed.
         """
-        context = self.agree()
-        self._observe("before")
-        try:
+        with _out_of_inference_mode():
+            context = self.agree()
+            self._observe("before")
             self._apply(context)
             self._observe("after")
-        except PartlyShardedError as error:
-            _mark_broken(self.model, error)
-            raise
         return self.model
+
+    def finish(self, work: Callable[[], Result]) -> Result:
+        """Change the sharded model further, on every rank, and return what ``work`` does.
+
+        Raises:
+            PartlyShardedError: it failed on a rank; the model is unusable on all of them.
+        """
+        with _out_of_inference_mode():
+            return self._together(work, changing=True)
 
     def _apply(self, context: ShardContext | None) -> None:
         if context is None:
@@ -155,28 +175,21 @@ class ModelSharder:
 
     def agree(self) -> ShardContext | None:
         """Compile, and make sure that all ranks hold the same; returns None where there is nothing to shard."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             self.plan = self.compile()
-            tensors = checksums(self.model, values=self._sync_from is None)
-            items = (
-                ("the policy's origin", f"{self.plan.policy} of {self._origin or 'no pack'}"),
-                ("the packs that bring modules or observe", self._active_packs()),
-                *((f"ShardConfig.{name}", str(value)) for name, value in to_data(self.plan.config).items()),
-                ("the argument sync_from", str(self._sync_from)),
-                ("the training mode", str(self.model.training)),
-                *in_words(self.plan),
-                *((f"tensor {name}", value) for name, value in tensors),
-            )
-            own = Report(items=items, seed=torch.initial_seed())
-        except Exception as error:
+            if self._sync_from is not None:
+                check_source(self.model, self._sync_from, self.group)
+            own = self._report(self.plan)
+        except BaseException as error:  # what ends this process too: the other ranks wait for a report
             failure, own = error, Report.of_error(error)
         reports = agree(own, failure, group=self.group)
         if len(reports) == 1 or self.plan is None:
             return None
         config = self.plan.config
         if self._sync_from is not None:
-            _broadcast(self.model, self._sync_from, self.group)
+            receive(self.model, self._sync_from, self.group)
+            set_modes(self.model, reports[dist.get_group_rank(_group(self.group), self._sync_from)].modes)
         self.context = ShardContext.of(
             config.mesh(),
             seed=reports[0].seed,
@@ -184,6 +197,32 @@ class ModelSharder:
             keeps_gathered=config.sequence_keep_gathered,
         )
         return self.context
+
+    def _report(self, plan: ShardPlan) -> Report:
+        seed = torch.initial_seed()
+        if is_alone(self.group):
+            return Report(seed=seed)
+        one_source = self._sync_from is not None
+        modes = tuple(module.training for module in self.model.modules()) if one_source else ()
+        return Report(items=tuple(self._items(plan)), seed=seed, modes=modes)
+
+    def _items(self, plan: ShardPlan) -> Iterator[Item]:
+        """Yield everything that ranks have to hold alike, so that the first difference explains the others."""
+        model_class, *others = model_items(self.model)
+        yield model_class
+        yield "the policy's origin", f"{plan.policy} of {self._origin or 'no pack'}"
+        yield from versions(self.model)
+        yield "the packs that bring modules or observe", self._active_packs()
+        yield from ((f"ShardConfig.{name}", str(value)) for name, value in to_data(plan.config).items())
+        yield "the argument sync_from", str(self._sync_from)
+        yield from () if self._told is None else self._told()
+        yield from others
+        if self._sync_from is None:
+            yield from training_modes(self.model)
+        about, values = tensor_items(self.model, values=self._sync_from is None)
+        yield from about
+        yield from in_words(plan)
+        yield from values
 
     def replace_model_class(self) -> None:
         """Swap the class of this one model for the one that the policy provides, and mark the model as sharded."""
@@ -241,25 +280,32 @@ class ModelSharder:
             PartlyShardedError: it failed, and models are being changed.
             AgreementError: it failed on another rank, and nothing was changed.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         own = Report()
         results: list[Result] = []
         try:
             results.append(work())
-        except Exception as error:
+        except BaseException as error:  # what ends this process too: the other ranks wait for a report
             failure, own = error, Report.of_error(error)
         try:
             agree(own, failure, changing=changing, group=self.group)
-        except PartlyShardedError:
-            raise
-        except Exception as error:
+        except BaseException as error:
             if not changing:
                 raise
-            raise PartlyShardedError(
-                f"sharding this {type(self.model).__name__} failed half-way: {type(error).__name__}: {error}. "
-                "The model is unusable; build it anew."
-            ) from error
+            broken = self._half_way(error)
+            _mark_broken(self.model, broken)
+            if broken is error or not isinstance(error, Exception):
+                raise
+            raise broken from error
         return results[0]
+
+    def _half_way(self, error: BaseException) -> PartlyShardedError:
+        if isinstance(error, PartlyShardedError):
+            return error
+        return PartlyShardedError(
+            f"sharding this {type(self.model).__name__} failed half-way: {type(error).__name__}: {error}. "
+            "The model is unusable; build it anew."
+        )
 
     def _guard(self, context: ShardContext) -> None:
         """Guard the modules around the blocks too: they are often called by themselves (model.model(...))."""
@@ -295,29 +341,43 @@ def refuse_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise AlreadyShardedError(
-                f"this {type(model).__name__} cannot be sharded: its parameter {name!r} is a DTensor already. Call "
-                "shard() before fully_shard and other wrappers."
+                f"this {type(model).__name__} cannot be sharded: its parameter {name!r} is a DTensor already, from "
+                "an earlier shard(), fully_shard or distribute_tensor. Build the model anew and call shard() first."
             )
 
 
-def _broadcast(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "meta":
-            continue
-        data = tensor.detach()
-        # An expanded tensor has fewer elements than it shows, and a backend receives as many as it shows.
-        dense = data.contiguous()
-        dist.broadcast(dense, source, group=group)
-        if dense is not data:
-            _write(data, dense)
+def check_model(model: object) -> None:
+    """Raise unless ``model`` is a module.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(model, nn.Module):
+        return
+    got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise ConfigError(f"what is sharded is a model, an instance of a torch.nn.Module, got {got}; pass the model itself")
 
 
-def _write(tensor: Tensor, values: Tensor) -> None:
-    """Give ``tensor`` the ``values``; what shows one element at several places takes it from the first of them."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.size(dim):
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    tensor.copy_(values)
+def _made(policy: type[Policy]) -> Policy:
+    try:
+        return policy()
+    except Exception as error:
+        raise ConfigError(
+            f"policy={policy.__name__} could not be instantiated: {type(error).__name__}: {error}; a policy class "
+            "takes no arguments and implements module_policy. Pass an instance if it needs arguments"
+        ) from error
+
+
+def _out_of_inference_mode() -> AbstractContextManager[object]:
+    """Leave inference mode, whose tensors can never be trained."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def _group(group: ProcessGroup | None) -> ProcessGroup:
+    world = group or dist.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no process group")
+    return world
 
 
 def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
@@ -330,5 +390,7 @@ class _Broken(SwappedModule):
 
     keeps_name = True
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:  # before any hook of a wrapper that failed as well
         raise PartlyShardedError(self.__dict__["_shardcore_failure"])
+
+    forward = __call__

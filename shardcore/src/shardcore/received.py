@@ -1,0 +1,101 @@
+"""Taking the weights and the training mode of one rank (``sync_from=``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardcore.errors import ConfigError
+from shardcore.mesh import device_type_of
+
+__all__ = ["check_source", "receive", "set_modes"]
+
+
+def check_source(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
+    """Refuse a rank whose weights cannot be taken, or a model that could not hold them.
+
+    Raises:
+        ConfigError: ``source`` is none of the ranks, its model has tensors on the meta device, or the model of another
+            rank keeps a meta tensor where none can be received.
+    """
+    ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+    if source not in ranks:
+        raise ConfigError(
+            f"sync_from={source} is none of the ranks that shard this model: {', '.join(map(str, ranks))}; pass one of "
+            "these global ranks, or None to require equal weights"
+        )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if source == (dist.get_rank() if dist.is_initialized() else 0):
+        for name, tensor in tensors:
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"sync_from={source}, but {name} is on the meta device there and has no values; build the model "
+                    f"with its weights on rank {source}, or leave sync_from out to shard a model without weights"
+                )
+        return
+    known = {id(tensor) for _, tensor in tensors}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta and id(value) not in known:
+                raise ConfigError(
+                    f"sync_from={source} sends parameters and buffers, and {path}.{name} is neither: it is a plain "
+                    "attribute on the meta device. Build the model of this rank outside of torch.device('meta')"
+                )
+
+
+def receive(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
+    """Give ``model`` the parameters and buffers of the global rank ``source``; meta tensors become real ones."""
+    device = torch.device(device_type_of(group))
+    old: list[Tensor] = []  # kept, so that no id is used twice
+    new: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in new:
+                    old.append(tensor)
+                    new[id(tensor)] = _received(tensor, source, group, device)
+                if tensor is not None:
+                    held[name] = new[id(tensor)]  # type: ignore[assignment]  # a parameter stays one
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and id(value) in new:
+                module.__dict__[name] = new[id(value)]  # a second reference to a buffer, kept as an attribute
+
+
+def _received(tensor: Tensor, source: int, group: ProcessGroup | None, device: torch.device) -> Tensor:
+    """Return ``tensor`` with the values of ``source``: the same object, unless it was on the meta device.
+
+    What is sent is contiguous and on the device of the group's backend, whatever the strides and the place of
+    ``tensor``; one tensor at a time is there twice.
+    """
+    sends = dist.get_rank() == source
+    if sends:
+        sent = tensor.detach().to(device).contiguous()
+    else:
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.broadcast(sent, source, group=group)
+    if sends:
+        return tensor
+    with torch.no_grad():
+        if tensor.is_meta:
+            real = sent.to("cpu")
+            if not isinstance(tensor, nn.Parameter):
+                return real
+            parameter = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            parameter.__dict__.update(tensor.__dict__)
+            return parameter
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            tensor.data = sent.to(tensor.device)  # an expanded tensor has no storage for values of its own
+        else:
+            tensor.copy_(sent)
+    return tensor
+
+
+def set_modes(model: nn.Module, modes: Sequence[bool]) -> None:
+    """Put every module of ``model`` into its training mode of ``modes``, in the order of ``model.modules()``."""
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
