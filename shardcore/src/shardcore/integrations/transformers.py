@@ -17,6 +17,7 @@ from shardcore.integrations._checkpointing import recompute_layer
 from shardcore.mesh import context_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.base import once
+from shardcore.nn.calls import running
 from shardcore.policy import Policy
 from shardcore.steps import Step
 
@@ -63,11 +64,8 @@ def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
         context = context_of(self)
         if context is None:
             return native(self, *args, **kwargs)
-        context.random.enter()
-        try:
+        with running(self, context):
             return native(self, *args, **kwargs)
-        finally:
-            context.random.leave()
 
     return generate
 
