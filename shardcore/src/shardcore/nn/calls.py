@@ -53,7 +53,7 @@ def _gathered(native: Callable[..., Any], module: nn.Module, *args: Any, **kwarg
 
 def _with_own_parameters(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if isinstance(module, Replicated):
-        return module.with_local_parameters(native, args, kwargs)
+        return module.run_method(native, args, kwargs)
     return native(module, *args, **kwargs)
 
 

@@ -54,34 +54,45 @@ class Replicated(SwappedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on this rank's copies of the parameters."""
-        native: Any = super().forward
-        return self.with_local_parameters(native.__func__, args, kwargs)
-
-    def with_local_parameters(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function``, a method of the native class, on this rank's copies of the parameters."""
-        own = self._parameters
-        if isinstance(own, _Local):  # a method that the forward calls, or one that calls the forward
-            return function(self, *args, **kwargs)
-        shared = {name: p for name, p in own.items() if p is not None}
-        partial = self._partial or (self.tokens is not None and self.tokens.length is not None)
-        read = functools.partial(read_partial, self._shard_context) if partial else read_local
-        local = read(*shared.values())
-        parameters = {**own, **dict(zip(shared, local, strict=True))}
         if torch.compiler.is_compiling():
-            return self._compiled(function, parameters, *args, **kwargs)
-        # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry first.
-        self.__dict__["_parameters"] = _Local(parameters)
+            return self._stand_in().forward(*args, **kwargs)
+        own = self._exchange()
         try:
-            return function(self, *args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             self.__dict__["_parameters"] = own
 
-    def _compiled(self, function: Callable[..., Any], parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def run_method(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``method``, one of the native class, on this rank's copies of the parameters."""
+        if torch.compiler.is_compiling():
+            return method(self._stand_in(), *args, **kwargs)
+        own = self._exchange()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.__dict__["_parameters"] = own
+
+    def _read(self) -> dict[str, Any]:
+        own = self._parameters
+        shared = {name: p for name, p in own.items() if p is not None}
+        partial = self._partial or (self.tokens is not None and self.tokens.length is not None)
+        read = functools.partial(read_partial, self._shard_context) if partial else read_local
+        return {**own, **dict(zip(shared, read(*shared.values()), strict=True))}
+
+    def _exchange(self) -> dict[str, Any]:
+        """Return the parameters, in whose place local tensors are from now on, if they were not already."""
+        own: dict[str, Any] = self._parameters
+        if not isinstance(own, _Local):
+            # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
+            self.__dict__["_parameters"] = _Local(self._read())
+        return own
+
+    def _stand_in(self) -> Any:
         # A checkpoint in a compiled graph may not change what was there before it, so a stand-in holds the parameters.
         stand_in = object.__new__(self._native_class)
         stand_in.__dict__.update(self.__dict__)
-        stand_in.__dict__["_parameters"] = parameters
-        return function(stand_in, *args, **kwargs)
+        stand_in.__dict__["_parameters"] = self._read()
+        return stand_in
 
 
 class _Local(dict[str, Any]):
