@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from llama_cases import batch, build, equal_on_ranks, shard, train_beside
 from torch import Tensor
 
@@ -128,3 +131,60 @@ def _own_cache() -> None:
         first = model(input_ids=ids[:, :5], use_cache=True)
         second = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_the_clock_of_one_rank_ends_a_generation(pool):
+    lengths = pool.run(_in_time, world=2)
+    assert lengths[0] == lengths[1]
+
+
+def _in_time() -> list[int]:
+    _, model = _twins(max_position_embeddings=4096)
+    prompt, rank = _prompt(padded=False), dist.get_rank()
+    way = {"max_new_tokens": 40, "do_sample": False, "use_cache": True}
+    # The first rank's clock says that it is over after three tokens, the other's that it never is; and the other way.
+    found = []
+    for over in (0, 1):
+        clock = iter([0.0] * 4 + [100.0] * 100) if rank == over else iter([0.0] * 200)
+        criteria = transformers.generation.stopping_criteria
+        real, criteria.time = criteria.time, SimpleNamespace(time=lambda clock=clock: next(clock))
+        try:
+            found.append(model.generate(**prompt, **way, max_time=1.0).shape[1])
+        finally:
+            criteria.time = real
+    assert found[0] == 6 + 4
+    assert found[1] == 6 + 40  # the clock of another rank changes nothing
+    return found
+
+
+def test_two_threads_at_once(pool):
+    pool.run(_threads, world=2)
+
+
+def _threads() -> None:
+    _, model = _twins()
+    prompt = _prompt(padded=False)
+    errors: list[Any] = []
+
+    def other() -> None:
+        for call in (lambda: model.generate(**prompt, **GREEDY), lambda: model(**prompt)):
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+
+    def meanwhile(*args: Any) -> None:
+        if not errors:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    handle = model.model.layers[0].register_forward_hook(meanwhile)
+    first = model.generate(**prompt, **GREEDY)
+    handle.remove()
+    assert [type(error) for error in errors] == [shardcore.NotSupportedError] * 2
+    assert "two threads call one sharded model" in str(errors[0])
+    thread = threading.Thread(target=lambda: errors.append(model.generate(**prompt, **GREEDY)))  # alone it may
+    thread.start()
+    thread.join()
+    assert torch.equal(errors[2], first)

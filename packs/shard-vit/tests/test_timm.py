@@ -288,3 +288,88 @@ def _dynamic() -> None:
         for out in (wanted, got):
             weighted_sum(out).backward()
     assert_same_gradients(reference, model)
+
+
+# --- calls that are no forward -------------------------------------------------------------------------------------
+
+
+def _features(model: Any, x: Any) -> tuple[Any, ...]:
+    return (model.forward_features(x),)
+
+
+def _head(model: Any, x: Any) -> tuple[Any, ...]:
+    return (model.forward_head(model.forward_features(x)), model.forward_head(model.forward_features(x), True))
+
+
+def _intermediates(model: Any, x: Any) -> tuple[Any, ...]:
+    last, each = model.forward_intermediates(x, norm=True)
+    return (last, *each, *model.forward_intermediates(x, indices=1, stop_early=True, intermediates_only=True))
+
+
+def _layers(model: Any, x: Any) -> tuple[Any, ...]:
+    return tuple(model.get_intermediate_layers(x, n=2, norm=True))
+
+
+def _between_forwards(model: Any, x: Any) -> tuple[Any, ...]:
+    before = model(x)
+    with pytest.raises((RuntimeError, AssertionError)):
+        model.forward_features(x[:, :2])
+    features = model.forward_features(x)
+    return (before, features, model(x))
+
+
+WAYS = (_features, _head, _intermediates, _layers, _between_forwards)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "tokens": {"tp": 2, "enable_sequence_parallelism": True},
+    "dp": {"tp": 1, "dp": 2},
+    "tp-dp": {"tp": 2, "dp": 2},
+    "tokens-dp": {"tp": 2, "dp_replicate_size": 2, "enable_sequence_parallelism": True},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_features_without_a_forward(pool, setting):
+    pool.run(_called, SETTINGS[setting], world=4 if "tp-dp" in setting or "tokens-dp" in setting else 2)
+
+
+def _called(options: dict[str, Any]) -> None:
+    for name in ("timm_plain", "timm_registers", "timm_distilled"):
+        for way in WAYS:
+            reference = case(name).build()
+            model = shard(copy.deepcopy(reference), **options)
+            try:
+                for seed in range(2):
+                    wanted, got = (way(m, images(16, seed)) for m in (reference, model))
+                    for mine, theirs in zip(wanted, got, strict=True):
+                        assert_close(mine, theirs, "features")
+                    for out in (wanted, got):
+                        weighted_sum(*out).backward()
+                assert_same_gradients(reference, model)
+            except Exception as error:
+                error.add_note(f"{name} {way.__name__}")
+                raise
+            assert isinstance(model.pos_embed, DTensor)
+
+
+def test_masks_of_features_come_from_the_models_stream(pool):
+    pool.run(_masked_features, world=2)
+
+
+def _masked_features() -> None:
+    torch.manual_seed(100 + dist.get_rank())
+    model = shard(case("timm_plain").build(pos_drop_rate=0.3, drop_rate=0.2)).train()
+    users = torch.get_rng_state()
+    tokens = torch.ones(3, 17, 48, dtype=torch.float64)
+    for run, x in (
+        (model.forward_features, images(16, 0)),
+        (model.get_intermediate_layers, images(16, 0)),
+        (model.forward_head, tokens),
+    ):
+        outs = []
+        for _ in range(2):
+            shardcore.manual_seed(model, 5)
+            outs.append(torch.cat([t.flatten() for t in run(x)]))
+        assert equal_on_ranks(outs[0])
+        assert torch.equal(*outs)
+    assert torch.equal(torch.get_rng_state(), users)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardcore.errors import NotSupportedError
 
 __all__ = ["RandomStream"]
 
@@ -44,6 +47,7 @@ class RandomStream:
         self._states: dict[str, Tensor] = {}
         self._outside: dict[str, Tensor] = {}  # the user's states while the stream is in use
         self._depth = 0
+        self._thread = 0  # that uses the stream
         self._forks: dict[Hashable, dict[str, Tensor]] = {}  # shared states by region, in the order of entry
         self.seed(seed)
 
@@ -74,11 +78,21 @@ class RandomStream:
             self._write(self._states)
 
     def enter(self) -> None:
-        """Swap the stream in, unless an enclosing module has done so."""
+        """Swap the stream in, unless an enclosing module has done so.
+
+        Raises:
+            NotSupportedError: another thread is running the model.
+        """
         if self._depth == 0:
+            self._thread = threading.get_ident()
             self._outside = self._read()
             self._forks.clear()
             self._write(self._states)
+        elif self._thread != threading.get_ident():
+            raise NotSupportedError(
+                "two threads call one sharded model at a time: the ranks would exchange what does not belong together. "
+                "Let one thread make all calls, or take a lock around each, in the same order on all ranks."
+            )
         self._depth += 1
 
     def leave(self) -> None:

@@ -16,6 +16,7 @@ from shardcore.adoption import adopt_local_parameters, local_problem
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext
 from shardcore.nn import (
+    CalledByMethods,
     ColumnLinear,
     Compiled,
     FusedRMSNorm,
@@ -40,6 +41,7 @@ from shardcore.nn.entered_argument import EnteredArgument
 from shardcore.nn.layout import SharedSplit, distribute
 from shardcore.plan import ShardPlan
 from shardcore.steps import (
+    CallByMethods,
     Compile,
     EnterArgument,
     FreezeForInference,
@@ -82,9 +84,8 @@ class Changes:
             layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
             commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
             commits.append(functools.partial(_move_buffers, model, context))
-            commits += [prepare(step, model, context) for step in plan.steps]
-        else:
-            commits += [prepare_locally(step, model) for step in plan.steps]
+        for step in plan.steps:
+            commits.append(prepare_locally(step, model) if context is None else prepare(step, model, context))
         return cls(commits)
 
     def commit(self) -> None:
@@ -159,6 +160,17 @@ def _(step: FreezeForInference, model: nn.Module) -> Commit:
         model.get_submodule(step.path).requires_grad_(False).eval()
 
     return commit
+
+
+@prepare_locally.register
+def _(step: CallByMethods, model: nn.Module) -> Commit:
+    return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
+
+
+@prepare.register
+def _(step: CallByMethods, model: nn.Module, context: ShardContext) -> Commit:
+    module = model.get_submodule(step.path)
+    return functools.partial(_adopt, CalledByMethods, module, context, {"methods": step.methods})
 
 
 @prepare.register

@@ -13,6 +13,7 @@ from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import Problem
 from shardcore.mesh import ShardContext
 from shardcore.nn import Segments
+from shardcore.nn.units import prepare_units
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 
@@ -23,7 +24,8 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     """Apply FSDP2 to every block and to the rest of ``model``, in place; does nothing without a data axis.
 
     ``dp_shard`` shards parameters, gradients and optimizer state (`torch.distributed.fsdp.fully_shard`);
-    ``dp_replicate`` keeps whole copies whose gradients are averaged; both together are hybrid sharding.
+    ``dp_replicate`` keeps whole copies whose gradients are averaged; both together are hybrid sharding. Any part of the
+    model may be called by itself afterwards (`shardcore.nn.units`).
 
     Args:
         model: the model, sharded along ``tp`` before.
@@ -45,9 +47,11 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         if any(fsdp_placement(p) for p in model.parameters()):
             options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
     lists = stages.lists if stages else ()
-    for block in (block for name in lists for block in model.get_submodule(name).children()):
-        wrap(block, mesh=mesh, **options)
-    wrap(model, mesh=mesh, **options)
+    blocks = [block for name in lists for block in model.get_submodule(name).children()]
+    reshards = options.get("reshard_after_forward") is not False
+    for unit in prepare_units(model, blocks, reshards=reshards):
+        wrap(unit.module, mesh=mesh, **options)
+        unit.watch()
     return model
 
 

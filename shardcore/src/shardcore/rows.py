@@ -14,10 +14,20 @@ from shardcore.nn import ColumnLinear, Replicated, RowLinear, Split, SwappedModu
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.policy import HeadCounts, Row, Scope
 from shardcore.region_rows import argument_of, number_of
-from shardcore.steps import FuseNorm, GatherOutputs, OpenRegion, SetAttribute, SplitLogits, Swap, TakeLoss
+from shardcore.steps import (
+    CallByMethods,
+    FuseNorm,
+    GatherOutputs,
+    OpenRegion,
+    SetAttribute,
+    SplitLogits,
+    Swap,
+    TakeLoss,
+)
 
 __all__ = [
     "AttributeRow",
+    "CallsRow",
     "HeadRow",
     "LayerDropRow",
     "LossRow",
@@ -278,6 +288,26 @@ class LossRow(Row):
                 scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")
                 return
         scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=self.labels, logits=self.logits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallsRow(Row):
+    """`shardcore.styles.calls`."""
+
+    methods: tuple[str, ...]
+
+    def plan(self, scope: Scope) -> None:
+        """See `Row.plan`."""
+        kind = type(scope.module)
+        missing = [name for name in self.methods if not inspect.isfunction(getattr(kind, name, None))]
+        own = [name for name in self.methods if name in vars(scope.module)]
+        if missing:
+            scope.problem(f"{kind.__name__} has no method {', '.join(missing)}", "correct the names")
+        elif own:
+            what = f"this {kind.__name__} has {', '.join(own)} on the instance, which would be called in its place"
+            scope.problem(what, "set it on a subclass, or after shard()")
+        else:
+            scope.add(CallByMethods(path=scope.name(""), methods=self.methods))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ import torch
 from shardcore.nn import ParallelModule, SwappedModule
 
 __all__ = [
+    "CallByMethods",
     "Compile",
     "EnterArgument",
     "FreezeForInference",
@@ -282,6 +283,23 @@ class Recompute(Step):
     def describe(self) -> str:
         """See `Step.describe`."""
         return "recomputed in the backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallByMethods(Step):
+    """The module is run by methods besides its forward.
+
+    Attributes:
+        methods: their names.
+    """
+
+    splits: ClassVar[bool] = False
+
+    methods: tuple[str, ...]
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"is run by {', '.join(self.methods)} too"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

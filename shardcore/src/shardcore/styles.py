@@ -23,6 +23,7 @@ from shardcore.policy import HeadCounts, Row
 from shardcore.region_rows import EnterArgRow, Fused, RegionRow
 from shardcore.rows import (
     AttributeRow,
+    CallsRow,
     HeadRow,
     LayerDropRow,
     LossRow,
@@ -38,6 +39,7 @@ from shardcore.sequence_rows import SequenceRow
 
 __all__ = [
     "attribute",
+    "calls",
     "col",
     "enter_arg",
     "head",
@@ -260,6 +262,16 @@ def shared_numpy(*methods: str) -> Row:
     """
     text = _text("shared_numpy", *methods)
     return SwapRow(text=text, names=("",), target=SharedNumpy, options=(("methods", methods),))
+
+
+def calls(*methods: str) -> Row:
+    """Methods besides ``forward`` that people run the module by (``forward_features``, ``get_image_features``).
+
+    They are those of the module that the row is listed under. In them the random stream of the model is in use, the
+    bare parameters of the module that are replicated are whole tensors, and FSDP2 has gathered what it would for a
+    forward. They may call each other and the forward.
+    """
+    return CallsRow(text=_text("calls", *methods), methods=methods)
 
 
 def when_divisible(size: str, row: Row, *, otherwise: Row) -> Row:

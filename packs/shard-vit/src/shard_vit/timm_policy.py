@@ -6,6 +6,7 @@ from shard_vit.timm_kinds import MLPS, REFUSALS, is_one
 from shardcore.policy import ModulePolicy, Policy, Stages
 from shardcore.styles import (
     attribute,
+    calls,
     norm,
     partial,
     per_rank,
@@ -48,6 +49,7 @@ class VisionTransformerPolicy(Policy):
                 replicate("cls_token", "reg_token", "dist_token", "pos_embed", "attn_pool", "head_dist", optional=True),
                 replicate("patch_embed", "norm_pre", "norm", "fc_norm", "head"),
                 sequence(scatter="blocks[0]", gather="norm"),
+                calls("forward_features", "forward_head", "forward_intermediates", "get_intermediate_layers"),
             ],
             "ResPostBlock" if is_one(first, "ResPostBlock") else "Block": block,
         }

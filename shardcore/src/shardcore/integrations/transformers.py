@@ -14,9 +14,11 @@ from shardcore.errors import NotSupportedError
 from shardcore.integrations import _saving
 from shardcore.integrations._attention import choose_flash_attention
 from shardcore.integrations._checkpointing import recompute_layer
+from shardcore.integrations._stopping import with_agreed_criteria
 from shardcore.mesh import context_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.base import once
+from shardcore.nn.calls import running
 from shardcore.policy import Policy
 from shardcore.steps import Step
 
@@ -63,11 +65,8 @@ def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
         context = context_of(self)
         if context is None:
             return native(self, *args, **kwargs)
-        context.random.enter()
-        try:
+        with running(self, context):
             return native(self, *args, **kwargs)
-        finally:
-            context.random.leave()
 
     return generate
 
@@ -84,6 +83,8 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
     }
     if hasattr(native, "generate"):
         namespace["generate"] = _generating(native.generate)
+        # A private name, which has been the same since transformers 4.57; without it, max_time would be lost on it.
+        namespace["_get_stopping_criteria"] = with_agreed_criteria(native._get_stopping_criteria)
     return type(native.__name__, (_ShardedPretrained, native), namespace)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardcore.comm.strided import fsdp_placement
 from shardcore.nn.base import ParallelModule, SwappedModule
+from shardcore.nn.calls import CalledByMethods
 from shardcore.nn.compiled import Compiled
 from shardcore.nn.embedding import VocabEmbedding
 from shardcore.nn.fused import FusedColumnLinear
@@ -25,6 +26,7 @@ from shardcore.nn.sole_region import SoleRegion
 from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
 
 __all__ = [
+    "CalledByMethods",
     "ColumnLinear",
     "Compiled",
     "FusedColumnLinear",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -39,11 +40,15 @@ class StreamGuarded(SwappedModule):
         Raises:
             NotSupportedError: a checkpoint around the module recomputes it while one of its dropouts is live.
         """
+        return self.on_stream(super().forward, args, kwargs)
+
+    def on_stream(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function``, which runs the module, on the model's random stream; see `forward`."""
         if torch.compiler.is_compiling() and not self._stream_dropouts.live():
-            return super().forward(*args, **kwargs)
+            return function(*args, **kwargs)
         entered = _enter(self)
         try:
-            return super().forward(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             if entered:
                 _leave(self)

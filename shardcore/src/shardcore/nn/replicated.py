@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -57,27 +57,49 @@ class Replicated(SwappedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on this rank's copies of the parameters."""
-        own = self._parameters
-        shared = {name: p for name, p in own.items() if p is not None}
-        partial = self._partial or (self.tokens is not None and self.tokens.length is not None)
-        local = (
-            read_partial(self._shard_context, *shared.values())
-            if partial
-            else read_local(*shared.values(), fresh=self._fresh)
-        )
-        parameters = {**own, **dict(zip(shared, local, strict=True))}
         if torch.compiler.is_compiling():
-            return self._compiled_forward(parameters, *args, **kwargs)
-        # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry first.
-        self.__dict__["_parameters"] = parameters
+            return self._stand_in().forward(*args, **kwargs)
+        own = self._exchange()
         try:
             return super().forward(*args, **kwargs)
         finally:
             self.__dict__["_parameters"] = own
 
-    def _compiled_forward(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def run_method(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``method``, one of the native class, on this rank's copies of the parameters."""
+        if torch.compiler.is_compiling():
+            return method(self._stand_in(), *args, **kwargs)
+        own = self._exchange()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.__dict__["_parameters"] = own
+
+    def _read(self) -> dict[str, Any]:
+        own = self._parameters
+        shared = {name: p for name, p in own.items() if p is not None}
+        partial = self._partial or (self.tokens is not None and self.tokens.length is not None)
+        if partial:
+            local = read_partial(self._shard_context, *shared.values())
+        else:
+            local = read_local(*shared.values(), fresh=self._fresh)
+        return {**own, **dict(zip(shared, local, strict=True))}
+
+    def _exchange(self) -> dict[str, Any]:
+        """Return the parameters, in whose place local tensors are from now on, if they were not already."""
+        own: dict[str, Any] = self._parameters
+        if not isinstance(own, _Local):
+            # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
+            self.__dict__["_parameters"] = _Local(self._read())
+        return own
+
+    def _stand_in(self) -> Any:
         # A checkpoint in a compiled graph may not change what was there before it, so a stand-in holds the parameters.
         stand_in = object.__new__(self._native_class)
         stand_in.__dict__.update(self.__dict__)
-        stand_in.__dict__["_parameters"] = parameters
-        return stand_in.forward(*args, **kwargs)
+        stand_in.__dict__["_parameters"] = self._read()
+        return stand_in
+
+
+class _Local(dict[str, Any]):
+    """Parameters in the place of a module's own, as long as it runs."""

@@ -1,0 +1,69 @@
+"""Methods besides ``forward`` by which a module is run: in them everything is as it is in its forward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
+
+from torch import nn
+
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import once, with_methods
+from shardcore.nn.guard import StreamGuarded
+from shardcore.nn.replicated import Replicated
+from shardcore.nn.units import unit_of
+
+__all__ = ["CalledByMethods", "running"]
+
+
+class CalledByMethods(StreamGuarded):
+    """A module with methods that run it: its random stream, its own parameters and FSDP2 are there as in its forward.
+
+    Options:
+        methods: the names of these methods.
+    """
+
+    keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"methods"})
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        with_methods(new, {name: _as_call(getattr(type(new), name)) for name in methods})
+        return new
+
+
+@once
+def _as_call(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.on_stream(functools.partial(_gathered, native, self), args, kwargs)
+
+    return method
+
+
+def _gathered(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    unit = unit_of(module)
+    run = functools.partial(_with_own_parameters, native, module)
+    return run(*args, **kwargs) if unit is None else unit.run(run, args, kwargs)
+
+
+def _with_own_parameters(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(module, Replicated):
+        return module.run_method(native, args, kwargs)
+    return native(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def running(model: nn.Module, context: ShardContext) -> Iterator[None]:
+    """Run many calls of ``model`` one after the other: on one random stream, with what FSDP2 has gathered kept."""
+    unit = unit_of(model)
+    context.random.enter()
+    try:
+        with contextlib.nullcontext() if unit is None else unit.hold():
+            yield
+    finally:
+        context.random.leave()

@@ -1,0 +1,260 @@
+"""Modules of FSDP2 that may be called in any way: any part of them, by itself, in any order, and by ``forward``.
+
+FSDP2 gathers the parameters of a *unit* (a block, or the model with all that is in no block) in a hook on the call of
+that one module, and takes for the root whichever unit is called first. So by itself it works only for calls of the
+whole model. Here every module knows the unit that holds its parameters: called while the unit is not, it runs as if it
+were a method of the unit, with everything that FSDP2 does before and after a forward. The model is the root whatever
+is called first. Which collectives run follows from the calls alone, which are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from shardcore.errors import NotSupportedError
+from shardcore.nn.base import SwappedModule, swapped_class
+
+__all__ = ["Unit", "prepare_units", "unit_of"]
+
+_UNIT = "_shardcore_unit"
+
+
+class Unit:
+    """The parameters that FSDP2 gathers together, and whether the call that holds them gathered is running.
+
+    Args:
+        module: the module that `fully_shard` (or ``replicate``) is applied to.
+        root: the unit of the whole model; None if it is this one.
+        reshards: whether what was gathered is let go after a call, as FSDP2 was told.
+    """
+
+    def __init__(self, module: nn.Module, root: Unit | None = None, *, reshards: bool = True) -> None:
+        self.module = module
+        self.reshards = reshards
+        self.root = root or self
+        self._inside = False
+        self._holds = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        return self  # the copy of a part is none of the unit's modules
+
+    def watch(self) -> None:
+        """Take over from FSDP2, which has been applied to the module by now.
+
+        Raises:
+            NotSupportedError: the installed torch has another FSDP2 than the one that this was written for.
+        """
+        # The only private names of FSDP2 that are used.
+        state = self._state()
+        known = hasattr(state, "_is_root") and hasattr(state, "_lazy_init") and hasattr(state, "_state_ctx")
+        if not known or getattr(getattr(state, "_training_state", None), "name", None) != "IDLE":
+            raise NotSupportedError(
+                f"the FSDP2 of torch {torch.__version__} keeps its state in another way than shardcore knows, so that "
+                "calls of parts of a model could not be made right. Use a version of torch that shardcore was tested "
+                "with, or pass wrap=False and apply fully_shard yourself."
+            )
+        self._idle = state._training_state
+        register_fsdp_forward_method(self.module, "_as_unit")
+
+    def begin(self) -> None:
+        """See to it that the root of FSDP2 is the model, before any other of its units is called."""
+        state = self.root._state()
+        if state._is_root is None:  # also decided already where a module of the user's holds the model, and is the root
+            state._lazy_init()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function``, which is the call of the unit's module."""
+        self.begin()
+        out = function(*args, **kwargs)
+        self._let_go()
+        return out
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function``, which uses parameters of the unit, with the parameters gathered."""
+        if self._inside or self._phase() == "FORWARD":
+            return function(*args, **kwargs)
+        self.begin()
+        out = self.module._as_unit(self._held(function), *args, **kwargs)  # type: ignore[operator]  # of `UnitModule`
+        self._let_go()
+        return out
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep what calls without gradients gather until the end: many of them follow one another."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            with torch.no_grad():
+                self._let_go()
+
+    def _let_go(self) -> None:
+        # FSDP2 leaves the root, and everything that is replicated, gathered for a backward. After a call without
+        # gradients none comes: parameters() would be the gathered ones, which no optimizer reaches, and the next call
+        # would not see what it has done meanwhile.
+        idle = not self._holds and not self._inside and self._phase() == "IDLE"
+        if idle and not torch.is_grad_enabled() and self.root.reshards:
+            self.module.reshard()  # type: ignore[operator]  # of FSDPModule
+
+    def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the forward of the unit's module, which FSDP2 has gathered unless somebody called it directly."""
+        if self._phase() == "IDLE":
+            return self.run(function, args, kwargs)
+        return self._held(function)(*args, **kwargs)
+
+    def _held(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any, **kwargs: Any) -> Any:
+            outer, self._inside = self._inside, True
+            try:
+                return _no_views(function(*args, **kwargs))
+            except BaseException:
+                self._give_up()
+                raise
+            finally:
+                self._inside = outer
+
+        return held
+
+    def _give_up(self) -> None:
+        """Forget a forward that was cut short, which FSDP2 would believe to be running still."""
+        state = self._state()
+        if self._phase() == "FORWARD":
+            state._training_state = self._idle
+        if state._state_ctx.iter_forward_root is state:
+            state._state_ctx.iter_forward_root = None
+
+    def _phase(self) -> str:
+        name: str = self._state()._training_state.name
+        return name
+
+    def _state(self) -> Any:
+        return self.module._get_fsdp_state()  # type: ignore[operator]  # of FSDPModule
+
+
+class _Alias(Function):
+    """The same tensor, which is no view for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _no_views(out: Any) -> Any:
+    """Return what a module returned without views.
+
+    FSDP2 hangs what it does in the backward on the tensors that leave a unit. An operation in place on a view would
+    take it off; so does a linear's output on its way to a bias or a temperature.
+    """
+    if isinstance(out, Tensor):
+        return _Alias.apply(out) if out._base is not None and out.requires_grad else out  # type: ignore[no-untyped-call]
+    if type(out) in (tuple, list):
+        return type(out)(map(_no_views, out))
+    if isinstance(out, MutableMapping):  # outputs of transformers
+        for name, value in out.items():
+            if isinstance(value, Tensor) and value._base is not None:
+                out[name] = _no_views(value)
+    return out
+
+
+class _OfUnit(SwappedModule):
+    keeps_name: ClassVar[bool] = True
+
+    @classmethod
+    def join(cls, module: nn.Module, unit: Unit) -> Self:
+        """Turn ``module`` into this class; see `SwappedModule.adopt`."""
+        module.__class__ = swapped_class(type(module), cls)
+        module.__dict__[_UNIT] = unit
+        return module  # type: ignore[return-value]  # its class was swapped
+
+
+class UnitModule(_OfUnit):
+    """The module of a unit."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, but not as the first unit that FSDP2 sees."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        return self.__dict__[_UNIT].call(super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward; called directly, with what FSDP2 does around a call."""
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        return self.__dict__[_UNIT].run_forward(super().forward, args, kwargs)
+
+    def _as_unit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # FSDP2 puts its own around this method, see `Unit.watch`.
+        return function(*args, **kwargs)
+
+
+class UnitPart(_OfUnit):
+    """A module below the module of a unit, with parameters that the unit holds."""
+
+    # The call, since hooks may use parameters, and the forward, which may be called directly.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with its parameters gathered."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        return self.__dict__[_UNIT].run(super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward with the parameters gathered."""
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        return self.__dict__[_UNIT].run(super().forward, args, kwargs)
+
+
+def prepare_units(model: nn.Module, blocks: list[nn.Module], *, reshards: bool = True) -> list[Unit]:
+    """Turn ``model``, its ``blocks`` and all other modules with parameters into modules of units, in place.
+
+    Args:
+        model: what FSDP2 will be applied to last.
+        blocks: what it will be applied to before.
+        reshards: see `Unit`.
+
+    Returns:
+        the units, that of the model last: `Unit.watch` each as soon as FSDP2 was applied to its module.
+    """
+    root = Unit(model, reshards=reshards)
+    units = [*(Unit(block, root) for block in blocks), root]
+    owned: set[nn.Module] = set()
+    for unit in units:
+        for module in _own(unit.module, owned):
+            (UnitModule if module is unit.module else UnitPart).join(module, unit)
+        owned.update(unit.module.modules())
+    return units
+
+
+def _own(top: nn.Module, owned: set[nn.Module]) -> list[nn.Module]:
+    """Return ``top`` and the modules below it that can be called and have parameters which no other unit owns."""
+    if top in owned:
+        return []
+    others = {p for module in owned for p in module._parameters.values()}
+    found = [top]
+    for module in top.modules():
+        callable_ = type(module).forward is not nn.Module.forward
+        if (
+            module is not top
+            and module not in owned
+            and callable_
+            and any(p not in others for p in module.parameters())
+        ):
+            found.append(module)
+    return found
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit that holds the parameters of ``module``; None where FSDP2 was not applied by shardcore."""
+    return module.__dict__.get(_UNIT)
