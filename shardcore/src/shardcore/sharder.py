@@ -24,6 +24,7 @@ from shardcore.launch import world_size
 from shardcore.mesh import ShardContext, context_of, set_alone, set_context
 from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
+from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
@@ -232,6 +233,7 @@ class ModelSharder:
         self.replace_model_class()
         changes.commit()
         self._guard(context)
+        take_full_tensors(self.model)
         self._run_users_code(self.policy.postprocess)
 
     def _together(self, work: Callable[[], Result], *, changing: bool = False) -> Result:
