@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardcore import AgreementError, ConfigError, MissingRanksError, NotSupportedError
+from shardcore.comm.parts import place_of
 from shardcore.integrations import _gathering, _saving
-from shardcore.integrations._gathering import place_of
 from shardcore.testing.parity import whole
 
 CASES = {

@@ -43,6 +43,7 @@ PartialGradients = Literal["in_backward", "deferred"]
 
 _CONTEXT = "_shardcore_context"
 _ALONE = "_shardcore_alone"
+_PART_OF = "_shardcore_part_of"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -274,3 +275,13 @@ def set_alone(model: nn.Module) -> None:
 def set_context(model: nn.Module, context: ShardContext) -> None:
     """Mark ``model`` as sharded in ``context``."""
     model.__dict__[_CONTEXT] = context
+
+
+def nearest_context(model: nn.Module) -> ShardContext | None:
+    """Return the context of a model that was sharded, or of the one of which ``model`` is a named part, or None."""
+    return context_of(model) or model.__dict__.get(_PART_OF)
+
+
+def set_part_of(part: nn.Module, context: ShardContext) -> None:
+    """Mark ``part`` as a model inside of one that was sharded in ``context``."""
+    part.__dict__[_PART_OF] = context

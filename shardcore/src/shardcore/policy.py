@@ -296,6 +296,10 @@ class Policy(ABC):
         """Return a subclass of the model's class to use for this one instance, or None to keep the class."""
         return None
 
+    def new_part_class(self, part: nn.Module) -> type[nn.Module] | None:
+        """Return what `new_model_class` returns, for a submodule that users treat as a model too; by default None."""
+        return None
+
     def postprocess(self) -> nn.Module | None:
         """Change ``self.model`` after it was sharded; by default nothing."""
         return None

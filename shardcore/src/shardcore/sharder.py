@@ -24,9 +24,10 @@ from shardcore.config import ShardConfig
 from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
 from shardcore.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.launch import world_size
-from shardcore.mesh import ShardContext, context_of, set_alone, set_context
+from shardcore.mesh import ShardContext, context_of, set_alone, set_context, set_part_of
 from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
+from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
@@ -228,17 +229,25 @@ class ModelSharder:
         """Swap the class of this one model for the one that the policy provides, and mark the model as sharded."""
         if self.context is None:
             return
-        if new := self.policy.new_model_class():
-            if not issubclass(new, type(self.model)):
-                raise PartlyShardedError(
-                    f"{type(self.policy).__name__}.new_model_class returned {new.__qualname__}, which is not a "
-                    f"subclass of {type(self.model).__qualname__}; derive it from the model's class"
-                )
-            self.model.__class__ = new
+        self._give_class(self.model, self.policy.new_model_class(), "new_model_class")
+        for part in [module for module in self.model.modules() if module is not self.model]:
+            if self._give_class(part, self.policy.new_part_class(part), "new_part_class"):
+                set_part_of(part, self.context)
         set_context(self.model, self.context)
         ShardedModel.adopt(self.model, self.context)
         if self.context.partial_gradients == "deferred":
             require_sums(self.model)
+
+    def _give_class(self, module: nn.Module, new: type[nn.Module] | None, method: str) -> bool:
+        if new is None:
+            return False
+        if not issubclass(new, type(module)):
+            raise PartlyShardedError(
+                f"{type(self.policy).__name__}.{method} returned {new.__qualname__}, which is not a subclass of "
+                f"{type(module).__qualname__}; derive it from that class"
+            )
+        module.__class__ = new
+        return True
 
     def replace_module(self) -> None:
         """Replace parameters, modules, attributes and methods as the plan says.
@@ -271,6 +280,7 @@ class ModelSharder:
         self.replace_model_class()
         changes.commit()
         self._guard(context)
+        take_full_tensors(self.model)
         self._run_users_code(self.policy.postprocess)
 
     def _together(self, work: Callable[[], Result], *, changing: bool = False) -> Result:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.reads import local_tensor, spec_of
 from shardcore.errors import NotSupportedError
 
-__all__ = ["Runs", "fsdp_placement", "install", "segment_runs", "segmented", "torch_lacks"]
+__all__ = ["Block", "Runs", "blocks_at", "fsdp_placement", "install", "segment_runs", "segmented", "torch_lacks"]
 
 #: First and one-past-last index of each of several runs of rows.
 Runs = tuple[tuple[int, int], ...]
@@ -42,8 +43,8 @@ Runs = tuple[tuple[int, int], ...]
 _INSTALLED = "_shardcore_several_blocks"  # on DTensor: the patches are in place
 
 
-class _Block(NamedTuple):
-    """A box of the whole tensor that is also a box of this rank's part."""
+class Block(NamedTuple):
+    """A box of the whole tensor that is also a box of one rank's part."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,6 +52,7 @@ class _Block(NamedTuple):
 
     @property
     def in_whole(self) -> tuple[slice, ...]:
+        """The box in the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
 
@@ -138,7 +140,7 @@ def _cuts(spec: DTensorSpec, dim: int) -> list[int]:
     return [i for i, p in enumerate(spec.placements) if isinstance(p, Shard | _StridedShard) and p.dim == dim]
 
 
-def _blocks(tensor: DTensor) -> list[_Block] | None:
+def _blocks(tensor: DTensor) -> list[Block] | None:
     """Return the boxes that this rank holds of a tensor of several runs; None for all others, torch's to handle.
 
     Raises:
@@ -148,10 +150,19 @@ def _blocks(tensor: DTensor) -> list[_Block] | None:
     if spec is None or _strided_dim(spec) is None:
         return None
     coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:
-        return []
-    runs: list[Runs] = [((0, size),) for size in tensor.shape]
-    for dim, size in enumerate(tensor.shape):
+    return [] if coordinate is None else blocks_at(spec, coordinate)
+
+
+def blocks_at(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block] | None:
+    """Return the boxes that are at ``coordinate`` of a tensor of several runs; None for all other placements.
+
+    Raises:
+        NotSupportedError: another placement cuts the same dim.
+    """
+    if _strided_dim(spec) is None:
+        return None
+    runs: list[Runs] = [((0, size),) for size in spec.shape]
+    for dim, size in enumerate(spec.shape):
         cuts = _cuts(spec, dim)
         if len(cuts) > 1:
             raise NotSupportedError(f"dim {dim} of a DTensor with placements {spec.placements} is cut twice")
@@ -169,8 +180,8 @@ def _with_local_start(runs: Runs) -> list[tuple[int, int, int]]:
     return [(start, stop, at) for (start, stop), at in zip(runs, starts, strict=False) if stop > start]
 
 
-def _block(box: tuple[tuple[int, int, int], ...]) -> _Block:
-    return _Block(
+def _block(box: tuple[tuple[int, int, int], ...]) -> Block:
+    return Block(
         offsets=tuple(start for start, _, _ in box),
         sizes=tuple(stop - start for start, stop, _ in box),
         in_local=tuple(slice(at, at + stop - start) for start, stop, at in box),
@@ -188,7 +199,7 @@ def _patch_checkpoint() -> None:
         cls.__get_tensor_shard__,
     )
 
-    def chunks(blocks: list[_Block]) -> list[ChunkStorageMetadata]:
+    def chunks(blocks: list[Block]) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in blocks]
 
     @functools.wraps(write_items)
@@ -238,7 +249,7 @@ def _patch_broadcast() -> None:
     module._distribute_tensors = distribute_tensors
 
 
-def _filled(target: DTensor, whole: Tensor, blocks: list[_Block], device: Any) -> DTensor:
+def _filled(target: DTensor, whole: Tensor, blocks: list[Block], device: Any) -> DTensor:
     local = local_tensor(target).detach()
     if target.is_meta:
         local = torch.empty_like(local, device=device)

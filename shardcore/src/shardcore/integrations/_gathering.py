@@ -1,7 +1,8 @@
 """How the ranks of a model bring its tensors to one of them, the *writer*, for `_saving`.
 
 They meet in the store of the process group, not in a collective, so that a rank which does not come is named instead of
-waited for; the writer tells its progress there too, so that its failure reaches all.
+waited for. The writer tells its progress there too, so that its failure reaches all; and while it writes, however
+slowly, a thread of it counts in the store, so that one that was killed or stopped is noticed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,19 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store, _get_default_store
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
-from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.parts import Block, blocks_of, part_shape, split_dim
 from shardcore.errors import AgreementError, ConfigError, MissingRanksError, NotSupportedError
 from shardcore.mesh import device_type_of
 
-__all__ = ["Meeting", "Transport", "check_parts", "place_of"]
+__all__ = ["Meeting", "Transport", "check_parts"]
 
 _PATIENCE = 60.0  # seconds to wait for the ranks that have not called
 _POLL = 0.05  # seconds between two looks into the store, at most
-
-#: The part of a tensor that one rank holds: (start, stop) along every dim.
-Place = tuple[tuple[int, int], ...]
+_BEAT = 1.0  # seconds between two signs of life of the writer, at most
 
 
 @dataclass(slots=True)
@@ -84,24 +83,63 @@ class Meeting:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """On the writer: tell the others of an error."""
+        """On the writer: give signs of life, and tell the others of an error."""
+        done = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(done,), daemon=True)
+        beat.start()
         try:
             yield
         except BaseException as error:  # an interrupt too: the others wait
             self.store.set(f"{self.name}/step{self.step}", f"{type(error).__name__}: {error}")
             raise
+        finally:
+            done.set()
+            beat.join()
+
+    def _beat(self, done: threading.Event) -> None:
+        while not done.wait(_BEAT):
+            try:
+                self.store.add(f"{self.name}/beat", 1)
+            except (RuntimeError, OSError):  # the store is gone; the call that saves finds out by itself
+                return
 
     def follow(self, writer: int) -> None:
         """On the other ranks: wait until the ``writer`` has taken its next step.
 
         Raises:
             AgreementError: it failed.
+            MissingRanksError: for as long as the timeout of the process group it gave no sign of life.
         """
         key = f"{self.name}/step{self.step}"
-        _wait(self.store, key)
+        patience, beats = _timeout(), -1
+        while True:
+            end = time.monotonic() + patience
+            while not _wait(self.store, key, min(end, time.monotonic() + _BEAT)):
+                known, beats = beats, self.store.add(f"{self.name}/beat", 0)
+                if beats != known:
+                    break
+                if time.monotonic() > end:
+                    raise MissingRanksError(_GONE.format(writer=writer, seconds=patience), (writer,))
+            else:
+                break
         self.step += 1
         if error := self.store.get(key).decode():
             raise AgreementError(f"rank {writer} failed to save the model. Its error: {error}")
+
+
+_GONE = (
+    "rank {writer}, which writes the model for all, has given no sign of life for {seconds:g} s (the timeout of the "
+    "process group): it was killed or stopped, or cannot be reached. The folder holds the earlier checkpoint, or the "
+    "new one; start the job again."
+)
+
+
+def _timeout() -> float:
+    """Return the timeout of the default process group, in seconds."""
+    # The only way to a group's timeout, which may have been changed since it was made.
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type_of()))
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
 
 
 def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: str, end: float) -> list[int]:
@@ -112,7 +150,8 @@ def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: st
         _decide(store, base, name, [])
     if not _wait(store, outcome, end):
         _decide(store, base, name, [rank for rank in ranks if not store.check([f"{name}/{rank}"])])
-        _wait(store, outcome)
+        if not _wait(store, outcome, time.monotonic() + _timeout()):
+            raise MissingRanksError("save_pretrained: a rank was lost while the ranks met. Nothing was written.")
     missing: list[int] = json.loads(store.get(outcome))
     return missing
 
@@ -125,7 +164,7 @@ def _decide(store: Store, base: str, name: str, missing: list[int]) -> None:
         store.set(f"{name}/outcome", json.dumps(missing))
 
 
-def _wait(store: Store, key: str, end: float = math.inf) -> bool:
+def _wait(store: Store, key: str, end: float) -> bool:
     """Tell whether ``key`` is there before the time ``end``; looks again and again, since a store blocks in waits."""
     pause = _POLL / 50
     while not store.check([key]):
@@ -156,9 +195,10 @@ class Transport:
         """On the other ranks: send this rank's parts of the tensors ``names``."""
         for tensor in self._distinct(names).values():
             if isinstance(tensor, DTensor):
-                for owner, _ in _parts(tensor, self.writer):
+                for owner, block in _parts(tensor, self.writer):
                     if owner == dist.get_rank():
-                        dist.send(_bytes(tensor.to_local().detach().to(self.device).contiguous()), self.writer)
+                        part = tensor.to_local().detach()[block.in_local]
+                        dist.send(_bytes(part.to(self.device).contiguous()), self.writer)
 
     def gather(self, names: Iterable[str], ready: Callable[[], None]) -> dict[str, Any]:
         """On the writer: return the whole tensors ``names``, on the CPU.
@@ -180,7 +220,7 @@ class Transport:
 
     def _is_awaited(self, tensor: Any) -> bool:
         """Tell whether the writer lacks a part of ``tensor``."""
-        return isinstance(tensor, DTensor) and [o for o, _ in _parts(tensor, self.writer)] != [self.writer]
+        return isinstance(tensor, DTensor) and {o for o, _ in _parts(tensor, self.writer)} != {self.writer}
 
     def _memory(self) -> _Memory | None:
         if self.memory is None and self.files:
@@ -197,10 +237,10 @@ class Transport:
         return tensor.detach().cpu().contiguous() if isinstance(tensor, Tensor) else tensor
 
     def _fill(self, whole: Tensor, tensor: DTensor) -> None:
-        for owner, place in _parts(tensor, self.writer):
-            part = whole[tuple(slice(start, stop) for start, stop in place)]
+        for owner, block in _parts(tensor, self.writer):
+            part = whole[block.in_whole]
             if owner == self.writer:
-                part.copy_(tensor.to_local().detach())
+                part.copy_(tensor.to_local().detach()[block.in_local])
                 continue
             direct = part.is_contiguous() and self.device.type == "cpu"
             buffer = part if direct else torch.empty(part.shape, dtype=part.dtype, device=self.device)
@@ -230,7 +270,7 @@ def check_parts(state: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: a tensor has no values.
-        NotSupportedError: a tensor is cut in a way that `place_of` does not know.
+        NotSupportedError: a tensor is cut in a way that `blocks_of` does not know.
     """
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -238,12 +278,11 @@ def check_parts(state: Mapping[str, Any]) -> None:
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device: it has no values to save. Load the weights first.")
         if isinstance(tensor, DTensor):
-            mesh, placements = tensor.device_mesh, tensor.placements
-            place = place_of(tensor.shape, mesh.mesh.shape, placements, mesh.get_coordinate() or ())
-            wanted, held = tuple(stop - start for start, stop in place), tuple(tensor.to_local().shape)
-            if wanted != held or any(p.is_partial() for p in placements):
+            spec = tensor._spec
+            wanted, held = part_shape(spec, spec.mesh.get_coordinate() or ()), tuple(tensor.to_local().shape)
+            if wanted != held or any(p.is_partial() for p in spec.placements):
                 raise NotSupportedError(
-                    f"{name} lies on the ranks as {placements}, of which this rank should hold a part of shape "
+                    f"{name} lies on the ranks as {spec.placements}, of which this rank should hold a part of shape "
                     f"{wanted} and holds {held}; such a placement cannot be saved"
                 )
 
@@ -253,43 +292,16 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _parts(tensor: DTensor, writer: int) -> Iterator[tuple[int, Place]]:
-    """Yield (owner, place) for the parts that make up ``tensor``, in the same order on all ranks.
+def _parts(tensor: DTensor, writer: int) -> Iterator[tuple[int, Block]]:
+    """Yield (owner, box) for the parts that make up ``tensor``, in the same order on all ranks.
 
     Of the copies of a part, the one that is nearest the writer is taken: on its own coordinate of every axis that
     replicates. Nothing is yielded on a mesh that the writer is not on.
     """
     ranks = tensor.device_mesh.mesh
     for home in (ranks == writer).nonzero().tolist():
-        split = [_dim(placement) is not None for placement in tensor.placements]
+        split = [split_dim(placement) is not None for placement in tensor.placements]
         ways = [range(n) if s else (h,) for n, s, h in zip(ranks.shape, split, home, strict=True)]
         for coordinate in itertools.product(*ways):
-            place = place_of(tensor.shape, ranks.shape, tensor.placements, coordinate)
-            if all(start < stop for start, stop in place):
-                yield int(ranks[coordinate]), place
-
-
-def place_of(
-    shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
-) -> Place:
-    """Return which part of a tensor of ``shape`` is at ``coordinate`` on a mesh of ``sizes``.
-
-    Axes cut from left to right, except that those of a strided placement (FSDP2 over ``tp``) cut what the axes to their
-    right have left. DTensor's own ``__create_chunk_list__`` cuts in another order: 97 rows on 3 x 2 ranks come out
-    wrong there in torch 2.13.
-    """
-    place = [(0, size) for size in shape]
-    strided = [axis for axis, placement in enumerate(placements) if getattr(placement, "split_factor", 1) > 1]
-    for axis in [*(a for a in range(len(placements)) if a not in strided), *reversed(strided)]:
-        dim = _dim(placements[axis])
-        if dim is not None:
-            start, stop = place[dim]
-            left, right = chunk_bounds(stop - start, sizes[axis], coordinate[axis])
-            place[dim] = (start + left, start + right)
-    return tuple(place)
-
-
-def _dim(placement: Placement) -> int | None:
-    """Return the dim that ``placement`` splits; ``is_shard()`` says no for the strided kind."""
-    dim: int | None = getattr(placement, "dim", None)
-    return dim
+            for block in blocks_of(tensor._spec, coordinate):
+                yield int(ranks[coordinate]), block

@@ -5,20 +5,18 @@ tensor and in which order the parts travel; so nothing is gathered but the weigh
 only, the *writer*. It holds one file at a time, the others never more than a part on its way. Everything that is not
 weights (configurations, custom code, model card, upload) is written by transformers, on the writer.
 
-How the ranks meet and the parts travel is in `_gathering`.
+How the ranks meet and the parts travel is in `_gathering`, how transformers is called in `_native`, and how an earlier
+checkpoint gives way to the new one in `_placing`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +24,13 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from torch.distributed.tensor import DTensor
+from transformers.utils import logging
 
+from shardcore.comm.reads import local_tensor
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.integrations._gathering import Meeting, Transport, check_parts
+from shardcore.integrations._native import Call, refuse_renamed
 from shardcore.mesh import ShardContext
 
 __all__ = ["save_pretrained"]
@@ -43,26 +42,31 @@ def save_pretrained(
     """Do what ``native``, transformers' ``save_pretrained`` of this ``model``, does for an unsharded model.
 
     Every rank of the model calls it. The writer is the first rank of the mesh among those that pass
-    ``is_main_process=True``. A ``state_dict`` of the user's goes to ``native`` as it is, on the first rank of the mesh,
-    without waiting for anybody. A model whose weights transformers converts on saving (or that has adapters, or tensors
-    shared without being declared as tied) is gathered whole on the writer and handed to ``native``.
+    ``is_main_process=True``. A ``state_dict`` of the user's whose tensors are whole is written by the first rank of the
+    mesh, without waiting for anybody; one with DTensors is gathered as the model's own is. A model whose weights
+    transformers converts on saving (or that has adapters, or tensors shared without being declared as tied) is gathered
+    whole on the writer and handed to ``native``.
+
+    A process that is killed at any instant leaves the earlier checkpoint or the new one.
 
     Raises:
-        MissingRanksError: some ranks did not call it; every rank that did says which.
+        MissingRanksError: some ranks did not call it, which every rank that did says; or the writer gave no sign of
+            life for as long as the timeout of the process group, which the ranks that follow it say.
         ConfigError: no rank passes ``is_main_process=True``, or the weights are on the meta device.
         NotSupportedError: a format other than safetensors is wanted.
         AgreementError: another rank failed, or asks for something else.
         OSError: on the writer only, what could not be written.
     """
     ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
-    call = _Call.of(model, native, *args, **kwargs)
-    if call.arguments["state_dict"] is not None:
+    call = Call.of(model, native, *args, **kwargs)
+    state = call.arguments["state_dict"]
+    if state is not None and not any(isinstance(value, DTensor) for value in state.values()):
         if call.arguments["is_main_process"] and dist.get_rank() == ranks[0]:
-            call.native(place=lambda: None)
+            _write_whole(call, state)
         return
     plan, failure = None, None
     try:
-        plan = _Plan.of(model, {**call.extra, **call.arguments})
+        plan = _Plan.of(model, call)
     except Exception as error:  # told to the others, and raised by _writer
         failure = error
     meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure))
@@ -71,7 +75,7 @@ def save_pretrained(
     _carry_out(call, plan, meeting, writer)
 
 
-def _carry_out(call: _Call, plan: _Plan, meeting: Meeting, writer: int) -> None:
+def _carry_out(call: Call, plan: _Plan, meeting: Meeting, writer: int) -> None:
     """Write on the writer, and on the others send it what it lacks; returns when all is written."""
     transport = Transport(plan.tensors, writer, () if plan.whole else list(plan.files.values()))
     if dist.get_rank() == writer:
@@ -123,76 +127,29 @@ def _writer(reports: Mapping[int, Mapping[str, Any]], failure: Exception | None)
     return writers[0]
 
 
-def _write(call: _Call, plan: _Plan, transport: Transport, meeting: Meeting) -> None:
-    folder = Path(call.arguments["save_directory"])
-    folder.mkdir(parents=True, exist_ok=True)
+def _write(call: Call, plan: _Plan, transport: Transport, meeting: Meeting) -> None:
     if plan.whole:
         (names,) = plan.files.values()
-        call.native(state_dict=transport.gather(names, meeting.proceed), place=lambda: None)
+        _write_whole(call, transport.gather(names, meeting.proceed))
         return
-    files = _Files(folder)
+    staging = call.stage()
     try:
         bar = logging.tqdm(plan.files.items(), desc="Writing model shards", disable=len(plan.files) < 2)
         for name, names in bar:
-            save_file(transport.gather(names, meeting.proceed), files.new(name), metadata={"format": "pt"})
-        stale = plan.index_name
+            save_file(transport.gather(names, meeting.proceed), staging.path / name, metadata={"format": "pt"})
         if len(plan.files) > 1:
-            stale = plan.weights_name
-            files.new(plan.index_name).write_text(plan.index(call.model), encoding="utf-8")
-        # Without weights transformers writes the rest, and removes every numbered weights file of an earlier save.
-        call.native(state_dict={}, place=lambda: files.place(stale))
-        files.place(stale)
+            (staging.path / staging.index).write_text(plan.index(call.model), encoding="utf-8")
+        call.native(staging, {})
     finally:
-        files.discard()
+        staging.discard()
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of transformers' own ``save_pretrained``, whatever its arguments are called in this release."""
-
-    model: nn.Module
-    function: Callable[..., None]
-    arguments: dict[str, Any]
-    extra: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, native: Callable[..., None], *args: Any, **kwargs: Any) -> _Call:
-        bound = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        del arguments["self"]
-        arguments["save_directory"] = os.fspath(arguments["save_directory"])
-        return cls(model, native, arguments, arguments.pop("kwargs"))
-
-    def native(self, *, place: Callable[[], None], **changes: Any) -> None:
-        """Let transformers save on this rank; ``place`` is called before anything is uploaded."""
-        own = type(self.model)
-        self.model.__class__ = _stand_in(own, place)
-        try:
-            self.function(**{**self.arguments, "is_main_process": True, **changes}, **self.extra)
-        finally:
-            self.model.__class__ = own
-
-
-def _stand_in(own: type[nn.Module], place: Callable[[], None]) -> type[nn.Module]:
-    """Return the class that the model has while transformers saves it.
-
-    Its name is the upstream one, which goes into config.json, also where FSDP2 has put a prefix before it. transformers
-    5 writes on global rank 0 only; here the writer is known.
-    """
-    base: Any = next(c for c in own.__mro__ if issubclass(c, PreTrainedModel) and not issubclass(c, FSDPModule))
-
-    def upload(self: Any, *args: Any, **kwargs: Any) -> Any:
-        place()
-        return base._upload_modified_files(self, *args, **kwargs)
-
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    hooks = {"should_save_on_this_rank": _as_told, "_upload_modified_files": upload}
-    return type(base.__name__, (base,), {**names, **hooks})
-
-
-def _as_told(model: nn.Module, is_main_process: bool) -> bool:
-    return is_main_process
+def _write_whole(call: Call, state: dict[str, Any]) -> None:
+    staging = call.stage()
+    try:
+        call.native(staging, state)
+    finally:
+        staging.discard()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,43 +160,35 @@ class _Plan:
         tensors: this rank's part of every entry, in the order of the state dict, every tied tensor once.
         files: the names of the entries by file name.
         size: of all entries, in bytes.
-        weights_name: the file's name where there is only one.
-        index_name: the name of the index where there are several.
         whole: gather all entries at once and let transformers write them.
     """
 
     tensors: dict[str, Any]
     files: dict[str, list[str]]
     size: int
-    weights_name: str
-    index_name: str
     whole: bool
 
     @classmethod
-    def of(cls, model: nn.Module, arguments: Mapping[str, Any]) -> _Plan:
+    def of(cls, model: nn.Module, call: Call) -> _Plan:
+        """Plan a save of the model's state, or of the ``state_dict`` that the caller gave."""
+        arguments = {**call.extra, **call.arguments}
         _refuse(model, arguments)
-        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        state: dict[str, Any] = _merged(arguments["state_dict"] or model.state_dict(keep_vars=True))
         for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
             state.pop(key, None)
         check_parts(state)
         aliases = _aliases(model, state)
         tensors = {name: value for name, value in state.items() if name not in aliases}
-        variant = f".{arguments['variant']}" if arguments["variant"] else ""
-        weights_name, index_name = (
-            f"{stem}{variant}.{suffix}"
-            for stem, _, suffix in (n.rpartition(".") for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-        )
         whole = _needs_whole(model, tensors, arguments)
         files, size = {"": list(tensors)}, 0
         if not whole:
             split = split_torch_state_dict_into_shards(
                 _on_meta(tensors),
-                filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
+                filename_pattern=call.names[0].replace(".safetensors", "{suffix}.safetensors"),
                 max_shard_size=arguments["max_shard_size"],
             )
             files, size = split.filename_to_tensors, split.metadata["total_size"]
-        names = {"weights_name": weights_name, "index_name": index_name}
-        return cls(tensors=tensors, files=files, size=size, whole=whole, **names)
+        return cls(tensors=tensors, files=files, size=size, whole=whole)
 
     @property
     def digest(self) -> str:
@@ -255,6 +204,7 @@ class _Plan:
 
 
 def _refuse(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    refuse_renamed()
     if not arguments.get("safe_serialization", True):
         raise NotSupportedError("a sharded model is saved as safetensors; leave out safe_serialization=False")
     if arguments.get("distributed_checkpoint", False):
@@ -281,6 +231,20 @@ def _aliases(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
         declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in patterns)]
         aliases.update(declared[: len(names) - 1])
     return aliases
+
+
+def _merged(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with one object for every tensor: detached, as in a state dict, tied names have one each."""
+    seen: dict[Any, Any] = {}
+    return {name: seen.setdefault(_identity(value), value) for name, value in state.items()}
+
+
+def _identity(value: Any) -> Any:
+    """Return what is the same for two tensors of one memory; of DTensors, for those of one part."""
+    if not isinstance(value, DTensor):
+        return id(value)
+    local = local_tensor(value)
+    return (local.data_ptr(), tuple(value.shape), value.dtype) if local.numel() and not local.is_meta else id(value)
 
 
 def _on_meta(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -310,32 +274,3 @@ def _converts(model: Any, meta: dict[str, Tensor], arguments: Mapping[str, Any])
     except Exception:  # an operation that wants values
         return True
     return set(reverted) != set(meta) or any(reverted[name] is not tensor for name, tensor in meta.items())
-
-
-@dataclass(slots=True)
-class _Files:
-    """Weights files under temporary names, so that those of an earlier save stay until all new ones are written."""
-
-    folder: Path
-    names: list[str] = field(default_factory=list)
-
-    def new(self, name: str) -> Path:
-        """Return where to write the file that will be called ``name``."""
-        self.names.append(name)
-        return self._temporary(name)
-
-    def place(self, stale: str) -> None:
-        """Give every file its name, and remove the one named ``stale``, which would be read instead; once."""
-        if self.names:
-            (self.folder / stale).unlink(missing_ok=True)
-        while self.names:
-            self._temporary(self.names[0]).replace(self.folder / self.names[0])
-            del self.names[0]
-
-    def discard(self) -> None:
-        """Remove what has no name yet."""
-        for name in self.names:
-            self._temporary(name).unlink(missing_ok=True)
-
-    def _temporary(self, name: str) -> Path:
-        return self.folder / f".{name}.tmp"

@@ -15,7 +15,7 @@ from shardcore.integrations import _saving
 from shardcore.integrations._attention import choose_flash_attention
 from shardcore.integrations._checkpointing import recompute_layer
 from shardcore.integrations._stopping import with_agreed_criteria
-from shardcore.mesh import context_of
+from shardcore.mesh import nearest_context
 from shardcore.nn import SwappedModule
 from shardcore.nn.base import once
 from shardcore.nn.calls import running
@@ -43,14 +43,14 @@ class _ShardedPretrained:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Save the model as an unsharded checkpoint; every rank calls it and one writes.
+        """Save the model, or this part of one, as an unsharded checkpoint; every rank calls it and one writes.
 
         Takes what `transformers.PreTrainedModel.save_pretrained` of the installed release takes. The first rank writes,
         or the first of those that pass ``is_main_process=True``. Tensors come to it one by one: it needs room for one
         file (``max_shard_size``), the other ranks for a part of a tensor. See `_saving.save_pretrained` for errors.
         """
         native = super().save_pretrained  # type: ignore[misc]  # of the native class
-        context = context_of(self)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
+        context = nearest_context(self)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
         if context is None:
             native(save_directory, is_main_process, state_dict, *args, **kwargs)
         else:
@@ -62,7 +62,7 @@ def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(native)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context = context_of(self)
+        context = nearest_context(self)
         if context is None:
             return native(self, *args, **kwargs)
         with running(self, context):
@@ -94,6 +94,10 @@ class PretrainedPolicy(Policy):
     def new_model_class(self) -> type[nn.Module] | None:
         """Return the model's class with `generate` and `save_pretrained` for sharded models."""
         return _sharded_class(type(self.model))
+
+    def new_part_class(self, part: nn.Module) -> type[nn.Module] | None:
+        """Return the same for the models of transformers inside of the model (``model.model``, an encoder)."""
+        return _sharded_class(type(part)) if isinstance(part, PreTrainedModel) else None
 
     def flash_attention(self, device_type: str, *, asked: bool) -> Step:
         """See `Policy.flash_attention`: flash-attn 3 or 2, through transformers' ``attn_implementation``."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.layout import Layout, distribute
+from shardcore.nn.loading import take_full_tensors
 
 __all__ = [
     "NO_PICKLE",
@@ -152,7 +153,9 @@ class SwappedModule(ParallelModule):
             parameter = module._parameters[name]
             if parameter is not None:
                 module._parameters[name] = distribute(parameter, layout, context)
-        return cls.adopt(module, context, **options)
+        new = cls.adopt(module, context, **options)
+        take_full_tensors(new)
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))

@@ -1,0 +1,85 @@
+"""Which part of a DTensor is at which coordinate of its mesh, for every placement that shardcore and FSDP2 make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec  # no public path, as in `shardcore.comm.reads`
+
+from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.strided import Block, blocks_at
+
+__all__ = ["Block", "Place", "blocks_of", "part_of", "part_shape", "place_of", "split_dim"]
+
+#: The part of a tensor that one rank holds: (start, stop) along every dim.
+Place = tuple[tuple[int, int], ...]
+
+
+def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
+    """Return the boxes of a tensor that are at ``coordinate``, none of them empty.
+
+    Raises:
+        NotSupportedError: its placements cut one dim in a way that leaves no such boxes.
+    """
+    blocks = blocks_at(spec, coordinate)
+    if blocks is not None:
+        return blocks
+    place = place_of(spec.shape, spec.mesh.mesh.shape, spec.placements, coordinate)
+    if any(start == stop for start, stop in place):
+        return []
+    sizes = tuple(stop - start for start, stop in place)
+    return [Block(tuple(start for start, _ in place), sizes, tuple(slice(0, size) for size in sizes))]
+
+
+def part_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the local tensor at ``coordinate``."""
+    blocks = blocks_of(spec, coordinate)
+    if not blocks:
+        place = place_of(spec.shape, spec.mesh.mesh.shape, spec.placements, coordinate)
+        return tuple(stop - start for start, stop in place)
+    return tuple(max(block.in_local[dim].stop for block in blocks) for dim in range(len(spec.shape)))
+
+
+def part_of(full: Tensor, like: DTensor) -> DTensor:
+    """Return the tensor ``full``, which every rank holds, as a DTensor that lies as ``like`` does; nothing is sent."""
+    spec = like._spec
+    coordinate = spec.mesh.get_coordinate() or ()
+    blocks = blocks_of(spec, coordinate)
+    if len(blocks) == 1:
+        local = full[blocks[0].in_whole]
+    else:
+        local = torch.empty(part_shape(spec, coordinate), dtype=full.dtype, device=full.device)
+        for block in blocks:
+            local[block.in_local] = full[block.in_whole]
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
+    )
+
+
+def place_of(
+    shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> Place:
+    """Return which part of a tensor of ``shape`` is at ``coordinate`` on a mesh of ``sizes``.
+
+    Axes cut from left to right, except that those of a strided placement (FSDP2 over ``tp``) cut what the axes to their
+    right have left. DTensor's own ``__create_chunk_list__`` cuts in another order: 97 rows on 3 x 2 ranks come out
+    wrong there in torch 2.13. A rank that holds several runs of rows has no such part, see `blocks_of`.
+    """
+    place = [(0, size) for size in shape]
+    strided = [axis for axis, placement in enumerate(placements) if getattr(placement, "split_factor", 1) > 1]
+    for axis in [*(a for a in range(len(placements)) if a not in strided), *reversed(strided)]:
+        dim = split_dim(placements[axis])
+        if dim is not None:
+            start, stop = place[dim]
+            left, right = chunk_bounds(stop - start, sizes[axis], coordinate[axis])
+            place[dim] = (start + left, start + right)
+    return tuple(place)
+
+
+def split_dim(placement: Placement) -> int | None:
+    """Return the dim that ``placement`` splits; ``is_shard()`` says no for the strided kind."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
