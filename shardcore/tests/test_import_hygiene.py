@@ -15,6 +15,7 @@ HEAVY = ("torch", "transformers", "timm", "numpy")
 REGISTRY = {
     "shardcore",
     "shardcore.registry",
+    "shardcore._isolation",
     "shardcore._loading",
     "shardcore._versions",
     "shardcore.hooks",

@@ -17,7 +17,11 @@ from shardcore.errors import AmbiguousPolicyError, BrokenPackWarning, NoPolicyEr
 from shardcore.hooks import PolicySpec
 from shardcore.registry import _FIRST_PARTY, GROUP, Match, Registry, default_registry
 
-POLICY = "class ModelPolicy: pass\nclass OtherPolicy: pass\nNOT_A_CLASS = 1\n"
+POLICY = """from shardcore.policy import Policy
+class ModelPolicy(Policy): pass
+class OtherPolicy(Policy): pass
+NOT_A_CLASS = 1
+"""
 HOOK = "from shardcore.hooks import PolicySpec, hookimpl\n@hookimpl\ndef shardcore_policies():\n    "
 TOO_NEW = (
     "PackError: it was written for plugin API 2, and this shardcore knows 1: "
