@@ -32,7 +32,7 @@ from shardcore.errors import (
 )
 from shardcore.hooks import ParallelModuleSpec, PolicySpec
 
-__all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry"]
+__all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry", "first_party"]
 
 Spec = TypeVar("Spec", PolicySpec, ParallelModuleSpec)
 
@@ -231,6 +231,8 @@ class Registry:
         first_party = (pack for name in names for start, pack in _FIRST_PARTY.items() if name.startswith(start))
         if family := next(first_party, None):
             yield f"  the first-party pack for this family is {family}"
+        else:
+            yield f"  way out: have a pack drafted: shardcore new-pack shard-mine --model {names[0]}"
         yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
 
 
@@ -243,6 +245,11 @@ def default_registry() -> Registry:
     again.
     """
     return Registry.discover()
+
+
+def first_party() -> frozenset[str]:
+    """Return the names of the packs of this project."""
+    return frozenset(_FIRST_PARTY.values())
 
 
 def _full_name(cls: type) -> str:
