@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FIELDS", "NAMES", "Planned", "PlannedField", "features"]
+__all__ = ["FIELDS", "LAYER_OPTIONS", "NAMES", "Planned", "PlannedField", "features"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class PlannedField(Planned):
-    """A field of `shardcore.ShardConfig`, some of whose values a later release is to bring.
+    """A field of `shardcore.ShardConfig`, or an option of a layer, some of whose values a later release is to bring.
 
     Attributes:
         works: the values that this release takes.
@@ -70,11 +70,28 @@ NAMES = {
     "Booster": Planned("0.4", "shardcore.shard and a plain training loop"),
     "Embedding1D": Planned("0.5", "VocabParallelEmbedding1D, which splits the vocabulary instead of the features"),
     "FusedLinear1D_Row": Planned("0.3", "Linear1D_Row after FusedLinear1D_Col"),
+    "FusedLinear": Planned("0.3", "torch.nn.Linear, which a policy replicates"),
     "GPT2FusedLinearConv1D_Col": Planned("0.3", "a ParallelModule of your own"),
     "GPT2FusedLinearConv1D_Row": Planned("0.3", "a ParallelModule of your own"),
     "HybridParallelPlugin": Planned("0.4", "shardcore.shard(model, tp=..., dp=...)"),
+    "LinearWithGradAccum": Planned("0.4", "torch.nn.Linear, whose gradients accumulate by themselves"),
     "PipelineStageManager": Planned("0.4", "tensor and data parallelism"),
     "PipelineGradientCheckpointConfig": Planned("0.4", "GradientCheckpointConfig"),
+}
+
+#: Options of Shardformer's layers, by name; their values that ask for nothing are accepted.
+LAYER_OPTIONS = {
+    "seq_parallel_mode": PlannedField("0.5", "shardcore.shard(model, enable_sequence_parallelism=True)", (None,)),
+    "seq_parallel_dim": PlannedField("0.5", "leave it 1, the dim of the sequence", (None, 1)),
+    "overlap": PlannedField("0.3", "leave it False", (None, False)),
+    "fp8_communication": PlannedField("0.5", "leave it False", (None, False)),
+    "use_zbv": PlannedField("0.4", "leave it False", (None, False)),
+    "skip_bias_add": PlannedField("0.3", "leave it False, and the bias is added", (None, False)),
+    "stream_chunk_num": PlannedField("0.5", "leave it 1", (None, 1)),
+    "make_vocab_size_divisible_by": PlannedField(
+        "0.5", "leave it out: a vocabulary of any size is split unevenly", (None, 1)
+    ),
+    "split_sizes": PlannedField("0.3", "segments=3, if there are three equal ones", (None,)),
 }
 
 
