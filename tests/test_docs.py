@@ -65,7 +65,12 @@ def test_every_parallel_module_and_alias_is_in_the_reference():
     elsewhere = set(shardcore.__all__)
     assert {n for n in nn.__all__ if n not in elsewhere and f"::: shardcore.nn.{n}\n" not in page} == set()
     aliases = {n for n in compat.__all__ if n != getattr(compat, n).__name__}
-    assert {n for n in aliases if f"| `{n}` | `shardcore.nn.{getattr(compat, n).__name__}` |" not in page} == set()
+    rooms = {n: "shardcore" if getattr(compat, n).__name__ in elsewhere else "shardcore.nn" for n in aliases}
+    assert {
+        n for n, room in rooms.items() if f"| `{n}` | `{room}.{getattr(compat, n).__name__}` |" not in page
+    } == set()
+    own = set(compat.__all__) - aliases - elsewhere
+    assert {n for n in own if f"::: shardcore.compat.{n}\n" not in page} == set()
 
 
 @pytest.mark.parametrize("name", shardcore.__all__)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,20 @@ EDITS = (
     ("policy.py", "  # guess", ""),
     ("cases.py", "vocab_size=101, hidden_size=64", "vocab_size=97, hidden_size=32"),
 )
+
+SMALL_MODEL = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+"""
 
 
 def new_pack(folder: Path, name: str = "shard-gpt-neox", model: str = MODEL):
@@ -116,7 +131,7 @@ def test_it_is_found_and_explained(made):
 @pytest.mark.parametrize(
     ("name", "model", "message"),
     [
-        ("Shard_X", MODEL, "is no name of a distribution; wanted something like shard-gpt-neox"),
+        ("Shard_X", MODEL, "is no name of a distribution: lower-case letters, digits and single hyphens"),
         ("shard-x", "transformers.NoSuchModel", "NoSuchModel"),
     ],
 )
@@ -135,3 +150,77 @@ def test_an_existing_folder_is_kept(tmp_path):
     assert result.exit_code != 0
     assert "exists already" in result.output
     assert [file.name for file in (tmp_path / "shard-gpt-neox").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("import", "is a word of Python"),
+        ("class", "is a word of Python"),
+        ("torch", "can be imported here already"),
+        ("json", "can be imported here already"),
+        ("shardcore", "can be imported here already"),
+        ("test", "can be imported here already"),
+        ("shard-llama", "is the name of a pack of this project"),
+        ("shard-whisper", "is the name of a pack of this project"),
+        ("importlib-metadata", "can be imported here already"),
+        ("pytest-timeout", "can be imported here already"),
+        ("some-library", "is installed here already"),
+        ("a" * 300, "has 300 letters; wanted at most 80"),
+        ("shard-" + "-".join("x" * 60), "wanted at most 80"),
+        ("Shard", "is no name of a distribution"),
+    ],
+)
+def test_a_name_that_would_not_work_is_refused(tmp_path, monkeypatch, name, reason):
+    info = tmp_path / "path" / "some_library-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-library\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    (tmp_path / "into").mkdir()
+    result = new_pack(tmp_path / "into", name)
+    assert result.exit_code == 1
+    assert result.output.startswith("error: ")
+    assert reason in result.output
+    assert "such as shard-" in result.output  # what would work
+    assert list((tmp_path / "into").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "Net.__name__ = 'Net\"; import os #'",
+        "Net.__name__ = 'class'",
+        "Net.__module__ = 'a b'",
+        "Net.__qualname__ = 'Outer.Net'",
+        "Block.__name__ = '\"]: os.abort(), [\"'",
+    ],
+)
+def test_text_of_a_class_does_not_become_code(tmp_path, monkeypatch, change):
+    (tmp_path / "quoted_models.py").write_text(f"{SMALL_MODEL}\n{change}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "into").mkdir()
+    result = new_pack(tmp_path / "into", "shard-quoted", "quoted_models.Net")
+    sys.modules.pop("quoted_models", None)
+    assert result.exit_code == 1
+    assert "which cannot be written into a program" in result.output
+    assert list((tmp_path / "into").iterdir()) == []
+
+
+def test_doubts_are_plain_sentences(tmp_path):
+    assert new_pack(tmp_path).exit_code == 0
+    policy = (tmp_path / "shard-gpt-neox" / "src" / "shard_gpt_neox" / "policy.py").read_text()
+    comments = [line.removeprefix("#").strip() for line in policy.splitlines() if line.startswith("#")]
+    assert len(comments) > 2
+    assert not any("#" in comment for comment in comments)
+    assert "viewed as (heads, 3 * head size)" in " ".join(comments)
+
+
+def test_the_extra_for_tests_has_the_name_that_it_has_everywhere(tmp_path):
+    result = new_pack(tmp_path)
+    pack = tmp_path / "shard-gpt-neox"
+    extras = tomllib.loads((pack / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["testing"] == ["shardcore[testing]"]
+    assert extras.keys() == {"tested", "testing"}
+    for text in (result.output, (pack / "README.md").read_text(), (pack / "noxfile.py").read_text()):
+        assert "[testing]" in text
+        assert "[test]" not in text

@@ -15,6 +15,7 @@ HEAVY = ("torch", "transformers", "timm", "numpy")
 REGISTRY = {
     "shardcore",
     "shardcore.registry",
+    "shardcore._isolation",
     "shardcore._loading",
     "shardcore._versions",
     "shardcore.hooks",
@@ -77,7 +78,7 @@ FOREIGN = {"transformers", "timm", "accelerate", "peft", "huggingface_hub", "saf
 #: What each room may import of shardcore: arrows go down only.
 ROOMS = {
     "comm": {"comm", "mesh", "errors"},
-    "nn": {"nn", "comm", "mesh", "errors"},
+    "nn": {"nn", "comm", "mesh", "errors", "_planned"},
 }
 
 #: Rooms on top of the core, which nothing below them may import.
@@ -116,3 +117,21 @@ def test_arrows_go_down(room: str) -> None:
 def test_nothing_leans_on_the_tops(room: str) -> None:
     users = {name.split(".")[1] for name, used in imports() if used.split(".")[:2] == ["shardcore", room]}
     assert users <= {room, *TOPS[room]}
+
+
+INTERNALS = {"_local_tensor", "_spec"}
+
+
+def touches(node: ast.AST) -> bool:
+    """Tell whether code reads what a DTensor keeps to itself, or wraps a part without its constructor."""
+    if isinstance(node, ast.Attribute):
+        of = node.value.id if isinstance(node.value, ast.Name) else ""
+        return node.attr in INTERNALS or (of, node.attr) == ("DTensor", "__new__")
+    return isinstance(node, ast.Constant) and node.value in INTERNALS
+
+
+def test_one_module_touches_the_internals_of_dtensors() -> None:
+    """So say `shardcore.comm.reads` and docs/adr/0002-regions.md: it is what a new torch can break."""
+    root = Path(shardcore.__file__).parent
+    found = {file.relative_to(root).as_posix(): ast.walk(ast.parse(file.read_text())) for file in root.rglob("*.py")}
+    assert {file for file, nodes in found.items() if any(map(touches, nodes))} == {"comm/reads.py"}

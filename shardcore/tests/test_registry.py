@@ -17,7 +17,11 @@ from shardcore.errors import AmbiguousPolicyError, BrokenPackWarning, NoPolicyEr
 from shardcore.hooks import PolicySpec
 from shardcore.registry import _FIRST_PARTY, GROUP, Match, Registry, default_registry
 
-POLICY = "class ModelPolicy: pass\nclass OtherPolicy: pass\nNOT_A_CLASS = 1\n"
+POLICY = """from shardcore.policy import Policy
+class ModelPolicy(Policy): pass
+class OtherPolicy(Policy): pass
+NOT_A_CLASS = 1
+"""
 HOOK = "from shardcore.hooks import PolicySpec, hookimpl\n@hookimpl\ndef shardcore_policies():\n    "
 TOO_NEW = (
     "PackError: it was written for plugin API 2, and this shardcore knows 1: "
@@ -336,6 +340,7 @@ def test_no_policy_says_what_was_left_out(site: Site) -> None:
         "    off (shard-off 1.0): loaded",
         "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
         "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
         "  way out: pass policy= (a Policy class or an instance), which needs no pack",
     ]
 
@@ -347,6 +352,7 @@ def test_no_policy_without_any_pack() -> None:
         "no installed pack serves user.Mine.",
         "  looked for: user.Mine",
         "  installed packs: none",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
         "  way out: pass policy= (a Policy class or an instance), which needs no pack",
     ]
 
@@ -358,6 +364,7 @@ def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
         Registry([]).resolve(model("Mine", "user", served))
     assert f"  the first-party pack for this family is {pack}" in str(caught.value).splitlines()
     assert "pip" not in str(caught.value)
+    assert "new-pack" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from shardcore.cli import main
 from shardcore.errors import PackError, UntestedVersionWarning
 from shardcore.registry import Match, Registry
 
-POLICY = {"policy": "class ModelPolicy: pass\n"}
+POLICY = {"policy": "from shardcore.policy import Policy\nclass ModelPolicy(Policy): pass\n"}
 
 
 @pytest.fixture
@@ -123,10 +123,11 @@ def test_the_command_shows_ranges_against_what_is_installed(target):
     )
     (row,) = [row for row in json.loads(CliRunner().invoke(main, ["packs", "--json"]).output) if row["name"] == "one"]
     torch = next(found.installed for found in _versions.tested("shard-one") if found.library == "torch")
+    optional = {"optional": True}  # nothing is required without the extra
     assert row["tested"] == [
-        {"library": "some-library", "range": ">=1,<2", "installed": "2.0rc1", "inside": False},
-        {"library": "absent-library", "range": ">=9", "installed": None, "inside": False},
-        {"library": "torch", "range": ">=1", "installed": torch, "inside": True},
+        {"library": "some-library", "range": ">=1,<2", "installed": "2.0rc1", "inside": False, **optional},
+        {"library": "absent-library", "range": ">=9", "installed": None, "inside": False, **optional},
+        {"library": "torch", "range": ">=1", "installed": torch, "inside": True, **optional},
     ]
     result = CliRunner().invoke(main, ["packs"])
     (line,) = [line for line in result.output.splitlines() if line.startswith("one\t")]

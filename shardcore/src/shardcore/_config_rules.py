@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardcore
+from shardcore import _planned
 from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import AXES, DATA_AXES, PartialGradients
@@ -18,23 +19,6 @@ if TYPE_CHECKING:
     from shardcore.config import ShardConfig
 
 __all__ = ["SIZES", "SWITCHES", "check", "fill_in", "sizes_of_place"]
-
-# Field -> (what it may be in this release, the release that is to bring the rest, what to do until then).
-_PLANNED: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "pipeline_parallel_size": ((None, 1), "0.4", "use tensor and data parallelism"),
-    "pipeline_stage_manager": ((None,), "0.4", "leave it None"),
-    "context_parallel_size": ((None, 1), "0.5", "use tensor and data parallelism"),
-    "tensor_parallel_mode": (("1d",), "1.0", "use '1d'"),
-    "sequence_parallelism_mode": ((None, "split_gather"), "0.5", "use 'split_gather'"),
-    "enable_sequence_overlap": ((False,), "0.3", "leave it False"),
-    "enable_flash_attention": (
-        (None, False, True, "auto"),
-        "0.3",
-        "True or 'auto' takes flash-attn, and attn_implementation='sdpa' of transformers what torch has",
-    ),
-    "fp8_communication": ((False,), "0.5", "leave it False"),
-    "make_vocab_size_divisible_by": ((None,), "0.5", "leave it None: a vocabulary of any size is split unevenly"),
-}
 
 # Values that a field can have at all, where that is a short list.
 _CHOICES = {
@@ -104,11 +88,11 @@ def _check_kinds(config: ShardConfig) -> None:
 
 
 def _check_planned(config: ShardConfig) -> None:
-    for name, (works, release, instead) in _PLANNED.items():
-        if (value := getattr(config, name)) not in works:
+    for name, planned in _planned.FIELDS.items():
+        if (value := getattr(config, name)) not in planned.works:
             raise NotSupportedError(
                 f"ShardConfig.{name}={value!r} is not supported by shardcore {shardcore.__version__}; it is planned "
-                f"for release {release}. Until then: {instead}."
+                f"for release {planned.release}. Until then: {planned.instead}."
             )
 
 
@@ -159,15 +143,15 @@ def _check_place(config: ShardConfig) -> None:
             )
         if mesh.get_coordinate() is None:
             raise ConfigError("ShardConfig.device_mesh does not hold this rank; only the ranks of a mesh shard over it")
-        for axis, (_, release, instead) in (
-            ("pp", _PLANNED["pipeline_parallel_size"]),
-            ("cp", _PLANNED["context_parallel_size"]),
+        for axis, planned in (
+            ("pp", _planned.FIELDS["pipeline_parallel_size"]),
+            ("cp", _planned.FIELDS["context_parallel_size"]),
         ):
             if axis in names and mesh[axis].size() > 1:
                 raise NotSupportedError(
                     f"ShardConfig.device_mesh has {mesh[axis].size()} ranks on its axis {axis!r}, which is not "
-                    f"supported by shardcore {shardcore.__version__}; it is planned for release {release}. Until "
-                    f"then: {instead}."
+                    f"supported by shardcore {shardcore.__version__}; it is planned for release {planned.release}. "
+                    f"Until then: {planned.instead}."
                 )
     source = "device_mesh" if mesh is not None else "tensor_parallel_process_group"
     for name, size in sizes_of_place(config).items():

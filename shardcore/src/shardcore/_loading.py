@@ -7,6 +7,8 @@ stops at the first plugin that fails. Imports no torch.
 from __future__ import annotations
 
 import re
+import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,15 +17,18 @@ import importlib_metadata
 import pluggy
 
 from shardcore import _env, hooks
+from shardcore._isolation import attempt, in_one_line
 from shardcore.errors import PackError
 from shardcore.hooks import API_VERSION, ParallelModuleSpec, PolicySpec, is_reference
 
-__all__ = ["GROUP", "Pack", "complaint", "in_one_line", "load_packs"]
+__all__ = ["GROUP", "Pack", "as_text", "complaint", "load_packs"]
 
 #: The entry-point group in which packs announce themselves.
 GROUP = "shardcore.packs"
 
 _UNKNOWN = "unknown"
+
+_FILE = "entry_points.txt"
 
 _OBSERVERS = ("shardcore_before_shard", "shardcore_after_shard")
 
@@ -67,14 +72,13 @@ def load_packs(entry_points: Iterable[importlib_metadata.EntryPoint] | None) -> 
         PackError: a pack is broken, under `SHARDCORE_STRICT=1`.
     """
     allowed, denied, strict = _env.packs(), _env.disabled_packs(), _env.strict()
-    manager = _Manager(hooks.hookspec.project_name)
-    manager.add_hookspecs(hooks)
+    plugins: list[tuple[object, Pack]] = []
     packs = []
     for entry_point, pack in _advertised(entry_points):
         if _is_among(pack, denied) or (allowed is not None and not _is_among(pack, allowed)):
-            packs.append(pack)
+            packs.append(replace(pack, status="blocked", error=None))
             continue
-        packs.append(_load(manager, entry_point, pack))
+        packs.append(pack if entry_point is None else _load(entry_point, pack, plugins))
         if strict and packs[-1].error is not None:
             raise PackError(complaint(packs[-1])) from packs[-1].error
     return packs
@@ -87,25 +91,64 @@ class _Manager(pluggy.PluginManager):
         return super().parse_hookimpl_opts(plugin, name) if name.startswith("shardcore_") else None
 
 
-def _advertised(
-    entry_points: Iterable[importlib_metadata.EntryPoint] | None,
-) -> list[tuple[importlib_metadata.EntryPoint, Pack]]:
+#: Its class has another name from release to release of importlib_metadata.
+_Distribution = Any
+
+#: Where to load a pack from; None if that cannot be read, and the pack is broken.
+_Advertised = tuple[importlib_metadata.EntryPoint | None, Pack]
+
+
+def _advertised(entry_points: Iterable[importlib_metadata.EntryPoint] | None) -> list[_Advertised]:
     """List what is installed, each once, in an order that does not depend on `sys.path`."""
-    found = importlib_metadata.entry_points(group=GROUP) if entry_points is None else entry_points
-    unique: dict[tuple[str, str, str], tuple[importlib_metadata.EntryPoint, Pack]] = {}
-    for entry in found:
-        distribution, version = _origin(entry)
-        pack = Pack(name=entry.name, distribution=distribution, version=version, value=entry.value, status="blocked")
-        # Of two copies of one distribution, Python imports the one that comes first.
+    found = _installed() if entry_points is None else map(_pack_of, entry_points)
+    unique: dict[tuple[str, str, str], _Advertised] = {}
+    for entry, pack in found:
         unique.setdefault((pack.name, pack.value, pack.distribution), (entry, pack))
     return [unique[key] for key in sorted(unique)]
 
 
-def _origin(entry_point: importlib_metadata.EntryPoint) -> tuple[str, str]:
-    """Return the name and the version of the distribution, as far as they can be read."""
+def _installed() -> Iterator[_Advertised]:
+    """Yield the packs of every distribution, whatever is wrong with the metadata of others."""
+    seen = set()
+    for distribution in importlib_metadata.distributions():
+        name = _UNKNOWN
+        try:
+            if not distribution.entry_points.select(group=GROUP):
+                continue
+            name = _origin(distribution)[0]
+            # Of two copies of one distribution, Python imports the one that comes first.
+            first = distribution if name == _UNKNOWN else importlib_metadata.distribution(name)
+            if name == _UNKNOWN or _normal(name) not in seen:
+                yield from map(_pack_of, first.entry_points.select(group=GROUP))
+        except Exception as error:
+            if _offers_packs(distribution, error):
+                name, version = _origin(distribution)
+                yield (
+                    None,
+                    Pack(name=name, distribution=name, version=version, value=_FILE, status="broken", error=error),
+                )
+        seen.add(_normal(name))
+
+
+def _offers_packs(distribution: _Distribution, error: Exception) -> bool:
+    """Tell whether entry points that cannot be read speak of packs; those of strangers are no concern of ours."""
+    if isinstance(error, UnicodeDecodeError):
+        return GROUP.encode() in error.object
     try:
-        dist = entry_point.dist
-        return (dist.name or _UNKNOWN, dist.version or _UNKNOWN) if dist is not None else (_UNKNOWN, _UNKNOWN)
+        return GROUP in (distribution.read_text(_FILE) or "")
+    except Exception:
+        return False
+
+
+def _pack_of(entry: importlib_metadata.EntryPoint) -> _Advertised:
+    distribution, version = _origin(entry.dist)
+    return entry, Pack(name=entry.name, distribution=distribution, version=version, value=entry.value, status="blocked")
+
+
+def _origin(distribution: _Distribution | None) -> tuple[str, str]:
+    """Return the name and the version of a distribution, as far as they can be read."""
+    try:
+        return (distribution.name or _UNKNOWN, distribution.version or _UNKNOWN) if distribution else (_UNKNOWN,) * 2
     except Exception:
         # Damaged metadata is no reason to lose a pack, or all the others with it.
         return (_UNKNOWN, _UNKNOWN)
@@ -122,48 +165,54 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _load(manager: pluggy.PluginManager, entry_point: importlib_metadata.EntryPoint, pack: Pack) -> Pack:
-    """Register one pack and collect what it offers; whatever it raises becomes its `error`."""
-    # The value is part of the name so that no other pack has it, and a rollback cannot take one that works.
-    registered = f"{pack.distribution}:{pack.name}={pack.value}"
-    try:
-        plugin = entry_point.load()
-        manager.register(plugin, name=registered)
-        manager.check_pending()
-        if not manager.get_hookcallers(plugin):
-            raise PackError(f"{pack.value} implements no hook: wanted a function shardcore_*, marked with hookimpl")
-        offers = _offers_of(manager, plugin, pack)
-    except (Exception, SystemExit) as error:
-        # Depending on the release of pluggy, a plugin that fails validation stays registered.
-        if manager.has_plugin(registered):
-            manager.unregister(name=registered)
-        if isinstance(error, SystemExit):
-            error = PackError(f"{pack.value} tried to end the process, with exit code {error.code!r}")
-        return replace(pack, status="broken", error=error)
-    return replace(pack, status="loaded", **offers)
+def _load(entry_point: importlib_metadata.EntryPoint, pack: Pack, plugins: list[tuple[object, Pack]]) -> Pack:
+    """Load one pack and collect what it offers; whatever it raises becomes its `error`.
 
-
-def _offers_of(manager: pluggy.PluginManager, plugin: object, pack: Pack) -> dict[str, Any]:
-    """Return the fields of the pack that its hooks fill, called for this plugin alone.
-
-    In a call of all plugins, one that raises would take the others with it.
+    Args:
+        entry_point: of the pack.
+        pack: what is known of it.
+        plugins: those of the packs that are loaded; its own is added.
     """
+    try:
+        # Filters that a plugin sets would decide what becomes of the warnings of everybody after it.
+        with warnings.catch_warnings():
+            plugin, offers = attempt(lambda: _offers_of(entry_point.load(), pack, plugins), pack.value)
+    except Exception as error:
+        return replace(pack, status="broken", error=error)
+    loaded = replace(pack, status="loaded", **offers)
+    plugins.append((plugin, loaded))
+    return loaded
+
+
+def _offers_of(plugin: object, pack: Pack, others: list[tuple[object, Pack]]) -> tuple[object, dict[str, Any]]:
+    """Return the plugin, and the fields of the pack that its hooks fill.
+
+    Each plugin has a manager of its own: in a call of all plugins one that raises would take the others with it, and
+    one that was refused need not be taken back.
+    """
+    if twice := next((other for known, other in others if known is plugin), None):
+        raise PackError(f"{pack.value} is already registered, as the pack {twice}; name it once")
+    manager = _Manager(hooks.hookspec.project_name)
+    manager.add_hookspecs(hooks)
+    manager.register(plugin)
+    manager.check_pending()
     own = {}
     for caller in manager.get_hookcallers(plugin) or ():
         for implementation in caller.get_hookimpls():
-            if implementation.plugin is plugin:
-                if implementation.hookwrapper or getattr(implementation, "wrapper", False):
-                    raise PackError(
-                        f"{caller.name} is a wrapper, and each pack's hooks are called by themselves, so that there is "
-                        "nothing to wrap; remove wrapper= from its hookimpl"
-                    )
-                own[caller.name] = implementation
+            if implementation.hookwrapper or getattr(implementation, "wrapper", False):
+                raise PackError(
+                    f"{caller.name} is a wrapper, and each pack's hooks are called by themselves, so that there is "
+                    "nothing to wrap; remove wrapper= from its hookimpl"
+                )
+            own[caller.name] = implementation
+    if not own:
+        raise PackError(f"{pack.value} implements no hook: wanted a function shardcore_*, marked with hookimpl")
     specs = tuple(_offered(own, "shardcore_policies", _is_a(PolicySpec), "PolicySpec"))
     modules = tuple(_offered(own, "shardcore_parallel_modules", _is_a(ParallelModuleSpec), "ParallelModuleSpec"))
     cases = tuple(_offered(own, "shardcore_conformance_cases", is_reference, "strings like 'module:callable'"))
     _check_api([*specs, *modules], pack)
     observers = {name: _with_known_arguments(own[name]) for name in _OBSERVERS if name in own}
-    return {"specs": specs, "modules": modules, "cases": cases, "observers": observers}
+    return plugin, {"specs": specs, "modules": modules, "cases": cases, "observers": observers}
 
 
 def _is_a(kind: type) -> Callable[[object], bool]:
@@ -178,7 +227,7 @@ def _offered(
         return
     offered = own[hook].function()
     if not isinstance(offered, list) or not all(map(fits, offered)):
-        raise PackError(f"{hook} returned {offered!r}; wanted a list of {wanted}")
+        raise PackError(f"{hook} returned {as_text(offered)}; wanted a list of {wanted}")
     yield from offered
 
 
@@ -201,10 +250,11 @@ def _check_api(specs: Iterable[PolicySpec | ParallelModuleSpec], pack: Pack) -> 
         )
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return the type and the first line of an error."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+def as_text(value: object) -> str:
+    """Return how a value prints, in few words, whatever its ``__repr__`` does."""
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = 120
+    return attempt(lambda: short.repr(value), "its __repr__")
 
 
 def complaint(pack: Pack) -> str:

@@ -140,6 +140,11 @@ class RandomStream:
         """Tell whether the stream is forked for this region."""
         return region in self._forks
 
+    @property
+    def forking(self) -> bool:
+        """Whether each rank draws different numbers now."""
+        return bool(self._forks)
+
     def drop(self, region: Hashable) -> None:
         """Forget a fork that was cut short, so that no later exit restores it."""
         self._forks.pop(region, None)

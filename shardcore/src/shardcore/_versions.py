@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import importlib_metadata
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 __all__ = ["Tested", "installed", "is_met", "tested"]
@@ -20,27 +21,33 @@ class Tested:
         range: the releases that the pack names, as a PEP 440 specifier.
         installed: the version that is installed, or None.
         inside: whether that is in the range; False if there is none.
+        optional: the pack does not depend on it without an extra.
     """
 
     library: str
     range: str
     installed: str | None
     inside: bool
+    optional: bool
 
 
 def tested(distribution: str) -> list[Tested]:
     """Return what the `tested` extra of an installed distribution names, as far as its metadata can be read."""
     try:
         lines = importlib_metadata.requires(distribution) or []
-    except importlib_metadata.PackageNotFoundError:
+    except Exception:  # not installed, or metadata that is damaged in any way
         return []
+    needed = {canonicalize_name(name) for line in lines if (name := _needed(line))}
     found = []
     for line in lines:
         if (requirement := _of_the_extra(line)) is not None:
             version = installed(requirement.name)
             inside = version is not None and _contains(requirement, version)
             range_ = ",".join(sorted(map(str, requirement.specifier), key=_bound)) or "(any)"
-            found.append(Tested(library=requirement.name, range=range_, installed=version, inside=inside))
+            optional = canonicalize_name(requirement.name) not in needed
+            found.append(
+                Tested(library=requirement.name, range=range_, installed=version, inside=inside, optional=optional)
+            )
     return found
 
 
@@ -56,21 +63,31 @@ def is_met(requires: str | None) -> bool:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None; one whose metadata is damaged has none."""
     try:
         return importlib_metadata.version(distribution)
-    except importlib_metadata.PackageNotFoundError:
+    except Exception:
         return None
+
+
+def _needed(line: str) -> str | None:
+    """Return the library of a requirement if it counts here without any extra."""
+    try:
+        requirement = Requirement(line)
+        counts = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    except Exception:
+        return None
+    return requirement.name if counts else None
 
 
 def _of_the_extra(line: str) -> Requirement | None:
     """Return the requirement if it counts here with the extra `tested`, and does not without it."""
     try:
         requirement = Requirement(line)
-    except InvalidRequirement:
-        return None
-    marker = requirement.marker
-    if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": "tested"}):
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": "tested"}):
+            return None
+    except Exception:  # no requirement, or a marker that compares what cannot be compared
         return None
     return requirement
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 from typing import NoReturn
 
 import shardcore
+from shardcore import _planned
 from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
 from shardcore.former import ShardFormer
 from shardcore.launch import launch_from_torch
 from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelModule, RowLinear, VocabEmbedding
+from shardcore.nn.rank_dropout import DropoutForParallelInput, DropoutForReplicatedInput
+from shardcore.nn.split_losses import cross_entropy_1d, dist_log_prob_1d
 from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardcore.sharder import ModelSharder
 
 __all__ = [
+    "DropoutForParallelInput",
+    "DropoutForReplicatedInput",
     "FusedLinear1D_Col",
     "GradientCheckpointConfig",
     "Linear1D_Col",
@@ -27,11 +32,14 @@ __all__ = [
     "ModulePolicyDescription",
     "ParallelModule",
     "Policy",
+    "Shard",
     "ShardConfig",
     "ShardFormer",
     "SubModuleReplacementDescription",
     "VocabParallelEmbedding1D",
     "VocabParallelLMHead1D",
+    "cross_entropy_1d",
+    "dist_log_prob_1d",
     "launch_from_torch",
 ]
 
@@ -41,25 +49,22 @@ FusedLinear1D_Col = FusedColumnLinear
 VocabParallelEmbedding1D = VocabEmbedding
 #: A column linear over the vocabulary: ``gather_output=True`` makes the logits whole.
 VocabParallelLMHead1D = ColumnLinear
+#: The quick start imports this name and goes on to use the other.
+Shard = ShardFormer
 
-# Name -> the release that is to bring it, and what does its work until then.
-_LATER = {
-    "Booster": ("0.4", "shardcore.shard and a plain training loop"),
-    "Embedding1D": ("0.5", "VocabParallelEmbedding1D, which splits the vocabulary instead of the features"),
-    "FusedLinear1D_Row": ("0.3", "Linear1D_Row after FusedLinear1D_Col"),
-    "GPT2FusedLinearConv1D_Col": ("0.3", "a ParallelModule of your own"),
-    "GPT2FusedLinearConv1D_Row": ("0.3", "a ParallelModule of your own"),
-    "HybridParallelPlugin": ("0.4", "shardcore.shard(model, tp=..., dp=...)"),
-    "PipelineStageManager": ("0.4", "tensor and data parallelism"),
-    "PipelineGradientCheckpointConfig": ("0.4", "GradientCheckpointConfig"),
+# Name -> what does its work; not planned under that name.
+_OTHERWISE = {
+    "FusedLayerNorm": "torch.nn.LayerNorm is fused already; enable_fused_normalization=True fuses the norms of a model",
 }
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in _LATER:
-        release, instead = _LATER[name]
+    if name in _planned.NAMES:
+        planned = _planned.NAMES[name]
         raise NotSupportedError(
-            f"{name} is not in shardcore {shardcore.__version__}; it is planned for release {release}. Until then: "
-            f"{instead}."
+            f"{name} is not in shardcore {shardcore.__version__}; it is planned for release {planned.release}. Until "
+            f"then: {planned.instead}."
         )
+    if name in _OTHERWISE:
+        raise NotSupportedError(f"{name} is not in shardcore {shardcore.__version__}: {_OTHERWISE[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,12 +37,15 @@ class _SubModuleRow(Row):
     @classmethod
     def of(cls, item: SubModuleReplacementDescription) -> _SubModuleRow:
         text = f"SubModuleReplacementDescription({item.suffix!r}, {item.target_module.__name__})"
+        options = item.kwargs or {}
+        if issubclass(item.target_module, SwappedModule):
+            options = item.target_module.without_planned(options)
         return cls(
             text=text,
             optional=item.ignore_if_not_exist,
             suffix=item.suffix,
             target=item.target_module,
-            options=tuple(sorted((item.kwargs or {}).items())),
+            options=tuple(sorted(options.items())),
         )
 
     def plan(self, scope: Scope) -> None:

@@ -268,10 +268,12 @@ def _check_reference(kind: str, name: str, text: object) -> None:
 
 
 def _check_terms(spec: PolicySpec | ParallelModuleSpec) -> None:
-    """Refuse an api or a requirement that means nothing."""
+    """Refuse a priority, an api or a requirement that means nothing."""
     kind = type(spec).__name__
-    if spec.api < 1:
-        raise ConfigError(f"{kind}: api is {spec.api}; wanted 1 or more (this shardcore knows {API_VERSION})")
+    if type(spec.priority) is not int:
+        raise ConfigError(f"{kind}: priority is {spec.priority!r}; wanted an integer, like 1")
+    if type(spec.api) is not int or spec.api < 1:
+        raise ConfigError(f"{kind}: api is {spec.api!r}; wanted 1 or more (this shardcore knows {API_VERSION})")
     if spec.requires is not None:
         _check_requirement(kind, spec.requires)
 
@@ -291,12 +293,14 @@ def _is_dotted(text: object, at_least: int = 1) -> bool:
 def _check_requirement(kind: str, requires: str) -> None:
     """Refuse a requirement that cannot be compared with an installed version."""
     # Imported here because most specs have no requirement, and every plugin pays for what this module imports.
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
     wanted = "a PEP 508 requirement like 'transformers>=5'"
     try:
         requirement = Requirement(requires)
-    except InvalidRequirement as error:
+        if requirement.marker is not None:
+            requirement.marker.evaluate()  # one that compares what cannot be compared parses all the same
+    except Exception as error:
         raise ConfigError(f"{kind}: requires is {requires!r}; wanted {wanted}") from error
     if requirement.url is not None or requirement.extras:
         raise ConfigError(f"{kind}: requires is {requires!r}; wanted {wanted}, without extras and without a URL")

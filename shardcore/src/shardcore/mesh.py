@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardcore._stream import RandomStream, mix
-from shardcore.errors import NotSupportedError
+from shardcore.errors import ConfigError, NotSupportedError
 
 __all__ = [
     "AXES",
@@ -237,10 +237,13 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     return group
 
 
-def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext) -> ShardContext:
+def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None) -> ShardContext:
     """Return the context for whatever `ParallelModule.from_native_module` was given as its process group.
 
+    None is the default process group.
+
     Raises:
+        ConfigError: None was given, and there is no default process group.
         NotSupportedError: several process groups were given (multi-dimensional tensor parallelism).
     """
     if isinstance(where, ShardContext):
@@ -254,6 +257,13 @@ def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardCont
                 "group of the tensor-parallel ranks."
             )
         where = where[0]
+    if where is None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "no process group was given, and there is no default one; call shardcore.launch_from_torch() or "
+                "torch.distributed.init_process_group() first, or give process_group="
+            )
+        where = _default_group()
     return ShardContext.of(mesh_of_group(where), forks=False)
 
 

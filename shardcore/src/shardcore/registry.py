@@ -20,7 +20,8 @@ import importlib_metadata
 from packaging.requirements import Requirement
 
 from shardcore import _env
-from shardcore._loading import GROUP, Pack, complaint, in_one_line, load_packs
+from shardcore._isolation import attempt, in_one_line
+from shardcore._loading import GROUP, Pack, as_text, complaint, load_packs
 from shardcore._versions import installed, is_met, tested
 from shardcore.errors import (
     AmbiguousPolicyError,
@@ -31,7 +32,7 @@ from shardcore.errors import (
 )
 from shardcore.hooks import ParallelModuleSpec, PolicySpec
 
-__all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry"]
+__all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry", "first_party"]
 
 Spec = TypeVar("Spec", PolicySpec, ParallelModuleSpec)
 
@@ -65,9 +66,18 @@ class Match:
         Warns with `UntestedVersionWarning` if a library is outside of the range that the pack was tested with.
 
         Raises:
-            PackError: there is no such class; or, under `SHARDCORE_STRICT=1`, a library is outside of that range.
+            PackError: there is no such class, or it is no `shardcore.Policy`; or, under `SHARDCORE_STRICT=1`, a
+                library is outside of that range.
         """
-        return _load_class(self.pack, "policy", self.spec.policy)
+        found = _load_class(self.pack, "policy", self.spec.policy)
+        from shardcore.policy import Policy  # not above: finding a policy must not import torch
+
+        if not issubclass(found, Policy):
+            raise PackError(
+                f"pack {self.pack}: policy {self.spec.policy!r} is {found.__qualname__}, which is no subclass of "
+                "shardcore.policy.Policy; derive it from that class, or correct policy= of its PolicySpec"
+            )
+        return found
 
 
 class Registry:
@@ -179,8 +189,9 @@ class Registry:
         for pack in self.packs:
             if hook not in pack.observers:
                 continue
+            call = functools.partial(pack.observers[hook], model=model, plan=plan)
             try:
-                pack.observers[hook](model=model, plan=plan)
+                attempt(call, hook)
             except Exception as error:
                 raise PackError(
                     f"pack {pack}: {hook} failed for a {type(model).__name__}: {in_one_line(error)}. Report it to the "
@@ -220,6 +231,8 @@ class Registry:
         first_party = (pack for name in names for start, pack in _FIRST_PARTY.items() if name.startswith(start))
         if family := next(first_party, None):
             yield f"  the first-party pack for this family is {family}"
+        else:
+            yield f"  way out: have a pack drafted: shardcore new-pack shard-mine --model {names[0]}"
         yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
 
 
@@ -234,6 +247,11 @@ def default_registry() -> Registry:
     return Registry.discover()
 
 
+def first_party() -> frozenset[str]:
+    """Return the names of the packs of this project."""
+    return frozenset(_FIRST_PARTY.values())
+
+
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -243,11 +261,11 @@ def _load_class(pack: Pack, what: str, reference: str) -> type:
     _check_tested(pack)
     module, _, qualname = reference.partition(":")
     try:
-        found = operator.attrgetter(qualname)(importlib.import_module(module))
+        found = attempt(lambda: operator.attrgetter(qualname)(importlib.import_module(module)), reference)
     except Exception as error:
         raise PackError(f"pack {pack}: {what} {reference!r} failed to load: {in_one_line(error)}") from error
     if not isinstance(found, type):
-        raise PackError(f"pack {pack}: {what} {reference!r} is {found!r}; wanted a class")
+        raise PackError(f"pack {pack}: {what} {reference!r} is {as_text(found)}; wanted a class")
     return found
 
 

@@ -1,6 +1,6 @@
 """The steps of a plan: what is done to a model, as data.
 
-Each step names a module by its full name and says what becomes of it; `shardcore.sharder` knows how to carry each kind
+Each step names a module by its full name and says what becomes of it; `shardcore.changes` knows how to carry each kind
 out. To add a kind, add a class here and a ``prepare`` for it there.
 """
 

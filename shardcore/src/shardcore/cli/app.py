@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 import shardcore
+from shardcore.cli.surroundings import answer_only, require_torch
 from shardcore.errors import ShardcoreError
 
 __all__ = ["main"]
@@ -48,7 +49,8 @@ def packs(as_json: bool) -> None:
     """
     from shardcore.cli.packs import describe, show
 
-    rows = describe()
+    with answer_only():
+        rows = describe()
     click.echo(json.dumps(rows, indent=2)) if as_json else show(rows)
     if any(row["status"] == "broken" for row in rows):
         raise click.exceptions.Exit(1)
@@ -91,6 +93,7 @@ def explain(
       shardcore explain ./checkpoint --tp 2 --json > plan.json
       shardcore explain --diff before.json after.json
     """  # noqa: D301  # click reads the control character, not the letters
+    require_torch()
     from shardcore.cli import explain as command
 
     if diff:
@@ -101,7 +104,8 @@ def explain(
         raise click.exceptions.Exit(1 if lines else 0)
     if not model:
         raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
-    explained = command.explain(model, tp=tp, dp=dp, settings=settings, device=device)
+    with answer_only():
+        explained = command.explain(model, tp=tp, dp=dp, settings=settings, device=device)
     click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
 
 
@@ -126,10 +130,12 @@ def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
       shardcore verify ./small/config.json --tp 4
       shardcore verify llama --json > findings.json
     """  # noqa: D301  # click reads the control character, not the letters
+    require_torch()
     from shardcore.cli import verify as command
 
-    jobs = command.jobs_for(model, tp)
-    with command.progress_bar(len(jobs), quiet=as_json) as progress:
+    with answer_only():
+        jobs = command.jobs_for(model, tp)
+    with command.progress_bar(len(jobs), quiet=as_json) as progress, answer_only():
         done = command.verify(jobs, tp, timeout=timeout, progress=progress)
     click.echo(json.dumps(command.to_json(done), indent=2)) if as_json else command.show(done)
     if not command.passed(done):
@@ -153,16 +159,18 @@ def new_pack(name: str, model: str, into: Path) -> None:
       shardcore new-pack shard-gpt-neox \\
         --model transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM
     """  # noqa: D301  # click reads the control character, not the letters
+    require_torch()
     from shardcore.integrations.models import meta_model
     from shardcore.scaffold import write_pack
 
-    files = write_pack(name, meta_model(model), into)
+    with answer_only():
+        files = write_pack(name, meta_model(model), into)
     for file in files:
         click.echo(file)
     package = name.replace("-", "_")
     click.echo(
         f"\nNext: read {into / name / 'src' / package / 'policy.py'} beside the model's forward, see the lines marked "
-        f"EDIT in cases.py, then: python -m pip install -e '{into / name}[test]' && python -m pytest {into / name}"
+        f"EDIT in cases.py, then: python -m pip install -e '{into / name}[testing]' && python -m pytest {into / name}"
     )
 
 
@@ -172,7 +180,8 @@ def doctor(as_json: bool) -> None:
     """Say what this machine has, and what will and will not work here, and why."""
     from shardcore.cli.doctor import examine, show
 
-    findings = examine()
+    with answer_only():
+        findings = examine()
     click.echo(json.dumps(findings, indent=2)) if as_json else show(findings)
     if any(finding["state"] == "fails" for finding in findings["checks"]):
         raise click.exceptions.Exit(1)

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-import importlib_metadata
 
 import shardcore
+from shardcore import _planned
+from shardcore._isolation import in_one_line
+from shardcore._versions import installed
 from shardcore.cli.packs import describe
+from shardcore.cli.surroundings import torch_failure
 from shardcore.cli.tables import show_table
 
 __all__ = ["examine", "show"]
@@ -27,24 +30,39 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    try:
-        return importlib_metadata.version(name)
-    except importlib_metadata.PackageNotFoundError:
-        return "not installed"
+    return installed(name) or "not installed"
 
 
 def _checks() -> Iterator[dict[str, str]]:
+    """Yield every finding; what is broken is one of them, and hides no other."""
+    failure = torch_failure()
+    if failure is None:
+        try:
+            findings = list(_of_torch())
+        except Exception as error:  # a torch that imports and does not work
+            findings, failure = [], in_one_line(error)
+        yield from findings
+    if failure is not None:
+        yield _finding("torch", "fails", f"{failure}; install a torch that works here")
+    for feature, release in _planned.features().items():
+        yield _finding(feature, "missing", f"planned for release {release}")
+    yield from (_pack(row) for row in describe())
+
+
+def _of_torch() -> Iterator[dict[str, str]]:
     import torch
     import torch.distributed as dist
 
     from shardcore.comm.strided import torch_lacks
 
-    if not dist.is_available():
-        yield _finding("torch.distributed", "fails", "this torch was built without it; install another build of torch")
-        return
-    yield _finding("gloo", *_backend(dist.is_gloo_available(), "tensor parallelism on CPUs"))
-    yield _finding("nccl", *_backend(dist.is_nccl_available(), "tensor parallelism on NVIDIA GPUs"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if dist.is_available():
+        yield _finding("gloo", *_backend(dist.is_gloo_available(), "tensor parallelism on CPUs"))
+        nccl = _backend(dist.is_nccl_available(), "tensor parallelism on NVIDIA GPUs")
+        no_device = ("missing", "this torch was built with the backend, but there is no CUDA device here")
+        yield _finding("nccl", *(nccl if count or nccl[0] == "missing" else no_device))
+    else:
+        yield _finding("torch.distributed", "fails", "this torch was built without it; install another build of torch")
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     yield _finding("CUDA devices", "works" if count else "missing", f"{count} {names}".strip())
     cores = os.cpu_count() or 1
@@ -54,8 +72,6 @@ def _checks() -> Iterator[dict[str, str]]:
     yield _finding(
         "fused column linears", "missing" if lacks else "works", lacks or "one weight for several projections"
     )
-    yield _finding("sequence, pipeline and context parallelism", "missing", "planned for the releases 0.3, 0.4 and 0.5")
-    yield from (_pack(row) for row in describe())
 
 
 def _backend(available: bool, purpose: str) -> tuple[str, str]:
@@ -63,10 +79,10 @@ def _backend(available: bool, purpose: str) -> tuple[str, str]:
 
 
 def _attention(devices: int) -> dict[str, str]:
-    installed = _version("flash-attn") != "not installed"
-    if installed and devices:
+    found = installed("flash-attn") is not None
+    if found and devices:
         return _finding("flash attention", "works", "attn_implementation='flash_attention_2'")
-    reason = "needs a CUDA device" if installed else "flash-attn is not installed"
+    reason = "needs a CUDA device" if found else "flash-attn is not installed"
     return _finding("flash attention", "missing", f"{reason}; sdpa and eager attention work")
 
 
@@ -76,11 +92,18 @@ def _pack(row: dict[str, Any]) -> dict[str, str]:
         return _finding(name, "fails", row["error"])
     if row["status"] == "blocked":
         return _finding(name, "missing", "blocked by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS")
-    outside = [t for t in row["tested"] if not t["inside"]]
-    notes = [
-        f"{t['library']} {t['installed'] or 'not installed'} is outside the tested range {t['range']}" for t in outside
-    ]
-    return _finding(name, "works", "; ".join([f"{len(row['classes'])} classes", *notes]))
+    count = len(row["classes"])
+    notes = [note for t in row["tested"] if (note := _note(t))]
+    return _finding(name, "works", "; ".join([f"{count} class{'es' * (count != 1)}", *notes]))
+
+
+def _note(found: dict[str, Any]) -> str | None:
+    """Return what is to be said about a library that a pack was tested with."""
+    if found["installed"] is None:
+        return f"{found['library']} is {'optional, ' * found['optional']}not installed"
+    if found["inside"]:
+        return None
+    return f"{found['library']} {found['installed']} is outside the tested range {found['range']}"
 
 
 def _finding(what: str, state: str, why: str) -> dict[str, str]:

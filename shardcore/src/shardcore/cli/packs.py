@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import warnings
+from pathlib import Path
 from typing import Any
 
+import click
+
+from shardcore._isolation import in_full
 from shardcore._versions import tested
 from shardcore.cli.tables import show_table
 from shardcore.errors import BrokenPackWarning
@@ -30,8 +34,8 @@ def _row(pack: Pack) -> dict[str, Any]:
         "version": pack.version,
         "location": _location(pack),
         "status": pack.status,
-        "error": f"{type(pack.error).__name__}: {pack.error}" if pack.error else None,
-        "classes": sorted(spec.target for spec in pack.specs),
+        "error": in_full(pack.error) if pack.error else None,
+        "classes": sorted({spec.target for spec in pack.specs}),
         "modules": [dataclasses.asdict(spec) for spec in pack.modules],
         "conformance_cases": list(pack.cases),
         "observes": sorted(pack.observers),
@@ -40,17 +44,32 @@ def _row(pack: Pack) -> dict[str, Any]:
 
 
 def _location(pack: Pack) -> str | None:
+    """Return the file of the plugin, as far as it can be told without running any code of the pack."""
+    top, *inner = pack.value.partition(":")[0].strip().split(".")
     try:
-        spec = importlib.util.find_spec(pack.value.partition(":")[0])
-    except (ImportError, ValueError):
+        spec = importlib.util.find_spec(top)  # of the name of a submodule it would import the package
+    except Exception:
         return None
-    return spec.origin if spec else None
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
+        below = Path(folder, *inner)
+        found = next((file for file in (below.with_suffix(".py"), below / "__init__.py") if file.is_file()), None)
+        if found is not None:
+            return str(found)
+    return spec.origin
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the packs as a table."""
     columns = ("pack", "distribution", "status", "serves", "tested with", "location")
     show_table("installed packs", columns, [_cells(row) for row in rows])
+    if not rows:
+        click.echo(
+            "no pack is installed, so no model is served: install one (shard-llama, shard-bert, shard-vit, "
+            "shard-whisper), or write one: shardcore new-pack --help",
+            err=True,
+        )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 `DTensor.to_local()` in the graph costs about 100 us per parameter, forward and backward, on the host. Here one autograd
 function reads all parameters of a module at once and wraps their gradients directly. This is the only module that
-touches DTensor's internals (`_local_tensor`, `_spec` and the wrapping constructor).
+touches a DTensor's internals (`_local_tensor`, `_spec` and the wrapping constructor).
 """
 
 from __future__ import annotations

@@ -1,17 +1,31 @@
-"""Models without weights: built on the meta device from a folder, a config.json or a class name."""
+"""Models without weights: built on the meta device from a folder, a config.json or a class name.
+
+A class name comes from the user, who says that it is to be imported. A file is data: what it names is looked up in
+transformers and nowhere else, and code that comes with a checkpoint is never run.
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardcore._isolation import attempt, in_one_line
 from shardcore.errors import ConfigError
 
 __all__ = ["meta_model"]
+
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+_KINDS = "give a folder, a config.json, a class of transformers or package.module.Class"
 
 
 def meta_model(source: str) -> nn.Module:
@@ -23,7 +37,8 @@ def meta_model(source: str) -> nn.Module:
             transformers model).
 
     Raises:
-        ConfigError: there is no such thing, it cannot be built, or the configuration names no architecture.
+        ConfigError: there is no such thing, it cannot be built, the configuration names no model of transformers, or
+            it needs code that comes with the checkpoint.
     """
     path = Path(source)
     if path.is_dir() or path.suffix == ".json" or "/" in source:
@@ -45,8 +60,14 @@ def meta_model(source: str) -> nn.Module:
 
 
 def _from_file(path: Path) -> tuple[Any, Any]:
+    """Return the class and the configuration that a file describes."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
+        if not path.exists() and _HUB.fullmatch(str(path)) and path.suffix != ".json":
+            raise ConfigError(
+                f"{path}: there is no such folder, and names of the hub are not read; give a folder that holds the "
+                "model's config.json"
+            )
         raise ConfigError(f"{path}: there is no {'config.json in this folder' if path.is_dir() else 'such file'}")
     try:
         from transformers import AutoConfig
@@ -54,27 +75,92 @@ def _from_file(path: Path) -> tuple[Any, Any]:
         raise ConfigError(
             f"{file} is read by transformers, which is not installed; install the model's pack"
         ) from error
+    data = _data(file)
+    name = _architecture(file, data)
     try:
-        config = AutoConfig.from_pretrained(str(file))
+        config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:
+        if "auto_map" in data:
+            raise ConfigError(
+                f"{file} needs code of its own (auto_map), which no command runs. Load the model in a program of "
+                "yours, with the trust_remote_code=True of transformers if you trust that code, and give it to "
+                "shardcore.shard; or install the code as a package, and name the class: package.module.Class"
+            ) from error
         first = " ".join(str(error).split())[:300]
         raise ConfigError(f"transformers cannot read {file}: {type(error).__name__}: {first}") from error
-    names = getattr(config, "architectures", None)
-    if not names:
+    return _class_of_transformers(file, name), config
+
+
+def _data(file: Path) -> dict[str, Any]:
+    """Return what a config.json holds, after a look at what would run code if a model were built from it."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file} is no configuration: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} is no configuration: it holds a {type(data).__name__}, wanted an object")
+    for key, value in _implementations(data):
+        if "/" in value:
+            raise ConfigError(
+                f"{file} says {key}: {value!r}, which runs code from the hub, and no command does; remove that line, "
+                "which changes nothing in how the model is sharded"
+            )
+    return data
+
+
+def _implementations(data: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text that says how something is computed, at any depth, with its key."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from _implementations(value, name if name.endswith("_implementation") else key)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _implementations(value, key)
+    elif isinstance(data, str) and key:
+        yield key, data
+
+
+def _architecture(file: Path, data: dict[str, Any]) -> Any:
+    names = data.get("architectures")
+    if not isinstance(names, list) or not names:
         raise ConfigError(f'{file} names no architecture; add "architectures": ["LlamaForCausalLM"], or another')
-    return _class(names[0]), config
+    return names[0]
+
+
+def _class_of_transformers(file: Path, name: Any) -> Any:
+    """Return a class of transformers by its bare name; a name in a file imports nothing else."""
+    found = _get("transformers", name) if isinstance(name, str) and name.isidentifier() else None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            f"{file} names the architecture {name!r}, which is no model class of transformers{_near(name)}; correct "
+            "it, or give the class by its name: package.module.Class"
+        )
+    return found
 
 
 def _class(name: str) -> Any:
+    """Return the class that the user named."""
     module, _, short = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module or "transformers"), short)
-    except (ImportError, AttributeError) as error:
+        found = getattr(attempt(lambda: importlib.import_module(module or "transformers"), module), short)
+    except Exception as error:
         where = f"module {module!r}" if module else "transformers"
-        raise ConfigError(
-            f"no class {short!r} in {where} ({error}); give a folder, a config.json, a class of transformers or "
-            "package.module.Class"
-        ) from error
+        hint = _near(short, module or "transformers")
+        raise ConfigError(f"no class {short!r} in {where} ({in_one_line(error)}){hint}; {_KINDS}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(f"{name} is not a model class (a subclass of torch.nn.Module)")
     return found
+
+
+def _get(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception:
+        return None
+
+
+def _near(name: Any, module: str = "transformers") -> str:
+    """Return a hint at the name in an imported module that was probably meant."""
+    names = dir(sys.modules.get(module))
+    near = difflib.get_close_matches(str(name), [n for n in names if n[:1].isupper()], n=1, cutoff=0.8)
+    return f". Did you mean {near[0]!r}?" if near else ""

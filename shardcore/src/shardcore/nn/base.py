@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.errors import WrapError
+from shardcore._planned import LAYER_OPTIONS
+from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.layout import Layout, distribute
 from shardcore.nn.loading import take_full_tensors
@@ -58,9 +59,9 @@ class ParallelModule(nn.Module):
     @staticmethod
     @abstractmethod
     def from_native_module(
-        module: nn.Module, process_group: ProcessGroup | list[ProcessGroup], **kwargs: Any
+        module: nn.Module, process_group: ProcessGroup | list[ProcessGroup] | None = None, **kwargs: Any
     ) -> nn.Module:
-        """Return the parallel form of ``module`` on the ranks of ``process_group``."""
+        """Return the parallel form of ``module`` on the ranks of ``process_group``; None is the default group."""
         raise NotImplementedError
 
 
@@ -108,6 +109,23 @@ class SwappedModule(ParallelModule):
             return f"{cls.__name__} does not understand its options {options}: {error}"
 
     @classmethod
+    def without_planned(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``options`` without those of Shardformer's layers that ask for nothing.
+
+        Raises:
+            NotSupportedError: one of those asks for something.
+        """
+        for name in options.keys() & LAYER_OPTIONS.keys() - cls.option_names:
+            value, planned = options[name], LAYER_OPTIONS[name]
+            if not any(value is nothing or (type(value) is int and value == nothing) for nothing in planned.works):
+                raise NotSupportedError(
+                    f"{cls.__name__}: {name}={value!r} is planned for release {planned.release}. Until then: "
+                    f"{planned.instead}."
+                )
+        kept = options.keys() - (LAYER_OPTIONS.keys() - cls.option_names)
+        return {name: value for name, value in options.items() if name in kept}
+
+    @classmethod
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
         """Say why ``module`` cannot be replaced on that many ranks, or return None if it can."""
         if not isinstance(module, cls.native_classes):
@@ -131,20 +149,24 @@ class SwappedModule(ParallelModule):
     def from_native_module(
         cls,
         module: nn.Module,
-        process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext,
+        process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None = None,
         **options: Any,
     ) -> Self:
         """Replace ``module`` in place and return it.
 
         Args:
             module: the native module; every rank must hold the same weights.
-            process_group: the tensor-parallel ranks, as a process group or a one-dimensional mesh.
-            **options: of the subclass.
+            process_group: the tensor-parallel ranks, as a process group or a one-dimensional mesh; None is the default
+                process group.
+            **options: of the subclass. Options of Shardformer's layers that ask for nothing are accepted.
 
         Raises:
             TypeError: the native module is of a class that this one cannot replace, or an option is unknown.
             ValueError: its sizes cannot be split over that many ranks.
+            ConfigError: no process group was given, and there is no default one.
+            NotSupportedError: an option asks for what a later release is to bring.
         """
+        options = cls.without_planned(options)
         context = as_context(process_group)
         if problem := cls.refusal(module, context.size, **options):
             known = isinstance(module, cls.native_classes) and options.keys() <= cls.option_names

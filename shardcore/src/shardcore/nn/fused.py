@@ -78,7 +78,7 @@ class FusedColumnLinear(ColumnLinear):
     def from_native_module(
         cls,
         module: nn.Module,
-        process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext,
+        process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None = None,
         **options: Any,
     ) -> Self:
         """See `SwappedModule.from_native_module`.

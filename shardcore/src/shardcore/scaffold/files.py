@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from torch import nn
 import shardcore
 from shardcore.errors import ConfigError
 from shardcore.scaffold.guess import Draft, guess, lines
+from shardcore.scaffold.names import check_model, check_name
 
 __all__ = ["write_pack"]
-
-_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def write_pack(name: str, model: nn.Module, folder: Path) -> list[Path]:
@@ -27,12 +25,13 @@ def write_pack(name: str, model: nn.Module, folder: Path) -> list[Path]:
         folder: where the distribution's own folder is made.
 
     Raises:
-        ConfigError: the name is none that can be installed, the folder exists, or nothing can be guessed.
+        ConfigError: the name is none that works, the folder exists, nothing can be guessed, or a name in the model
+            cannot be written into a program.
     """
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of a distribution; wanted something like shard-gpt-neox")
+    check_name(name)
+    check_model(model)
     root = folder / name
-    if root.exists():
+    if root.exists() or root.is_symlink():
         raise ConfigError(f"{root} exists already; choose another name or folder")
     draft = guess(model)
     texts = _files(name, model, draft)
@@ -139,7 +138,7 @@ dependencies = ["shardcore>={series},<{next}", "{library}{floor}"]
 [project.optional-dependencies]
 # The range that the tests prove; outside it users get a warning, and an error under SHARDCORE_STRICT=1.
 tested = ["{library}=={version}"]
-test = ["shardcore[testing]"]
+testing = ["shardcore[testing]"]
 
 [project.entry-points."shardcore.packs"]
 {short} = "{package}.plugin"
@@ -178,7 +177,7 @@ model = shardcore.shard(model, tp=2)  # finds this pack by the model's class
 ## Tested
 
 {library} {version}. The tests are shardcore's conformance kit: outputs, losses and every gradient are those of the
-unsharded model. `python -m pip install -e ".[test]" && python -m pytest`; every release of the matrix: `nox`.
+unsharded model. `python -m pip install -e ".[testing]" && python -m pytest`; every release of the matrix: `nox`.
 """
 
 _NOXFILE = '''\
@@ -196,7 +195,7 @@ MATRIX = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["shardcore"][
 @nox.parametrize("release", MATRIX)
 def tests(session, release):
     """Test against one release."""
-    session.install("-e", ".[test]", f"{library}=={{release}}")
+    session.install("-e", ".[testing]", f"{library}=={{release}}")
     session.run("pytest", *session.posargs)
 '''
 

@@ -142,8 +142,8 @@ def _region(
             columns.append(f'segments("{name}", {times}, by="head")')
             draft.words.add("segments")
             draft.doubts.append(
-                f'{cls}: {name} computes {times} projections at once. by="head" is right if its output is viewed as\n'
-                f'#     (heads, {times} * head size), by="projection" if it is viewed as ({times}, heads, head size).'
+                f'{cls}: {name} computes {times} projections at once. by="head" is right if its output is viewed as '
+                f'(heads, {times} * head size), by="projection" if it is viewed as ({times}, heads, head size).'
             )
         else:
             draft.doubts.append(f"{cls}: {name} ({linear.out_features} outputs) was left out of the region of {last}.")
@@ -173,7 +173,9 @@ def _call(word: str, arguments: dict[str, str]) -> str:
 
 def _attributes(cls: str, enter: str, module: nn.Module, draft: Draft) -> None:
     """Add a row for each attribute that counts heads: views by it would be wrong in silence (or not, with -1)."""
-    counts = [name for name, value in vars(module).items() if value == draft.heads and "heads" in name]
+    counts = [
+        name for name, value in vars(module).items() if value == draft.heads and "heads" in name and name.isidentifier()
+    ]
     for name in counts:
         draft.add(cls, "per_rank", f'attribute("{enter}.{name}", per_rank),  # guess')
         draft.words.add("attribute")
@@ -182,8 +184,8 @@ def _attributes(cls: str, enter: str, module: nn.Module, draft: Draft) -> None:
         draft.words.add("attribute")
     if not counts:
         draft.doubts.append(
-            f"{cls}: no attribute of {enter} counts heads, so the views in its forward must have -1 where heads are\n"
-            "#     counted."
+            f"{cls}: no attribute of {enter} counts heads, so the views in its forward must have -1 where heads are "
+            "counted."
         )
 
 

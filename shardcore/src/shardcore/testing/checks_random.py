@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardcore
+from shardcore.comm.reads import local_tensor
 from shardcore.testing.checks_plan import checkpointing
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Draws, Replay
@@ -99,7 +100,7 @@ def replicas(s: Subject, ledger: Ledger) -> None:
             optimizer.step()
             optimizer.zero_grad()
         mine = {
-            name: p._local_tensor if isinstance(p, DTensor) else p.detach()
+            name: local_tensor(p.detach())
             for name, p in model.named_parameters()
             if not isinstance(p, DTensor) or p.placements == (Replicate(),)
         }

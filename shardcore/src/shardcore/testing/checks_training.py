@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.reads import local_tensor
 from shardcore.testing.checks_plan import checkpointing
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Collectives, calls_of_leaves
@@ -113,7 +114,7 @@ def _names(s: Subject, ledger: Ledger, reference: Any, model: Any) -> None:
             if s.tp == 1:
                 ledger.true(not isinstance(other, DTensor), f"{name} is a DTensor on one rank")
             elif ledger.true(isinstance(other, DTensor), f"{name} is a plain {type(other).__name__} (H8, H19)"):
-                ledger.true(other._local_tensor.numel() > 0, f"{name} has an empty part (H41)")
+                ledger.true(local_tensor(other).numel() > 0, f"{name} has an empty part (H41)")
 
 
 def _ties(ledger: Ledger, reference: Any, model: Any) -> None:

@@ -1,0 +1,100 @@
+"""What later releases are to bring: the one table that the configuration, `shardcore.compat`, ``doctor`` and docs read.
+
+Imports nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["FIELDS", "LAYER_OPTIONS", "NAMES", "Planned", "PlannedField", "features"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Something that a later release is to bring.
+
+    Attributes:
+        release: that release.
+        instead: what does its work until then, as the end of "Until then: ...".
+    """
+
+    release: str
+    instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedField(Planned):
+    """A field of `shardcore.ShardConfig`, or an option of a layer, some of whose values a later release is to bring.
+
+    Attributes:
+        works: the values that this release takes.
+        feature: what the others ask for, in words; None if the field is a detail of another one's.
+    """
+
+    works: tuple[Any, ...]
+    feature: str | None = None
+
+
+#: By the name of the field.
+FIELDS = {
+    "pipeline_parallel_size": PlannedField(
+        "0.4", "use tensor and data parallelism", (None, 1), feature="pipeline parallelism"
+    ),
+    "pipeline_stage_manager": PlannedField("0.4", "leave it None", (None,)),
+    "context_parallel_size": PlannedField(
+        "0.5", "use tensor and data parallelism", (None, 1), feature="context parallelism"
+    ),
+    "tensor_parallel_mode": PlannedField("1.0", "use '1d'", ("1d",), feature="tensor parallelism in 2d, 2.5d and 3d"),
+    "sequence_parallelism_mode": PlannedField(
+        "0.5", "use 'split_gather'", (None, "split_gather"), feature="ring and all-to-all sequence parallelism"
+    ),
+    "enable_sequence_overlap": PlannedField(
+        "0.3", "leave it False", (False,), feature="overlapped sequence parallelism"
+    ),
+    "enable_flash_attention": PlannedField(
+        "0.3",
+        "True or 'auto' takes flash-attn, and attn_implementation='sdpa' of transformers what torch has",
+        (None, False, True, "auto"),
+        feature="xFormers attention",
+    ),
+    "fp8_communication": PlannedField("0.5", "leave it False", (False,), feature="fp8 communication"),
+    "make_vocab_size_divisible_by": PlannedField(
+        "0.5", "leave it None: a vocabulary of any size is split unevenly", (None,)
+    ),
+}
+
+#: By a name that people know from Shardformer; see `shardcore.compat`.
+NAMES = {
+    "Booster": Planned("0.4", "shardcore.shard and a plain training loop"),
+    "Embedding1D": Planned("0.5", "VocabParallelEmbedding1D, which splits the vocabulary instead of the features"),
+    "FusedLinear1D_Row": Planned("0.3", "Linear1D_Row after FusedLinear1D_Col"),
+    "FusedLinear": Planned("0.3", "torch.nn.Linear, which a policy replicates"),
+    "GPT2FusedLinearConv1D_Col": Planned("0.3", "a ParallelModule of your own"),
+    "GPT2FusedLinearConv1D_Row": Planned("0.3", "a ParallelModule of your own"),
+    "HybridParallelPlugin": Planned("0.4", "shardcore.shard(model, tp=..., dp=...)"),
+    "LinearWithGradAccum": Planned("0.4", "torch.nn.Linear, whose gradients accumulate by themselves"),
+    "PipelineStageManager": Planned("0.4", "tensor and data parallelism"),
+    "PipelineGradientCheckpointConfig": Planned("0.4", "GradientCheckpointConfig"),
+}
+
+#: Options of Shardformer's layers, by name; their values that ask for nothing are accepted.
+LAYER_OPTIONS = {
+    "seq_parallel_mode": PlannedField("0.5", "shardcore.shard(model, enable_sequence_parallelism=True)", (None,)),
+    "seq_parallel_dim": PlannedField("0.5", "leave it 1, the dim of the sequence", (None, 1)),
+    "overlap": PlannedField("0.3", "leave it False", (None, False)),
+    "fp8_communication": PlannedField("0.5", "leave it False", (None, False)),
+    "use_zbv": PlannedField("0.4", "leave it False", (None, False)),
+    "skip_bias_add": PlannedField("0.3", "leave it False, and the bias is added", (None, False)),
+    "stream_chunk_num": PlannedField("0.5", "leave it 1", (None, 1)),
+    "make_vocab_size_divisible_by": PlannedField(
+        "0.5", "leave it out: a vocabulary of any size is split unevenly", (None, 1)
+    ),
+    "split_sizes": PlannedField("0.3", "segments=3, if there are three equal ones", (None,)),
+}
+
+
+def features() -> dict[str, str]:
+    """Return what this release lacks, in words, and the release that is to bring it."""
+    return {field.feature: field.release for field in FIELDS.values() if field.feature is not None}

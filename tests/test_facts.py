@@ -1,0 +1,179 @@
+"""What READMEs, pages and docstrings say of releases, requirements and names is what the code says."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shardcore
+from shardcore import _planned
+from shardcore.config import ShardConfig
+from shardcore.errors import NotSupportedError
+from shardcore.registry import GROUP, first_party
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "shardcore" / "src" / "shardcore"
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("packs/*/README.md"))]
+PAGES = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
+RELEASE = re.compile(r"\b(?:0\.[3-9]|1\.0)\b(?!\.\d)")
+
+#: Of everything that is planned: by its name in code, and by the words for it.
+RELEASES = {
+    **{name: planned.release for name, planned in {**_planned.FIELDS, **_planned.NAMES}.items()},
+    **_planned.features(),
+}
+
+
+def project(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text())
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_every_planned_value_is_refused_with_its_release():
+    asked = {
+        "pipeline_parallel_size": 2, "context_parallel_size": 2, "pipeline_stage_manager": object(),
+        "tensor_parallel_mode": "2d", "enable_sequence_overlap": True, "fp8_communication": True,
+        "make_vocab_size_divisible_by": 64, "enable_flash_attention": "xformers",
+        "sequence_parallelism_mode": "ring",
+    }  # fmt: skip
+    assert asked.keys() == _planned.FIELDS.keys()
+    for field, value in asked.items():
+        assert value not in _planned.FIELDS[field].works
+        with pytest.raises(NotSupportedError, match=rf"release {re.escape(RELEASES[field])}\b"):
+            ShardConfig(**{field: value, "enable_sequence_parallelism": "mode" in field})
+
+
+def test_nothing_that_is_planned_for_this_release_or_an_earlier_one_is_missing():
+    def key(release: str) -> list[int]:
+        return [int(part) for part in release.split(".")]
+
+    assert all(key(release) > key(shardcore.__version__) for release in RELEASES.values())
+
+
+def test_the_docstring_of_the_configuration_names_the_releases():
+    text = ast.get_docstring(next(n for n in ast.parse((SOURCE / "config.py").read_text()).body
+                                  if isinstance(n, ast.ClassDef) and n.name == "ShardConfig"))  # fmt: skip
+    items = re.findall(r"^    (\w+): (.*?)(?=^    \w+: |^\w|\Z)", text, re.M | re.S)
+    said = {field: set(RELEASE.findall(body)) for field, body in items if RELEASE.search(body)}
+    assert said == {field: {planned.release} for field, planned in _planned.FIELDS.items()}
+
+
+def test_the_page_on_shardformer_names_the_releases():
+    rows = [line for line in (ROOT / "docs" / "compat.md").read_text().splitlines() if line.startswith("|")]
+    for planned in (*_planned.FIELDS, *_planned.NAMES):
+        said = [set(RELEASE.findall(row)) for row in rows if f"`{planned}`" in row]
+        assert said or planned in _planned.FIELDS, planned  # not every field comes from there
+        assert all(found == {RELEASES[planned]} for found in said), (planned, said)
+
+
+@pytest.mark.parametrize("page", READMES, ids=name)
+def test_what_a_readme_calls_planned_is(page):
+    text = " ".join(page.read_text().split())
+    for clause in re.findall(r"([^.(|;:]*?) (?:is|are) planned", text):
+        words = re.split(r", | and ", clause.strip())
+        assert set(words) <= RELEASES.keys(), words
+    for row in re.findall(r"^\| ([^|]+) \| not yet\b", page.read_text(), re.M):
+        assert set(re.findall(r"`(\w+)`", row)) <= RELEASES.keys()
+
+
+def test_the_readme_lists_what_is_not_there_yet():
+    (row,) = re.findall(r"^\| ([^|]+) \| not yet\b", READMES[0].read_text(), re.M)
+    for words in ("pipeline", "context", "`enable_sequence_overlap`", "xFormers"):
+        assert words in row
+    assert any("pipeline" in feature for feature in _planned.features())
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "shardcore" / "README.md"], ids=name)
+def test_the_requirements_that_a_readme_names_are_those_of_the_metadata(page):
+    metadata = project(ROOT / "shardcore")["project"]
+    floors = {"python": metadata["requires-python"].removeprefix(">=")}
+    floors |= {line.partition(">=")[0]: line.partition(">=")[2] for line in metadata["dependencies"] if ">=" in line}
+    text = page.read_text()
+    (python,) = set(re.findall(r"Python (3\.\d+)", text))
+    (torch,) = set(re.findall(r"(?:torch|PyTorch) (2\.\d+) or newer", text))
+    assert (python, torch) == (floors["python"], floors["torch"])
+
+
+def test_the_ranges_that_the_readme_names_are_those_of_the_packs():
+    rows = re.findall(
+        r"^\| `(shard-\w+)(?:\[\w+\])?` \|.*\| (\w+) ([\d.]+) to ([\d.]+) \|$", READMES[0].read_text(), re.M
+    )
+    assert {pack for pack, *_ in rows} == first_party()
+    for pack, library, lowest, highest in rows:
+        releases = project(ROOT / "packs" / pack)["tool"]["shardcore"]["matrix"][library]
+        assert lowest == releases[0]
+        assert f"{releases[-1]}.".startswith(f"{highest}."), (pack, releases)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_is_not_published_is_installed_from_a_checkout(page):
+    ours = {"shardcore", *first_party()}
+    for found in re.findall(r"\bpip install ([^\n]*)", page.read_text()):
+        line = re.sub(r"#.*|-e \S+", "", found)
+        words = {re.split(r"[\[=<>]", word.strip("\"'`;,"))[0] for word in line.split()}
+        assert not words & ours, line
+
+
+def _undefined(code: str) -> set[str]:
+    """Return the names that a block of code uses and nowhere defines."""
+    nodes = list(ast.walk(ast.parse(code)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    defined = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    defined |= {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return used - defined - set(dir(builtins))
+
+
+@pytest.mark.parametrize("page", READMES, ids=name)
+def test_code_in_a_readme_defines_what_it_uses(page):
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S):
+        assert _undefined(code) == set()
+
+
+@pytest.mark.parametrize("page", READMES, ids=name)
+def test_links_of_a_readme_lead_somewhere(page):
+    for path, anchor in re.findall(r"\]\(([^)#:\s]+)(?:#([\w-]+))?\)", page.read_text()):
+        file = page.parent / path
+        assert file.exists(), path
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M) if anchor else []
+        assert not anchor or anchor in {re.sub(r"\s+", "-", heading.lower()) for heading in headings}, anchor
+
+
+def _named() -> list[tuple[str, str]]:
+    """Return (file, name) for every name of ours in backticks that begins with ``shardcore.``."""
+    files = [*PAGES, *sorted(SOURCE.rglob("*.py"))]
+    found = [(name(f), n) for f in files for n in re.findall(r"`(shardcore(?:\.\w+)+)`", f.read_text())]
+    return sorted({(file, text) for file, text in found if text != GROUP})
+
+
+def _exists(text: str) -> bool:
+    module, _, rest = text.partition(".")
+    value = importlib.import_module(module)
+    for part in rest.split("."):
+        module = f"{module}.{part}"
+        try:
+            value = importlib.import_module(module)
+        except ImportError:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+    return True
+
+
+def test_names_in_backticks_exist():
+    named = _named()
+    assert len(named) > 50
+    assert [(file, text) for file, text in named if not _exists(text)] == []
+    assert not _exists("shardcore.sharder.prepare")
