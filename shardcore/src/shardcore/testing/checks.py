@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardcore.testing import checks_logits, checks_plan, checks_random, checks_sequence, checks_state, checks_training
 from shardcore.testing.cases import Case
 from shardcore.testing.findings import Finding, Ledger, worst
+from shardcore.testing.islands import no_float32_islands
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore.testing.subject import Subject
 
@@ -87,7 +88,8 @@ def _on_rank(subject: Subject, name: str) -> list[Finding]:
     ledger = Ledger(section.checks, subject.case.tolerance)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice about the tiny models of tests
     try:
-        section.run(subject, ledger)
+        with no_float32_islands():
+            section.run(subject, ledger)
     except Exception as error:
         raise SectionStopped(ledger.findings()) from error
     return ledger.findings()

@@ -62,17 +62,17 @@ def parameter_errors(reference: nn.Module, sharded: nn.Module) -> dict[str, floa
     return _errors(reference, sharded, lambda p: p)
 
 
-def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-9) -> None:
+def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
     """Raise AssertionError, naming every offender, unless all gradients agree within ``tolerance``."""
     _assert_small("gradient", gradient_errors(reference, sharded), tolerance)
 
 
-def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-9) -> None:
+def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
     """Raise AssertionError, naming every offender, unless all parameters agree within ``tolerance``."""
     _assert_small("parameter", parameter_errors(reference, sharded), tolerance)
 
 
-def assert_close(wanted: Tensor, got: Tensor, what: str, tolerance: float = 1e-9) -> None:
+def assert_close(wanted: Tensor, got: Tensor, what: str, tolerance: float = 1e-12) -> None:
     """Raise AssertionError unless two tensors agree within ``tolerance`` of the largest wanted value."""
     got = whole(got)
     if wanted.shape != got.shape:
