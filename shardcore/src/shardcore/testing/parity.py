@@ -6,6 +6,7 @@ Errors are relative to the largest gradient of the whole model, because some tru
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "assert_same_parameters",
     "gradient_errors",
     "parameter_errors",
+    "shared_gradients",
     "whole",
 ]
 
@@ -60,6 +62,23 @@ def gradient_errors(reference: nn.Module, sharded: nn.Module) -> dict[str, float
 def parameter_errors(reference: nn.Module, sharded: nn.Module) -> dict[str, float]:
     """Return the error of every parameter, by the unsharded model's names, relative to its largest parameter."""
     return _errors(reference, sharded, lambda p: p)
+
+
+def shared_gradients(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the pairs of parameters of ``model`` whose gradients overlap in memory.
+
+    What is added to one of them, or scales it, then does the same to the other. Views of one buffer that do not overlap
+    are no pair.
+    """
+    spans = []
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        local = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if local is not None and local.numel():
+            last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            spans.append((local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size(), name))
+    spans.sort()
+    return [(first, second) for (_, end, first), (start, _, second) in itertools.pairwise(spans) if start < end]
 
 
 def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
