@@ -61,7 +61,7 @@ def loss_of(out: Any) -> Tensor:
 
 
 def compare(
-    reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), tolerance: float = 1e-9, **call: Any
+    reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), tolerance: float = 1e-12, **call: Any
 ) -> None:
     """Run both on batches, compare the outputs and the loss, and run both backwards: gradients add up."""
     for seed in seeds:

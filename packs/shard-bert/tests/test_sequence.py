@@ -47,7 +47,7 @@ def _lengths(tp: int) -> None:
     sharded = shard(copy.deepcopy(reference), tp=tp, enable_sequence_parallelism=True)
     for length in (8, 7, 5, 4, 3, 2, 1):
         wanted, got = (model(**_ids(3, length)) for model in (reference, sharded))
-        assert_close(wanted.loss, got.loss, f"loss of {length} tokens", 1e-9)
+        assert_close(wanted.loss, got.loss, f"loss of {length} tokens", 1e-12)
         wanted.loss.backward()
         got.loss.backward()
     assert_same_gradients(reference, sharded)
@@ -74,7 +74,7 @@ def _embeddings() -> None:
         got = loss_of(sharded(**inputs))
         handle.remove()
         assert seen[-1].size(1) == tokens, place
-        assert_close(wanted, got, f"loss with a hook on {place}", 1e-9)
+        assert_close(wanted, got, f"loss with a hook on {place}", 1e-12)
         got.backward()
         assert_same_gradients(reference, sharded)
     embedded = reference.embeddings(**{k: v for k, v in inputs.items() if k != "attention_mask"})
@@ -92,7 +92,7 @@ def _captured() -> None:
     inputs = {k: v for k, v in _ids(3, 7).items() if k != "labels"}
     outs = [model(**inputs, output_hidden_states=True) for model in (reference, sharded)]
     for wanted, got in zip(*(out.hidden_states for out in outs), strict=True):
-        assert_close(wanted, got, "hidden states", 1e-9)
+        assert_close(wanted, got, "hidden states", 1e-12)
     for out in outs:
         sum((t * torch.arange(t.numel()).view_as(t).cos()).sum() for t in out.hidden_states).backward()
     assert_same_gradients(reference, sharded)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shard_bert.cases import build
 from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, whole
+from shardcore.testing.subject import adamw
 
 HEADS = {"BertForMaskedLM": {}, "BertForPreTraining": {}, "BertLMHeadModel": DECODER}
 
@@ -42,7 +43,7 @@ def _survive(name: str, vocabulary: int) -> None:
     assert tuple(head.bias.shape) == (vocabulary,)
     assert list(model.state_dict()) == list(reference.state_dict())
     assert len(list(model.parameters())) == len(list(reference.parameters()))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    optimizers = [adamw(m) for m in (reference, model)]
     for step in range(2):
         compare(reference, model, seeds=(2 * step, 2 * step + 1))
         assert_same_gradients(reference, model)

@@ -107,7 +107,7 @@ def outputs_of(out: Any) -> dict[str, Tensor]:
     return {name: out[name] for name in OUTPUTS if name in out}
 
 
-def compare_forward(reference: Any, sharded: Any, inputs: Batch, tolerance: float = 1e-9, **call: Any) -> None:
+def compare_forward(reference: Any, sharded: Any, inputs: Batch, tolerance: float = 1e-12, **call: Any) -> None:
     """Run both, compare the outputs and the loss, and run both backwards."""
     wanted, got = reference(**inputs, **call), sharded(**inputs, **call)
     assert type(wanted) is type(got)
@@ -133,7 +133,7 @@ def train_beside(
     micro_batches: int = 2,
     max_norm: float = 0.05,
     optimizer: Callable[[nn.Module], Optimizer] = adamw,
-    tolerance: float = 1e-9,
+    tolerance: float = 1e-12,
 ) -> None:
     """Train both on the same micro-batches of different padding; everything is compared in every step."""
     optimizers = optimizer(reference), optimizer(sharded)
@@ -148,7 +148,7 @@ def train_beside(
 
 
 def clip_and_step(
-    models: tuple[Any, Any], optimizers: tuple[Optimizer, Optimizer], max_norm: float, tolerance: float = 1e-9
+    models: tuple[Any, Any], optimizers: tuple[Optimizer, Optimizer], max_norm: float, tolerance: float = 1e-12
 ) -> None:
     """Clip to a norm below the true one, compare the norms, step."""
     norms = [whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)) for model in models]

@@ -157,7 +157,7 @@ def _captured():
         wanted, got = (out[name] for out in outs)
         assert len(wanted) == len(got)
         for a, b in zip(wanted, got, strict=True):
-            assert_close(a, b, name, 1e-9)
+            assert_close(a, b, name, 1e-12)
     for out in outs:
         sum((t * torch.arange(t.numel()).view_as(t).cos()).sum() for t in out.hidden_states).backward()
     assert_same_gradients(reference, sharded)
@@ -235,7 +235,7 @@ def _nested():
     (wanted, first), (got, second) = results
     assert first == pytest.approx(second, rel=1e-6)
     for mine, theirs in zip(wanted.hidden_states, got.hidden_states, strict=True):
-        assert_close(mine, theirs, "hidden states", 1e-9)
+        assert_close(mine, theirs, "hidden states", 1e-12)
     assert_same_gradients(reference, sharded)
 
 
@@ -247,7 +247,7 @@ def _inference_mode():
     reference, sharded = _pair()
     inputs = batch(reference, length=7)
     with torch.inference_mode():
-        assert_close(reference(**inputs).logits, sharded(**inputs).logits, "logits", 1e-9)
+        assert_close(reference(**inputs).logits, sharded(**inputs).logits, "logits", 1e-12)
 
 
 def test_inference_mode(pool):

@@ -12,7 +12,7 @@ LAYERS = ("encoder_layers", "decoder_layers")
 
 
 def _count(name: str, encoder: int, decoder: int, freeze: bool = False) -> tuple[int, int]:
-    model = shard(build(name, **dict(zip(LAYERS, (encoder, decoder), strict=True))).train())
+    model = shard(build(name, **dict(zip(LAYERS, (encoder, decoder), strict=True))).double().train())
     if freeze:
         model.freeze_encoder()
     batch = inputs(model, 0)

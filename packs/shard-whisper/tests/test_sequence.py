@@ -26,7 +26,7 @@ def _lengths(tp: int) -> None:
     for length in (7, 6, 5, 4, 3, 2, 1):
         labels = batch["labels"][1:2, :length].clamp(min=3)
         wanted, got = (model(batch["input_features"][1:2], labels=labels) for model in (reference, sharded))
-        assert_close(wanted.loss, got.loss, f"loss of {length} tokens", 1e-9)
+        assert_close(wanted.loss, got.loss, f"loss of {length} tokens", 1e-12)
         wanted.loss.backward()
         got.loss.backward()
         last = sharded.model.decoder._tokens.last
@@ -49,7 +49,7 @@ def _dropped() -> None:
     losses = [loss_of(model(**batch)) for model in (reference, sharded)]
     for loss in losses:
         loss.backward()
-    assert_close(*losses, "loss", 1e-9)
+    assert_close(*losses, "loss", 1e-12)
     assert seen[0].size(1) == 7
     assert_same_gradients(reference, sharded)
 
@@ -66,7 +66,7 @@ def _embedding() -> None:
     with torch.no_grad():
         loss = loss_of(sharded(**batch))
         handle.remove()
-        assert_close(loss_of(sharded(**batch)), loss, "loss with a hook on the embedding", 1e-9)
+        assert_close(loss_of(sharded(**batch)), loss, "loss with a hook on the embedding", 1e-12)
     ids = batch["labels"].new_tensor([[reference.config.decoder_start_token_id]] * 3)
     assert_close(reference.model.decoder.embed_tokens(ids), whole[0][:, :1], "what a hook sees", 1e-12)
 

@@ -51,7 +51,7 @@ def loss_of(out: Any) -> Tensor:
     return out.loss if "loss" in out else hidden_loss(out)
 
 
-def compare(reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), tolerance: float = 1e-9) -> None:
+def compare(reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), tolerance: float = 1e-12) -> None:
     """Run both on batches, compare losses and hidden states or logits, run both backwards: gradients add up."""
     for seed in seeds:
         batch = inputs(reference, seed)

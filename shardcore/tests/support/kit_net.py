@@ -49,6 +49,7 @@ class Config:
     tied: bool = True
     constant_biases: bool = False
     fused: bool = False
+    positions: bool = False
 
 
 class Attention(nn.Module):
@@ -144,12 +145,24 @@ class Decoder(nn.Module):
         return self.norm(x), states, weights, presents
 
 
+class Positions(nn.Module):
+    """Adds two parameters to each other first: both get the same gradient."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.empty(c.hidden)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.left + self.right)
+
+
 class Net(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.config = c
         self.embed = nn.Embedding(c.vocab, c.hidden)
         self.encode = nn.Linear(c.hidden, c.hidden)
+        self.positions = Positions(c) if c.positions else None
         self.decoder = Decoder(c)
         self.head = nn.Linear(c.hidden, c.vocab, bias=False)
         if c.tied:
@@ -165,6 +178,7 @@ class Net(nn.Module):
         memory: Tensor | None = None,
     ) -> dict[str, Any]:
         x = self.embed(input_ids)
+        x = x if self.positions is None else self.positions(x)
         memory = self.encode(x).mean(1, keepdim=True) if memory is None else memory
         x, states, weights, presents = self.decoder(x, memory, past=past)
         out: dict[str, Any] = {"logits": self.head(x)}
@@ -222,7 +236,13 @@ class NetPolicy(Policy):
 
     def module_policy(self) -> ModulePolicy:
         return {
-            "Net": [vocab("embed"), head("head"), replicate("encode"), *self.captured()],
+            "Net": [
+                vocab("embed"),
+                head("head"),
+                replicate("encode"),
+                replicate("positions", optional=True),
+                *self.captured(),
+            ],
             "Decoder": [norm("norm"), *self.memory(), sequence(scatter="layers[0]", gather="norm")],
             "Block": [
                 norm("norm1", "norm2", "norm3"),
@@ -308,6 +328,7 @@ CASE = Case(
     outputs=("logits",),
     options={"tied": (True, False), "kv_heads": (4, 2)},
     collectives=(3, 5),  # backward: three regions, and the norms on queries and keys
+    parts=("encode", "decoder.layers.1.mlp"),
     sharded=("attention.q.weight", "mlp.down.weight", "embed"),
     refuses=({"heads": 8, "kv_heads": 3, "hidden": 32},),
     supports=Supports(generation=True, captured=("attentions", "hidden_states"), sequence=True, save_pretrained=False),

@@ -22,6 +22,7 @@ from shardcore.rows import SwapRow
 from shardcore.styles import (
     attribute,
     col,
+    head,
     local_groups,
     norm,
     partial,
@@ -232,6 +233,22 @@ class NothingSplit(NetPolicy):
 
     def module_policy(self) -> Any:
         return {"Net": [replicate("embed", "head", "encode", "decoder")]}
+
+
+class OnlyTheVocabulary(NetPolicy):
+    """The vocabulary is split, and every block is replicated."""
+
+    def module_policy(self) -> Any:
+        return {"Net": [vocab("embed"), head("head"), replicate("encode", "decoder")]}
+
+
+class OneLinearWhole(NetPolicy):
+    """A linear of every block is replicated, for no reason."""
+
+    def module_policy(self) -> Any:
+        rows = super().module_policy()
+        block = [r for r in rows["Block"] if "cross" not in str(r)]
+        return {**rows, "Decoder": [norm("norm")], "Block": [*block, replicate("cross")]}
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 import wrong
+import wrong_calls
 import wrong_runs
 import wrong_sequence
 from kit_net import CASE, build
@@ -49,6 +50,8 @@ WRONG = [
     (wrong.Unlisted, "names", "lost ['decoder.norm.bias']", {}),
     (wrong.PaddedVocabulary, "names", "shape", {}),
     (wrong.NothingSplit, "plan", "no parameter is split", {}),
+    (wrong.OnlyTheVocabulary, "plan", "the linear decoder.layers.0.attention.q is replicated", {}),
+    (wrong.OneLinearWhole, "plan", "the linear decoder.layers.1.cross.out is replicated", {}),
     (wrong.MissingAttribute, "plan", "no attribute 'num_key_value_groups'", {}),
     (wrong.Misspelled, "plan", "gate_proj", {}),
     (wrong.MisspelledOptional, "plan", "gate", {}),
@@ -74,6 +77,13 @@ WRONG = [
     (wrong_sequence.LocalStates, "sequence", "hidden_states", {}),
     (wrong_sequence.NormsOfTokensNotSummed, "sequence", "norm1", {}),
     (wrong_sequence.SamePartOfTheVocabulary, "split logits", "loss", {}),
+    (wrong_calls.SharesGradients, "one row", "positions.left and positions.right share storage", {"positions": True}),
+    (wrong_calls.SharesGradients, "accumulation", "positions.left", {"positions": True}),
+    (wrong_calls.SumsRows, "one row", "backward 0: loss", {}),
+    (wrong_calls.OnlyThroughTheRoot, "parts", "encode: output", {}),
+    (wrong_calls.PartsNeedTheRoot, "parts", "TypeError", {}),
+    (wrong_calls.TakesTheWorld, "data parallel", "loss", {}),
+    (wrong_calls.AddsReplicas, "data parallel", "step 0: ", {}),
     (wrong_runs.FailsOnOneRank, "forward", "ZeroDivisionError: only here", {}),
 ]
 
@@ -103,6 +113,8 @@ CASES = [
     ({"loss": wrong_runs.no_loss}, {}, "case", "is no single number"),
     ({"loss": "cost"}, {}, "loss", "is no single number"),
     ({"outputs": ("scores",)}, {}, "forward", "returned no scores"),
+    ({"parts": ("decoder.gone",)}, {}, "parts", "gone"),
+    ({"loss": wrong_runs.loss_of_several_rows}, {}, "one row", "no row of inputs() has a finite loss"),
     ({"sharded": ("norm1",)}, {}, "plan", "no parameter with 'norm1' in its name is split"),
     ({"refuses": ({"heads": 8},)}, {}, "refusals", "it was sharded"),
     ({"supports": Supports(generation=False)}, {}, "closed", "generation is not supported, but it did not raise"),

@@ -21,7 +21,7 @@ from shardcore.integrations.models import meta_model
 from shardcore.nn.dropout import DropoutSites
 from shardcore.registry import Pack, default_registry
 from shardcore.testing.cases import Case, Supports
-from shardcore.testing.checks import examine, sections_for
+from shardcore.testing.checks import SECTIONS, examine, sections_for
 from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerPool
 from shardcore.testing.subject import Subject, cases_of
@@ -151,7 +151,8 @@ def verify(jobs: list[Job], tp: int, *, timeout: float, progress: Callable[[Job]
     """
     done: list[Job] = []
     planless: set[tuple[str, int]] = set()
-    with WorkerPool(tp, collective_timeout=min(timeout, 120.0)) as pool:
+    ranks = max((job.subject.tp * SECTIONS[job.section].replicas for job in jobs), default=tp)
+    with WorkerPool(max(tp, ranks), collective_timeout=min(timeout, 120.0)) as pool:
         for job in jobs:
             progress(job)
             key = (job.subject.case.name, job.subject.tp)

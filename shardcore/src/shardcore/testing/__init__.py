@@ -13,13 +13,23 @@ from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 if TYPE_CHECKING:
     from shardcore.testing.cases import Case, Supports
     from shardcore.testing.conformance import PolicyConformance
+    from shardcore.testing.islands import no_float32_islands
 
-__all__ = ["Case", "PolicyConformance", "Supports", "WorkerError", "WorkerPool", "WorkerTimeout"]
+__all__ = [
+    "Case",
+    "PolicyConformance",
+    "Supports",
+    "WorkerError",
+    "WorkerPool",
+    "WorkerTimeout",
+    "no_float32_islands",
+]
 
 _HOME = {
     "Case": "shardcore.testing.cases",
     "PolicyConformance": "shardcore.testing.conformance",
     "Supports": "shardcore.testing.cases",
+    "no_float32_islands": "shardcore.testing.islands",
 }
 
 if not TYPE_CHECKING:

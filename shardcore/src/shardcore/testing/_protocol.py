@@ -111,8 +111,8 @@ class Task:
 
     Attributes:
         function: what to call.
-        call: pickled ``(args, kwargs, warning filters)``; read after the module of ``function`` was loaded, whose
-            classes it may hold.
+        call: pickled ``(args, kwargs, warning filters, without islands)``; read after the module of ``function`` was
+            loaded, whose classes it may hold.
         grouped: whether to run in the group that was joined last; else there is none when the function starts.
         env: environment variables for the time of the call.
     """

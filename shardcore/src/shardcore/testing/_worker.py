@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from shardcore.mesh import shared_groups
 from shardcore.testing._protocol import Failure, Join, Reply, Task
+from shardcore.testing.islands import no_float32_islands
 
 __all__ = ["Worker"]
 
@@ -80,13 +81,13 @@ class Worker:
 
     def _run(self, task: Task) -> Any:
         function = task.function.load()
-        args, kwargs, filters = pickle.loads(task.call)
+        args, kwargs, filters, without_islands = pickle.loads(task.call)
         self._freeze()
         with _isolated(task.env):
             if not task.grouped:
                 self._leave()
             try:
-                with _warning_filters(filters):
+                with _warning_filters(filters), no_float32_islands() if without_islands else nullcontext():
                     torch.manual_seed(0)
                     random.seed(0)
                     return function(*args, **kwargs)

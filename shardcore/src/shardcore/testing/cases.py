@@ -51,19 +51,23 @@ class Case:
         build: makes the unsharded model, with the same weights in every process. Called with keyword options:
             ``dropout=0.1`` for live dropouts (by default all are 0), and ``options`` below.
         inputs: makes the keyword arguments of one call, from the model and a seed; batches of different seeds differ in
-            their padding where the model takes a mask.
+            their padding where the model takes a mask. The first dim of every tensor is the batch: the kit takes rows.
         loss: the name of the output with the loss, or a function of the outputs that returns one.
         outputs: names of further outputs that are compared.
         options: further keyword options of ``build``, each with the values that are tried (the first is the default),
             such as ``{"attn_implementation": ("sdpa", "eager")}``.
         layers: the name of the list of blocks, whose collectives are counted.
         collectives: the most collectives that one more block may cost in (forward, backward).
+        parts: names of modules or methods that can be called by themselves, besides the base model, the encoder, the
+            decoder and ``forward_features``, which are found.
         sharded: names of parameters, or parts of names, at least one of which must be split at every size above 1.
+        whole: names of linears of the blocks, or parts of names, that are replicated on purpose (a router).
         refuses: options of ``build`` with which sharding must raise `shardcore.errors.PlanError`.
         supports: what the pack supports for this case.
         policy: the policy, as a class or as ``module:Class``; None finds it as `shardcore.shard` would.
         tolerance: the largest difference from the unsharded model, relative to the largest value (of gradients: to the
-            largest of the whole model). Everything is computed in float64.
+            largest of the whole model). Everything is computed in float64, in `no_float32_islands`: a correct pack
+            comes to 1e-13 on every processor.
     """
 
     name: str
@@ -74,8 +78,10 @@ class Case:
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     layers: str = ""
     collectives: tuple[int, int] = (2, 2)
+    parts: tuple[str, ...] = ()
     sharded: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
     refuses: tuple[Mapping[str, Any], ...] = ()
     supports: Supports = field(default_factory=Supports)
     policy: type[Policy] | str | None = None
-    tolerance: float = 1e-9
+    tolerance: float = 1e-12

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardcore.testing import checks_logits, checks_plan, checks_random, checks_sequence, checks_state, checks_training
+from shardcore.testing import (
+    checks_calls,
+    checks_data,
+    checks_logits,
+    checks_plan,
+    checks_random,
+    checks_sequence,
+    checks_state,
+    checks_training,
+)
 from shardcore.testing.cases import Case
 from shardcore.testing.findings import Finding, Ledger, worst
+from shardcore.testing.islands import no_float32_islands
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore.testing.subject import Subject
 
@@ -26,6 +36,8 @@ class Section:
         several: it runs on several ranks too.
         mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at each
             size for the first case of a pack, and at the smallest size of several ranks for the others.
+        replicas: how many replicas of that many ranks it runs on. Several replicas run alone for every case, and of two
+            ranks each for the first.
     """
 
     run: Callable[[Subject, Ledger], None]
@@ -33,10 +45,13 @@ class Section:
     alone: bool = False
     several: bool = True
     mechanical: bool = False
+    replicas: int = 1
 
     def sizes(self, case: Case, *, first: bool) -> list[int]:
         """Return the sizes at which a conformance test runs it for a case, the ``first`` of its pack or another."""
         of_several = sorted(size for size in case.supports.tensor_parallel if size > 1) if self.several else []
+        if self.replicas > 1:
+            return [1, *(size for size in of_several if size == 2 and first)]
         if self.mechanical and not first:
             del of_several[1:]
         return [1, *of_several] if self.alone else of_several
@@ -48,6 +63,9 @@ SECTIONS: Mapping[str, Section] = {
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
     "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True),
+    "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True),
+    "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True),
+    "data parallel": Section(run=checks_data.data_parallel, checks=("data parallel",), alone=True, replicas=2),
     "options": Section(run=checks_training.options, checks=("options",), mechanical=True),
     "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",), mechanical=True),
     "communication": Section(run=checks_training.communication, checks=("communication",), mechanical=True),
@@ -67,8 +85,12 @@ CHECKS: Mapping[str, str] = {check: name for name, section in SECTIONS.items() f
 
 
 def sections_for(tp: int) -> list[str]:
-    """Return the names of the sections that run at a size."""
-    return [name for name, section in SECTIONS.items() if (section.alone if tp == 1 else section.several)]
+    """Return the names of the sections that run at a size; several replicas are ranks of at most two each."""
+    return [
+        name
+        for name, section in SECTIONS.items()
+        if (section.alone if tp == 1 else section.several) and (section.replicas == 1 or tp <= 2)
+    ]
 
 
 def examine(pool: WorkerPool, subject: Subject, section: str, *, timeout: float = 120.0) -> list[Finding]:
@@ -76,8 +98,9 @@ def examine(pool: WorkerPool, subject: Subject, section: str, *, timeout: float 
 
     A rank that raises, dies or hangs is a failure of the check that it was at.
     """
+    subject = replace(subject, dp=SECTIONS[section].replicas)
     try:
-        return worst(pool.run(_on_rank, subject, section, world=subject.tp, timeout=timeout))
+        return worst(pool.run(_on_rank, subject, section, world=subject.tp * subject.dp, timeout=timeout))
     except (WorkerError, WorkerTimeout) as error:
         return _broken(section, error)
 
@@ -87,7 +110,8 @@ def _on_rank(subject: Subject, name: str) -> list[Finding]:
     ledger = Ledger(section.checks, subject.case.tolerance)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice about the tiny models of tests
     try:
-        section.run(subject, ledger)
+        with no_float32_islands():
+            section.run(subject, ledger)
     except Exception as error:
         raise SectionStopped(ledger.findings()) from error
     return ledger.findings()

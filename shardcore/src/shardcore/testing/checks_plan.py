@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.errors import AlreadyShardedError, PlanError
-from shardcore.nn.layout import Whole
+from shardcore.nn.layout import Whole, last_rank_is_empty
 from shardcore.plan import ShardPlan
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject, flat, meta_copy
@@ -55,6 +55,7 @@ def plan(s: Subject, ledger: Ledger) -> None:
         ledger.true(names == planned, f"the plan leaves out {sorted(names ^ planned)}")
         if s.tp > 1:
             _splits(s, ledger, made)
+            _whole_blocks(s, ledger, made, model)
 
 
 def _splits(s: Subject, ledger: Ledger, made: ShardPlan) -> None:
@@ -62,6 +63,23 @@ def _splits(s: Subject, ledger: Ledger, made: ShardPlan) -> None:
     ledger.true(bool(split), "no parameter is split")
     for part in s.case.sharded:
         ledger.true(any(part in name for name in split), f"no parameter with {part!r} in its name is split")
+
+
+def _whole_blocks(s: Subject, ledger: Ledger, made: ShardPlan, model: nn.Module) -> None:
+    """Require the linears of blocks to be split, where they are large enough; replicated ones gain nothing."""
+    layouts = {name: p.layout for p in made.parameters for name in (p.name, *p.aliases)}
+    blocks = [
+        f"{name}." for name in dict.fromkeys([s.case.layers, *(made.stages.lists if made.stages else ())]) if name
+    ]
+    for name, linear in model.named_modules():
+        weight = layouts.get(f"{name}.weight")
+        if not isinstance(linear, nn.Linear) or not name.startswith(tuple(blocks)) or weight != Whole():
+            continue
+        small = any(last_rank_is_empty(size, s.tp) for size in linear.weight.shape)
+        meant = small or any(part in name for part in s.case.whole)
+        ledger.true(
+            meant, f"the linear {name} is replicated, which gains nothing; split it, or name it in the case's whole="
+        )
 
 
 def sizes(s: Subject, ledger: Ledger) -> None:

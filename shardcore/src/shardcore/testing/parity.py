@@ -6,6 +6,7 @@ Errors are relative to the largest gradient of the whole model, because some tru
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "assert_same_parameters",
     "gradient_errors",
     "parameter_errors",
+    "shared_gradients",
     "whole",
 ]
 
@@ -63,36 +65,52 @@ def parameter_errors(reference: nn.Module, sharded: nn.Module) -> dict[str, floa
     return _errors(reference, sharded, lambda p: p)
 
 
-def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-9) -> None:
+def shared_gradients(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the pairs of parameters of ``model`` whose gradients overlap in memory.
+
+    What is added to one of them, or scales it, then does the same to the other. Views of one buffer that do not overlap
+    are no pair.
+    """
+    spans = []
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        local = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if local is not None and local.numel():
+            last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            spans.append((local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size(), name))
+    spans.sort()
+    return [(first, second) for (_, end, first), (start, _, second) in itertools.pairwise(spans) if start < end]
+
+
+def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
     """Raise AssertionError, naming every offender, unless all gradients agree within ``tolerance``."""
     _assert_small("gradient", gradient_errors(reference, sharded), tolerance)
 
 
 def assert_gradients_own_storage(model: nn.Module) -> None:
-    """Raise AssertionError, naming both, if two gradients of ``model`` share storage.
+    """Raise AssertionError, naming both, if two gradients of ``model`` lie in the same memory.
 
     What is added to one of them, or scaled, would change the other: the second backward of an accumulation, clipping.
-    On this rank alone; no collective.
+    (FSDP2's gradients are separate parts of one storage.) On this rank alone; no collective.
     """
-    owners: dict[int, str] = {}
+    places = []
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        if grad is None or not grad.numel():
-            continue
         local = grad.to_local() if isinstance(grad, DTensor) else grad
-        if not local.numel():
-            continue
-        first = owners.setdefault(local.untyped_storage().data_ptr(), name)
-        if first != name:
-            raise AssertionError(f"the gradients of {first} and {name} share storage: they are accumulated as one")
+        if local is not None and local.numel():
+            places.append((local.data_ptr(), local.data_ptr() + local.numel() * local.element_size(), name))
+    places.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(places):
+        if start < end:
+            raise AssertionError(f"the gradients of {first} and {second} share storage: they are accumulated as one")
 
 
-def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-9) -> None:
+def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
     """Raise AssertionError, naming every offender, unless all parameters agree within ``tolerance``."""
     _assert_small("parameter", parameter_errors(reference, sharded), tolerance)
 
 
-def assert_close(wanted: Tensor, got: Tensor, what: str, tolerance: float = 1e-9) -> None:
+def assert_close(wanted: Tensor, got: Tensor, what: str, tolerance: float = 1e-12) -> None:
     """Raise AssertionError unless two tensors agree within ``tolerance`` of the largest wanted value."""
     got = whole(got)
     if wanted.shape != got.shape:

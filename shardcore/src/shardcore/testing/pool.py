@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -101,7 +102,8 @@ class WorkerPool:
         """Call ``function(*args, **kwargs)`` on ranks 0 to world-1 and return the results in the order of the ranks.
 
         The default process group has exactly ``world`` ranks; groups that the function makes are destroyed after it.
-        Each call starts from the same seed, with gradients on and the warning filters of the caller.
+        Each call starts from the same seed, with gradients on and the warning filters of the caller; inside of
+        `no_float32_islands` if the caller is.
 
         Args:
             function: a function at the top level of a module; it is sent by name, its arguments and result by pickle.
@@ -120,7 +122,7 @@ class WorkerPool:
         if not 1 <= world <= self.size:
             raise ValueError(f"world={world} is out of range: this pool runs 1 to {self.size} ranks")
         reference = FunctionRef.of(function)
-        call = pickle.dumps((args, kwargs, list(warnings.filters)))
+        call = pickle.dumps((args, kwargs, list(warnings.filters), _without_islands()))
         self._start(world)
         if process_group:
             self._join(world)
@@ -317,6 +319,12 @@ def _die_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
+
+
+def _without_islands() -> bool:
+    """Return whether the caller is inside `no_float32_islands`, without importing torch to find out."""
+    islands = sys.modules.get("shardcore.testing.islands")
+    return islands is not None and islands.without_islands()
 
 
 def _free_port() -> int:

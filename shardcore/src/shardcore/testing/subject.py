@@ -64,6 +64,7 @@ class Subject:
     Attributes:
         case: the case.
         tp: the number of tensor-parallel ranks.
+        dp: the number of replicas, each of ``tp`` ranks.
         plugin: the module of a pack that need not be installed; ``""`` for what is installed.
         options: options of ``build`` that differ from their defaults.
         fields: of the configuration that it is sharded with.
@@ -71,12 +72,14 @@ class Subject:
 
     case: Case
     tp: int
+    dp: int = 1
     plugin: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.case.name} at tp {self.tp}"
+        replicas = f" x dp {self.dp}" if self.dp > 1 else ""
+        return f"{self.case.name} at tp {self.tp}{replicas}"
 
     @property
     def rank(self) -> int:
@@ -99,7 +102,8 @@ class Subject:
 
     def shard(self, model: Any, **fields: Any) -> Any:
         """Shard ``model`` over all ranks."""
-        return shardcore.shard(model, policy=self.policy(model), tp=self.tp, **{**self.fields, **fields})
+        given = {"tp": self.tp, **({"dp": self.dp} if self.dp > 1 else {}), **self.fields, **fields}
+        return shardcore.shard(model, policy=self.policy(model), **given)
 
     def twins(self, **options: Any) -> tuple[Any, Any]:
         """Return an unsharded model and its sharded copy."""
@@ -149,7 +153,7 @@ class Subject:
 
     def gathered(self, value: Value) -> list[Value]:
         """Return the values of all ranks."""
-        found: list[Any] = [None] * self.tp
+        found: list[Any] = [None] * self.tp * self.dp
         dist.all_gather_object(found, value)
         return found
 

@@ -1,0 +1,110 @@
+"""What is computed in float32 whatever the model's dtype is computed in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit_net import CASE, Decoder, NetPolicy, build
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardcore.testing import no_float32_islands
+from shardcore.testing.checks import examine
+from shardcore.testing.islands import without_islands
+from shardcore.testing.subject import Subject
+
+ISLANDS = [
+    lambda x: x.float(),
+    lambda x: x.to(torch.float32),
+    lambda x: x.to(dtype=torch.float32),
+    lambda x: x.to("cpu", torch.float32),
+    lambda x: x.type(torch.float32),
+    lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
+    lambda x: F.log_softmax(x, dim=-1, dtype=torch.float32),
+    lambda x: torch.softmax(x, -1, torch.float32),
+    lambda x: x.softmax(-1, dtype=torch.float32),
+    lambda x: x.mean(-1, dtype=torch.float32),
+    lambda x: torch.sum(x, dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("island", ISLANDS)
+def test_float64_stays(island):
+    x = torch.rand(2, 3, dtype=torch.float64)
+    with no_float32_islands():
+        assert island(x).dtype == torch.float64
+        assert island(x.bfloat16()).dtype == torch.float32
+    assert island(x).dtype == torch.float32
+
+
+def test_what_is_no_island_is_left_alone():
+    native = torch.Tensor.float, torch.Tensor.to, F.softmax, torch.softmax, nn.Module._apply
+    x = torch.rand(2, 3, dtype=torch.float64)
+    with no_float32_islands(), no_float32_islands():
+        assert nn.Linear(2, 2).double().float().weight.dtype == torch.float32
+        assert nn.Linear(2, 2).double().to(torch.float32).weight.dtype == torch.float32
+        assert torch.arange(3).float().dtype == torch.float32
+        assert x.to(torch.bfloat16).dtype == torch.bfloat16
+        # Positions that were made float beside frequencies that stayed.
+        assert (x.float() @ torch.arange(3).float()).dtype == torch.float64
+    assert native == (torch.Tensor.float, torch.Tensor.to, F.softmax, torch.softmax, nn.Module._apply)
+
+
+def test_an_exception_ends_it():
+    with pytest.raises(ZeroDivisionError), no_float32_islands():
+        raise ZeroDivisionError
+    assert not without_islands()
+    assert torch.rand(2, dtype=torch.float64).float().dtype == torch.float32
+
+
+def recomputed():
+    dtypes = []
+    x = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    checkpoint(lambda y: (dtypes.append(y.float().dtype), y.float() * y)[1], x, use_reentrant=False).sum().backward()
+    return dtypes
+
+
+def test_ranks_are_inside_if_their_caller_is(pool):
+    assert pool.run(recomputed) == [[torch.float32] * 2] * 2
+    with no_float32_islands():
+        assert pool.run(recomputed) == [[torch.float64] * 2] * 2
+    assert pool.run(recomputed) == [[torch.float32] * 2] * 2
+
+
+@no_float32_islands()
+def decorated():
+    return without_islands()
+
+
+def test_it_decorates_what_ranks_run(pool):
+    assert pool.run(decorated) == [True, True]
+
+
+class InSinglePrecision(Decoder):
+    """Its norm is computed in float32, as those of many models."""
+
+    def forward(self, x, memory, past=None):
+        out, *rest = super().forward(x, memory, past)
+        return F.layer_norm(out.float(), out.shape[-1:]).to(x.dtype), *rest
+
+
+def build_with_an_island(**options):
+    model = build(**options)
+    model.decoder.__class__ = InSinglePrecision
+    return model
+
+
+def test_the_kit_compares_models_with_islands_in_float64(pool):
+    # With the island, what the ranks add up is rounded to 1e-8 in places that depend on the processor.
+    case = type(CASE)(name="island", build=build_with_an_island, inputs=CASE.inputs, policy=InSinglePrecisionPolicy)
+    findings = {finding.check: finding for finding in examine(pool, Subject(case=case, tp=2), "training")}
+    assert {finding.state for finding in findings.values()} == {"passed"}, findings
+    assert findings["gradients"].error < 1e-13
+
+
+class InSinglePrecisionPolicy(NetPolicy):
+    def module_policy(self):
+        description = dict(super().module_policy())
+        description["InSinglePrecision"] = description.pop("Decoder")
+        return description
