@@ -1,4 +1,4 @@
-"""The jobs of the workspace: ``nox -t tests``, ``nox -t matrix``, ``nox -s demo``, ``nox -s lint``, ``nox -s docs``.
+"""The jobs of the workspace: ``nox -t tests``, ``nox -t matrix``, ``nox -s demo|fuzz|lint|docs``.
 
 Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
 ``shard-llama-transformers-5.0.0``. Tags: ``newest`` and ``oldest`` (the whole conformance kit), ``matrix`` (all
@@ -12,6 +12,7 @@ unchanged, so a run that was interrupted is resumed by the same command; ``nox -
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -88,7 +89,8 @@ def add_cell(cell: Cell) -> None:
     nox.session(venv_backend="none", name=f"quick-{cell.name}", tags=["quick"], default=False)(test_quickly)
 
 
-for _cell in cells_of(PACKS, TORCH):
+CELLS = cells_of(PACKS, TORCH)
+for _cell in CELLS:
     add_cell(_cell)
 
 
@@ -113,6 +115,17 @@ def minimums(session: nox.Session) -> None:
     failed = [suite.name for suite in (core, *packs) if not suite.passes()]
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session(venv_backend="none", default=False)
+def fuzz(session: nox.Session) -> None:
+    """Search for configurations that differ from the unsharded model: nox -s fuzz -- --draws 2000."""
+    # timm's environment has every library.
+    environment = next(cell.environment for cell in CELLS if cell.library == "timm" and "newest" in cell.tags)
+    python = environment.make(ROOT / ".nox" / "environments", functools.partial(pip, session))
+    packs = [str(pack.folder) for pack in PACKS]
+    pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
+    session.run(str(python), str(ROOT / "tests" / "fuzz" / "search.py"), *session.posargs, env=ENV, external=True)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -233,7 +246,12 @@ class Suite:
         return python
 
     def _pip(self, python: Path, *arguments: str) -> None:
-        self.session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
+        pip(self.session, python, *arguments)
+
+
+def pip(session: nox.Session, python: Path, *arguments: str) -> None:
+    """Call the pip of an interpreter."""
+    session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
 
 
 def suite_of(
