@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardcore
 from draws import Draw
 from models import batch_of, build, part_of, prompt_of
 from shardcore.errors import ShardcoreError
 from shardcore.testing.islands import no_float32_islands
-from shardcore.testing.parity import whole
+from shardcore.testing.parity import shared_gradients, whole
 from shardcore.testing.subject import flat
 
 __all__ = ["BOUND", "Outcome", "try_draw"]
@@ -295,8 +293,7 @@ class _Run:
         for name, parameter in self.model.named_parameters():
             grad = parameter.grad
             record.gradients[name] = None if grad is None else whole(grad.detach()).clone()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        record.values["gradients in the memory of another"] = torch.tensor(float(_overlapping(grads)))
+        record.values["gradients in the memory of another"] = torch.tensor(float(len(shared_gradients(self.model))))
         if self.draw.replicas == 1:
             for name, leaf in getattr(self, "_leaves", {}).items():
                 record.gradients[f"input {name}"] = None if leaf.grad is None else leaf.grad.clone()
@@ -312,17 +309,6 @@ class _Reference(_Run):
         """Return the mean of the losses of all replicas."""
         losses = [loss_of(replica) for replica in range(self.draw.replicas)]
         return torch.stack(losses).mean()
-
-
-def _overlapping(grads: Sequence[Tensor]) -> int:
-    """Return how many gradients lie in the memory of another: scaling one in place would scale both."""
-    places = []
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        if local.numel():
-            places.append((local.data_ptr(), local.data_ptr() + local.numel() * local.element_size()))
-    places.sort()
-    return sum(following[0] < place[1] for place, following in itertools.pairwise(places))
 
 
 def _copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

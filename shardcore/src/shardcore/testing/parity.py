@@ -93,16 +93,9 @@ def assert_gradients_own_storage(model: nn.Module) -> None:
     What is added to one of them, or scaled, would change the other: the second backward of an accumulation, clipping.
     (FSDP2's gradients are separate parts of one storage.) On this rank alone; no collective.
     """
-    places = []
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        if local is not None and local.numel():
-            places.append((local.data_ptr(), local.data_ptr() + local.numel() * local.element_size(), name))
-    places.sort()
-    for (_, end, first), (start, _, second) in itertools.pairwise(places):
-        if start < end:
-            raise AssertionError(f"the gradients of {first} and {second} share storage: they are accumulated as one")
+    if pairs := shared_gradients(model):
+        listed = ", ".join(f"{first} and {second}" for first, second in pairs)
+        raise AssertionError(f"these gradients share storage, and are accumulated as one: {listed}")
 
 
 def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
