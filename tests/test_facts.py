@@ -75,6 +75,16 @@ def test_the_page_on_shardformer_names_the_releases():
         assert all(found == {RELEASES[planned]} for found in said), (planned, said)
 
 
+def test_the_page_on_shardformer_names_the_options_of_layers():
+    page = (ROOT / "docs" / "compat.md").read_text().partition("| option | accepted | others |")[2].partition("\n\n")[0]
+    rows = {
+        option: set(RELEASE.findall(row)) for row in page.splitlines() for option in re.findall(r"`(\w+)`", row[:80])
+    }
+    fields = {"make_vocab_size_divisible_by"}  # of the configuration too, where it is listed
+    wanted = {option: {planned.release} for option, planned in _planned.LAYER_OPTIONS.items() if option not in fields}
+    assert {option: rows.get(option) for option in wanted} == wanted
+
+
 @pytest.mark.parametrize("page", READMES, ids=name)
 def test_what_a_readme_calls_planned_is(page):
     text = " ".join(page.read_text().split())

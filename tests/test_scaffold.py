@@ -143,6 +143,14 @@ def test_what_cannot_be_made_leaves_nothing_behind(tmp_path, name, model, messag
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_that_leads_nowhere_is_kept(tmp_path):
+    (tmp_path / "shard-gpt-neox").symlink_to(tmp_path / "elsewhere")
+    result = new_pack(tmp_path)
+    assert result.exit_code == 1
+    assert "exists already" in result.output
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_an_existing_folder_is_kept(tmp_path):
     (tmp_path / "shard-gpt-neox").mkdir()
     (tmp_path / "shard-gpt-neox" / "mine.txt").write_text("mine")

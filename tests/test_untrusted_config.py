@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 import pytest
 from click.testing import CliRunner
@@ -103,6 +104,21 @@ def test_what_was_meant(name, hint):
     result = run("explain", name)
     assert result.exit_code == 1
     assert hint in result.output
+
+
+@pytest.mark.parametrize("given", ["LlamaForCausalLM", "folder"])
+def test_a_model_library_that_does_not_work_is_said(checkpoint, monkeypatch, given):
+    broken = types.ModuleType("transformers")
+    broken.__getattr__ = _refuse
+    monkeypatch.setitem(sys.modules, "transformers", broken)
+    result = run("explain", checkpoint() if given == "folder" else given)
+    assert result.exit_code == 1
+    assert result.output.startswith("error: ")
+    assert "RuntimeError: its compiled part is gone" in result.output
+
+
+def _refuse(name):
+    raise RuntimeError("its compiled part is gone")
 
 
 @pytest.mark.parametrize("source", ["raise ValueError('broken')", "import sys; sys.exit(0)", "x = ("])

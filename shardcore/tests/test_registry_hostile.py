@@ -130,14 +130,15 @@ def test_entry_points_of_others_that_cannot_be_read_are_passed_over(target):
     assert (states, text) == ({"aaa": "loaded"}, "")
 
 
-def test_of_two_copies_of_a_distribution_the_first_on_the_path_counts(tmp_path):
-    install(tmp_path / "first", "one", serves("shard_one", "models.New"), version="2.0")
-    install(tmp_path / "second", "one", serves("shard_one", "models.Old"), version="1.0")
-    stale = tmp_path / "second" / "shard_one-1.0.dist-info" / "entry_points.txt"
-    stale.write_text(f"[{GROUP}]\nstale = shard_one.plugin\n")
+@pytest.mark.parametrize(("entries", "found"), [("one = shard_one.plugin", {("one", "2.0")}), ("", set())])
+def test_of_two_copies_of_a_distribution_the_first_on_the_path_counts(tmp_path, entries, found):
+    for folder, version, line in (("first", "2.0", entries), ("second", "1.0", "stale = shard_one.plugin")):
+        install(tmp_path / folder, "one", serves("shard_one", "models.M"), version=version)
+        file = tmp_path / folder / f"shard_one-{version}.dist-info" / "entry_points.txt"
+        file.write_text(f"[{GROUP}]\n{line}\n")
     with installed(tmp_path / "first", tmp_path / "second"):
-        found = {(pack.name, pack.version) for pack in Registry.discover().packs if pack.distribution == "shard-one"}
-    assert found == {("one", "2.0")}
+        packs = Registry.discover().packs
+    assert {(pack.name, pack.version) for pack in packs if pack.distribution == "shard-one"} == found
 
 
 MARK = "import pathlib\npathlib.Path({!r}).touch()\n"

@@ -109,25 +109,19 @@ def _advertised(entry_points: Iterable[importlib_metadata.EntryPoint] | None) ->
 
 def _installed() -> Iterator[_Advertised]:
     """Yield the packs of every distribution, whatever is wrong with the metadata of others."""
-    seen = set()
     for distribution in importlib_metadata.distributions():
-        name = _UNKNOWN
         try:
             if not distribution.entry_points.select(group=GROUP):
                 continue
-            name = _origin(distribution)[0]
+            name, _ = _origin(distribution)
             # Of two copies of one distribution, Python imports the one that comes first.
             first = distribution if name == _UNKNOWN else importlib_metadata.distribution(name)
-            if name == _UNKNOWN or _normal(name) not in seen:
-                yield from map(_pack_of, first.entry_points.select(group=GROUP))
+            yield from map(_pack_of, first.entry_points.select(group=GROUP))
         except Exception as error:
             if _offers_packs(distribution, error):
                 name, version = _origin(distribution)
-                yield (
-                    None,
-                    Pack(name=name, distribution=name, version=version, value=_FILE, status="broken", error=error),
-                )
-        seen.add(_normal(name))
+                pack = Pack(name=name, distribution=name, version=version, value=_FILE, status="broken", error=error)
+                yield None, pack
 
 
 def _offers_packs(distribution: _Distribution, error: Exception) -> bool:

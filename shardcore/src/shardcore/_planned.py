@@ -70,13 +70,18 @@ NAMES = {
     "Booster": Planned("0.4", "shardcore.shard and a plain training loop"),
     "Embedding1D": Planned("0.5", "VocabParallelEmbedding1D, which splits the vocabulary instead of the features"),
     "FusedLinear1D_Row": Planned("0.3", "Linear1D_Row after FusedLinear1D_Col"),
+    "ColoAttention": Planned("0.5", "the attention of the model's library: attn_implementation='sdpa'"),
     "FusedLinear": Planned("0.3", "torch.nn.Linear, which a policy replicates"),
+    "GPT2FusedLinearConv": Planned("0.3", "a ParallelModule of your own"),
     "GPT2FusedLinearConv1D_Col": Planned("0.3", "a ParallelModule of your own"),
     "GPT2FusedLinearConv1D_Row": Planned("0.3", "a ParallelModule of your own"),
     "HybridParallelPlugin": Planned("0.4", "shardcore.shard(model, tp=..., dp=...)"),
     "LinearWithGradAccum": Planned("0.4", "torch.nn.Linear, whose gradients accumulate by themselves"),
+    "PaddingEmbedding": Planned("0.5", "VocabParallelEmbedding1D: a vocabulary of any size is split unevenly"),
+    "PaddingLMHead": Planned("0.5", "VocabParallelLMHead1D: a vocabulary of any size is split unevenly"),
     "PipelineStageManager": Planned("0.4", "tensor and data parallelism"),
     "PipelineGradientCheckpointConfig": Planned("0.4", "GradientCheckpointConfig"),
+    "RingAttention": Planned("0.5", "shardcore.shard(model, enable_sequence_parallelism=True)"),
 }
 
 #: Options of Shardformer's layers, by name; their values that ask for nothing are accepted.

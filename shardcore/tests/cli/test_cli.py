@@ -127,6 +127,17 @@ def test_explain(site):
     assert "parameters per rank: 0.0 MiB" in result.output
 
 
+def test_what_policies_and_models_print_is_no_part_of_the_answer(site, capfd):
+    for file in (site / "shard_net" / "policy.py", site / "cli_models.py"):
+        file.write_text("import os\nprint('printed')\nos.write(1, b'written\\n')\n" + file.read_text())
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "cli_models.Net", "--tp", "2", "--json"])
+    assert caught.value.code == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["plan"]["model"].endswith("Net")
+    assert err.count("written\n") == err.count("printed\n") == 2
+
+
 def test_explain_as_json_and_diff(site):
     plans = {}
     for ranks in (2, 4):

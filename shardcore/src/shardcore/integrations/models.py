@@ -71,9 +71,10 @@ def _from_file(path: Path) -> tuple[Any, Any]:
         raise ConfigError(f"{path}: there is no {'config.json in this folder' if path.is_dir() else 'such file'}")
     try:
         from transformers import AutoConfig
-    except ImportError as error:
+    except Exception as error:
         raise ConfigError(
-            f"{file} is read by transformers, which is not installed; install the model's pack"
+            f"{file} is read by transformers, which is not installed or does not work ({in_one_line(error)}); install "
+            "the model's pack, which brings it"
         ) from error
     data = _data(file)
     name = _architecture(file, data)
@@ -140,12 +141,13 @@ def _class_of_transformers(file: Path, name: Any) -> Any:
 
 def _class(name: str) -> Any:
     """Return the class that the user named."""
-    module, _, short = name.rpartition(".")
+    given, _, short = name.rpartition(".")
+    module = given or "transformers"
     try:
-        found = getattr(attempt(lambda: importlib.import_module(module or "transformers"), module), short)
+        found = getattr(attempt(lambda: importlib.import_module(module), module), short)
     except Exception as error:
-        where = f"module {module!r}" if module else "transformers"
-        hint = _near(short, module or "transformers")
+        where = f"module {given!r}" if given else "transformers"
+        hint = _near(short, module)
         raise ConfigError(f"no class {short!r} in {where} ({in_one_line(error)}){hint}; {_KINDS}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(f"{name} is not a model class (a subclass of torch.nn.Module)")
