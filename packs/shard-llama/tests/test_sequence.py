@@ -66,8 +66,8 @@ def test_two_lengths_alive(pool, kind):
     pool.run(_two_alive, kind, world=2)
 
 
-def _training(fields):
-    reference, sharded = _pair(fields=fields)
+def _training(fields, **options):
+    reference, sharded = _pair(fields=fields, **options)
     train_beside(reference, sharded)
 
 
@@ -84,6 +84,12 @@ def _training(fields):
 )
 def test_training(pool, fields):
     pool.run(_training, fields, world=2)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_shared_kv_heads(pool, keep):
+    # Where the tokens are gathered again for the backward, so are the weights' gradients computed only then.
+    pool.run(_training, {"sequence_keep_gathered": keep}, num_key_value_heads=2, world=4)
 
 
 def _cost(layers, fields):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -72,7 +73,11 @@ class RegionRow(Row):
                 scope.swap(name, ColumnLinear, enters=entry is None)
         for name in self.kv:
             heads = self._heads(scope)
-            scope.swap(name, ColumnLinear, enters=entry is None, copies=heads.copies if heads else 1)
+            options: dict[str, Any] = {"copies": heads.copies if heads else 1}
+            if scope.config.inference_only and options["copies"] > 1:
+                # No optimizer state to save: a collective less for each token is worth more.
+                options["in_parts"] = False
+            scope.swap(name, ColumnLinear, enters=entry is None, **options)
         scope.swap(self.row, RowLinear)
         if entry is not None:
             scope.add(entry)

@@ -52,11 +52,13 @@ class ColumnLinear(SwappedModule, nn.Linear):
         copies: this many neighbouring ranks use the same rows (fewer KV heads than ranks); 1 splits over all ranks.
             Above 1 each of them holds a part of those rows, and they gather them for use. Where the rows do not divide
             by ``copies``, every rank holds the whole parameter, uses its rows, and the gradient is summed.
+        in_parts: False if ranks shall hold the whole parameter wherever ``copies`` is above 1, and send nothing in the
+            forward.
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    option_names: ClassVar[frozenset[str]] = frozenset({"copies", "enters", "gather_output"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"copies", "enters", "gather_output", "in_parts"})
 
     #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
     gathers: int
@@ -86,11 +88,13 @@ class ColumnLinear(SwappedModule, nn.Linear):
         return None
 
     @classmethod
-    def layouts(cls, module: nn.Module, ranks: int, *, copies: int = 1, **options: Any) -> Mapping[str, Layout]:
+    def layouts(
+        cls, module: nn.Module, ranks: int, *, copies: int = 1, in_parts: bool = True, **options: Any
+    ) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
         layout: Layout = Split(0)
         if copies > 1:
-            layout = SharedSplit(0, copies) if _divides(module, ranks) else Whole(partial=True)
+            layout = SharedSplit(0, copies) if in_parts and _divides(module, ranks) else Whole(partial=True)
         return {name: layout for name, p in module._parameters.items() if p is not None}
 
     @classmethod
@@ -102,12 +106,13 @@ class ColumnLinear(SwappedModule, nn.Linear):
         gather_output: bool = False,
         copies: int = 1,
         enters: bool = True,
+        in_parts: bool = True,
         **options: Any,
     ) -> Self:
         """See `SwappedModule.adopt`."""
         new = super().adopt(module, context)
         new.gathers, new.opened, new.rows = 1, None, None
-        if copies > 1 and _divides(new, context.size):
+        if copies > 1 and in_parts and _divides(new, context.size):
             context.join_neighbours(copies)
             new.gathers = copies
         elif copies > 1:
