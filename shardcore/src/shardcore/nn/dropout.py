@@ -11,7 +11,7 @@ from torch import nn
 
 from shardcore.nn.base import native_class
 
-__all__ = ["DropoutSites"]
+__all__ = ["DropoutSites", "is_dropout"]
 
 _NAME = re.compile("drop", re.IGNORECASE)
 
@@ -51,12 +51,12 @@ class DropoutSites:
         for block in blocks:
             self._add(block)
             for child in block.children():
-                if _is_dropout(child) or self._draws_numbers(child):
+                if is_dropout(child) or self._draws_numbers(child):
                     self._add(child)
 
     def _add(self, module: nn.Module) -> None:
         names = [name for name, value in vars(module).items() if _NAME.search(name) and _is_probability(value)]
-        if _is_dropout(module):
+        if is_dropout(module):
             names += [name for name in ("p", "drop_prob") if _is_probability(getattr(module, name, None))]
         new = [(module, name) for name in dict.fromkeys(names) if (module, name) not in self.probabilities]
         self.probabilities += new
@@ -110,7 +110,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _is_dropout(module: nn.Module) -> bool:
+def is_dropout(module: nn.Module) -> bool:
+    """Tell whether a module is named after dropout."""
     return "drop" in type(module).__name__.lower()
 
 
