@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -227,3 +229,21 @@ def test_one_process_changes_nothing():
 class ShardformerStyleForNothing(Policy):
     def module_policy(self):
         return {}
+
+
+def classes_made_anew():
+    alive = []
+    for _ in range(10):
+        model = build()
+        model.__class__ = type("Made", (TinyLM,), {"forward": TinyLM.forward})
+        for layer in model.model.layers:
+            layer.norm1.__class__ = type("MadeNorm", (nn.LayerNorm,), {})
+        alive += [weakref.ref(type(model)), weakref.ref(type(model.model.layers[0].norm1))]
+        shard(model)(batch()).sum().backward()
+        del model, layer
+    gc.collect()
+    return sum(reference() is not None for reference in alive)
+
+
+def test_classes_made_anew_are_freed(pool):
+    assert pool.run(classes_made_anew, world=2) == [0, 0]

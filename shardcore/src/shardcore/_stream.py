@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,23 @@ def mix(seed: int, rank: int) -> int:
     return (seed + _GOLDEN * (rank + 1)) % (1 << _SEED_BITS)
 
 
+class _Fork(NamedTuple):
+    """The states, by device, that a fork needs to end."""
+
+    before: dict[str, Tensor]  # of the stream
+    drawn: dict[str, Tensor]  # of the stream, after the seed of the fork was drawn
+    shared: dict[str, Tensor]  # of the stream, after what was drawn from it inside the fork
+    fresh: dict[str, Tensor]  # of this rank, before anything was drawn
+
+
 class RandomStream:
     """Generator states for the CPU and for the model's device, kept apart from the user's.
 
     All ranks of one tensor-parallel group hold the same stream, so a mask drawn outside regions is the same on each of
     them no matter how the user seeds the ranks. Inside a region, where every rank holds other heads or columns, the
     stream is *forked*: a seed drawn from it is mixed with the rank, and the shared state is put back at the exit.
-    Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork.
+    Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork. After
+    a fork in which nothing was drawn the stream has not moved on.
 
     Args:
         seed: the seed that the group agreed on.
@@ -46,9 +56,10 @@ class RandomStream:
         self._devices = ("cpu",) if device.type == "cpu" else ("cpu", str(device))
         self._states: dict[str, Tensor] = {}
         self._outside: dict[str, Tensor] = {}  # the user's states while the stream is in use
-        self._depth = 0
+        # How many forks there were when each of the modules that use the stream now was entered.
+        self._levels: list[int] = []
         self._thread = 0  # that uses the stream
-        self._forks: dict[Hashable, dict[str, Tensor]] = {}  # shared states by region, in the order of entry
+        self._forks: dict[Hashable, _Fork] = {}  # by region, in the order of entry
         self.seed(seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStream:
@@ -63,7 +74,7 @@ class RandomStream:
 
     def state(self) -> dict[str, Tensor]:
         """Return the generator states by device name, as ``uint8`` tensors on the CPU."""
-        return {name: state.clone() for name, state in (self._read() if self._depth else self._states).items()}
+        return {name: state.clone() for name, state in (self._read() if self._levels else self._states).items()}
 
     def load(self, states: Mapping[str, Tensor]) -> None:
         """Continue from ``states``, as `state` returned them.
@@ -74,7 +85,7 @@ class RandomStream:
         if set(states) != set(self._devices):
             raise ValueError(f"random state for {sorted(states)}; this model's stream has {sorted(self._devices)}")
         self._states = {name: state.clone() for name, state in states.items()}
-        if self._depth:
+        if self._levels:
             self._write(self._states)
 
     def enter(self) -> None:
@@ -83,7 +94,7 @@ class RandomStream:
         Raises:
             NotSupportedError: another thread is running the model.
         """
-        if self._depth == 0:
+        if not self._levels:
             self._thread = threading.get_ident()
             self._outside = self._read()
             self._forks.clear()
@@ -93,33 +104,47 @@ class RandomStream:
                 "two threads call one sharded model at a time: the ranks would exchange what does not belong together. "
                 "Let one thread make all calls, or take a lock around each, in the same order on all ranks."
             )
-        self._depth += 1
+        self._levels.append(len(self._forks))
 
     def leave(self) -> None:
-        """Swap the stream out again; after an exception inside a region the shared state is the one that is kept."""
-        if self._depth == 0:
+        """Swap the stream out again, or leave it to the enclosing module.
+
+        No fork outlives the module that it was made in: one that was not joined, as after an exception, is undone.
+        """
+        if not self._levels:
             return
-        self._depth -= 1
-        if self._depth == 0:
-            self._states = next(iter(self._forks.values())) if self._forks else self._read()
-            self._forks.clear()
+        for region in list(self._forks)[self._levels.pop() :][::-1]:
+            self.join(region)
+        if not self._levels:
+            self._states = self._read()
             self._write(self._outside)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the stream is swapped in, so that a fork costs the user's generators nothing."""
+        return bool(self._levels)
 
     def fork(self, region: Hashable) -> None:
         """Draw different numbers on each rank from here on, until `join` is called for the same region."""
         if not self._may_fork:
             return
-        # Drawn on the host: a device draw would wait for the device.
-        seed = mix(int(torch.randint(1 << _SEED_BITS, ()).item()), self._rank)
-        self._forks[region] = self._read()
+        before = self._read()
+        # Drawn on the host, whatever the default device is: a device draw would wait for the device.
+        seed = mix(int(torch.randint(1 << _SEED_BITS, (), device="cpu").item()), self._rank)
+        shared = {**before, "cpu": torch.default_generator.get_state()}
         torch.default_generator.manual_seed(seed)
         for name in self._devices[1:]:
             _device_generator(name).manual_seed(seed)
+        self._forks[region] = _Fork(before, shared, shared, self._read())
 
     def join(self, region: Hashable) -> None:
         """Draw the same numbers on every rank again; does nothing if the region was not forked."""
-        if states := self._forks.pop(region, None):
-            self._write(states)
+        fork = self._forks.pop(region, None)
+        if fork is None:
+            return
+        own = self._read()
+        unused = fork.shared is fork.drawn and all(torch.equal(own[name], fork.fresh[name]) for name in own)
+        self._write(fork.before if unused else fork.shared)
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -129,11 +154,12 @@ class RandomStream:
             return
         region = next(reversed(self._forks))
         own = self._read()
-        self._write(self._forks[region])
+        fork = self._forks[region]
+        self._write(fork.shared)
         try:
             yield
         finally:
-            self._forks[region] = self._read()
+            self._forks[region] = fork._replace(shared=self._read())
             self._write(own)
 
     def forked(self, region: Hashable) -> bool:

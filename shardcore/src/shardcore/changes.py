@@ -204,7 +204,7 @@ def _(step: OpenRegion, model: nn.Module, context: ShardContext) -> Commit:
     def commit() -> None:
         # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
         trees = [] if isinstance(module, ColumnLinear) else [module]
-        dropouts = DropoutSites(trees, [block]) if last is not None else DropoutSites()
+        dropouts = DropoutSites(trees, [block]) if last is not None else None
         columns = [m for m in members if isinstance(m, ColumnLinear)]
         region: Region
         if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:

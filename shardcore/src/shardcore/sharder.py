@@ -25,15 +25,16 @@ from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedErro
 from shardcore.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.launch import world_size
 from shardcore.mesh import ShardContext, context_of, set_alone, set_context, set_part_of
-from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
+from shardcore.nn import ColumnLinear, ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
+from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
 from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
 from shardcore.received import check_source, receive, set_modes
 from shardcore.registry import Registry, default_registry
-from shardcore.steps import to_data
+from shardcore.steps import OpenRegion, SplitTokens, Swap, to_data
 
 __all__ = ["ModelSharder"]
 
@@ -282,6 +283,7 @@ class ModelSharder:
         self._guard(context)
         take_full_tensors(self.model)
         self._run_users_code(self.policy.postprocess)
+        self._watch(context)
 
     def _together(self, work: Callable[[], Result], *, changing: bool = False) -> Result:
         """Do ``work`` on every rank and return its result; if it fails on one rank, all of them raise.
@@ -323,6 +325,19 @@ class ModelSharder:
         owners = {".".join(name.split(".")[:depth]) for name in lists for depth in range(1, name.count(".") + 1)}
         for owner in sorted(owners):
             StreamGuarded.adopt(self.model.get_submodule(owner), context)
+
+    def _watch(self, context: ShardContext) -> None:
+        """Write down which modules have to stay; whoever changes them later is told in the next call of the model."""
+        steps = self.plan.steps if self.plan else ()
+        regions = {step.path for step in steps if isinstance(step, OpenRegion) and step.row}
+        for step in steps:
+            if isinstance(step, Swap) and issubclass(step.target, ColumnLinear):
+                options = dict(step.options)
+                if options.get("enters", True) and not options.get("gather_output"):
+                    regions.add(step.path)
+        tokens = [path for step in steps if isinstance(step, SplitTokens) for path in (*step.blocks, step.end)]
+        replicas = context.axis_size("dp_replicate") * context.axis_size("dp_shard")
+        self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
 
     def _run_users_code(self, function: Callable[[], Any]) -> None:
         try:

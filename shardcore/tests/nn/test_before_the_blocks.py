@@ -155,7 +155,6 @@ def _own_call(model: nn.Module) -> list[Tensor]:
 
 
 TOUCHES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
-    "a module around the embedding": _shift("embeddings.words"),
     "a module in the place of another": _shift("embeddings.last"),
     "a module around all embeddings": _shift("embeddings"),
     "a module around the norm": _shift("embeddings.norm"),

@@ -109,7 +109,7 @@ def build_given(source: str, **options: Any) -> nn.Module:
     from_config = config is not None and getattr(type(empty), "config_class", None) is not None
     torch.manual_seed(0)
     model: nn.Module = type(empty)(config) if from_config else type(empty)()
-    for module, name in DropoutSites([model])._sites:
+    for module, name in DropoutSites([model]).probabilities:
         setattr(module, name, 0.0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import nn
@@ -33,8 +34,29 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def once(function: Function) -> Function:
-    """Remember what ``function`` returned for each combination of arguments (classes made on the fly)."""
-    return functools.cache(function)  # type: ignore[return-value]  # same arguments, same result
+    """Remember the class or function that ``function`` makes of its arguments, for as long as somebody uses it.
+
+    It is made of classes of users. One that is made anew for each trial of a search, and dropped with its model, has to
+    be freed, so neither the arguments nor the result are kept alive.
+    """
+    made: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+
+    @functools.wraps(function)
+    def remembered(*arguments: Any) -> Any:
+        # The result holds its arguments, so that their ids are nobody else's as long as it is known here.
+        key = _identity(arguments)
+        result = made.get(key)
+        if result is None:
+            result = made[key] = function(*arguments)
+        return result
+
+    return remembered  # type: ignore[return-value]  # same arguments, same result
+
+
+def _identity(value: Any) -> Hashable:
+    if isinstance(value, tuple):
+        return tuple(map(_identity, value))
+    return value if isinstance(value, str) else id(value)
 
 
 #: What to do instead of pickling, for every object that refuses it.

@@ -138,7 +138,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
             # all ranks agree on (a backward hook makes another object of it).
             if torch.is_grad_enabled():
                 x = copy_to_tp(x, self._shard_context.group)
-            if self.training and not self.gather_output:
+            if not self.gather_output:
                 self._fork()
             return self.product(x)
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -165,10 +165,11 @@ class ColumnLinear(SwappedModule, nn.Linear):
         return multiply(x, *read_together(self._shard_context, [self])[0])
 
     def _fork(self) -> None:
-        # Dropouts up to the row linear act on split activations. Nothing is known about them here, so this is
-        # unconditional in training; a compiled graph cannot hold it (regions find their dropouts and can tell).
-        if not torch.compiler.is_compiling() and not self._shard_context.random.forked(_OWN_FORK):
-            self._shard_context.random.fork(_OWN_FORK)
+        # Dropouts up to the row linear act on split activations. Nothing is known about them here; a compiled graph
+        # cannot hold this (regions find their dropouts and can tell).
+        random = self._shard_context.random
+        if not torch.compiler.is_compiling() and (self.training or random.in_use) and not random.forked(_OWN_FORK):
+            random.fork(_OWN_FORK)
 
     def extra_repr(self) -> str:
         """Describe the whole and the number of ranks."""

@@ -209,8 +209,9 @@ class Region:
         context: of the sharded model.
         argument: name of the entering argument of the module's ``forward``, and its position.
         members: the column linears that share the enter.
-        dropouts: dropouts that may run on split activations; while one of them is live, the random stream is forked
-            from the entry to the row linear.
+        dropouts: where numbers may be drawn for split activations; None if no row linear ends the region. From entry to
+            row linear the random stream is forked: always in eager mode, and in a compiled graph, which that breaks,
+            while one of the places is live.
         also: names and positions of arguments that have entered elsewhere (`EnteredArgument`).
     """
 
@@ -219,7 +220,7 @@ class Region:
         context: ShardContext,
         argument: tuple[str, int],
         members: Sequence[ColumnLinear],
-        dropouts: DropoutSites,
+        dropouts: DropoutSites | None,
         also: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.context = context
@@ -229,6 +230,8 @@ class Region:
         self.tokens: TokenSplit | None = None
         self._name, self._position = argument
         self._dropouts = dropouts
+        #: Set while the stream is forked by an entry in eager mode; the row linear may be in a compiled graph.
+        self._is_forked = False
         self._also = {name for name, _ in also}
         self._also_at = {position for _, position in also}
 
@@ -285,15 +288,25 @@ class Region:
         if not torch.compiler.is_compiling():
             for member in self._sharing:
                 member.opened = None
+            self._is_forked = False
             self.context.random.join(id(self))
-        elif self._dropouts.live():
+        elif self._is_forked or (self._dropouts is not None and self._dropouts.live()):
             _join(self)
 
     def _fork(self) -> None:
-        if self._dropouts.live():
-            _fork(self)
-        elif not torch.compiler.is_compiling():
-            self.context.random.drop(id(self))
+        if self._dropouts is None:
+            return
+        if torch.compiler.is_compiling():
+            if self._dropouts.live():
+                _fork(self)
+            return
+        random = self.context.random
+        # What draws numbers inside need not be known. Outside of the stream the user's generators would move on.
+        self._is_forked = random.in_use or self._dropouts.live()
+        if self._is_forked:
+            random.fork(id(self))
+        else:
+            random.drop(id(self))
 
     def _enter(self, x: Tensor) -> Tensor:
         length = None
@@ -319,4 +332,5 @@ def _fork(region: Region) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _join(region: Region) -> None:
+    region._is_forked = False
     region.context.random.join(id(region))

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from shardcore.errors import WrapError
 from shardcore.nn.guard import StreamGuarded
+from shardcore.nn.intact import Intact
 
 __all__ = ["ShardedModel"]
 
 
 class ShardedModel(StreamGuarded):
-    """A sharded model: the user's object, with moves to another kind of device and DDP refused."""
+    """A sharded model: the user's object, which refuses DDP, moves to another kind of device, and foreign modules."""
 
     keeps_name: ClassVar[bool] = True
+
+    #: What may not be changed; None until the model is sharded.
+    _shard_intact: Intact | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward, unless somebody put modules where they cannot work.
+
+        Raises:
+            WrapError: somebody did.
+        """
+        if self._shard_intact is not None and not torch.compiler.is_compiling():
+            self._shard_intact.check(self)
+        return super().forward(*args, **kwargs)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

@@ -91,10 +91,10 @@ def _drawing(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs
     Raises:
         NotSupportedError: numbers are drawn again in a backward, where the stream has moved on.
     """
-    ahead = torch.Generator()
+    ahead = torch.Generator("cpu")  # whatever the default device is
     ahead.set_state(torch.default_generator.get_state())
     users = np.random.get_state()
-    np.random.seed(int(torch.randint(1 << 32, (), generator=ahead).item()))
+    np.random.seed(int(torch.randint(1 << 32, (), generator=ahead, device="cpu").item()))
     fresh = _numpy_state()
     try:
         result = native(module, *args, **kwargs)
@@ -107,7 +107,7 @@ def _drawing(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs
             f"{native.__name__} drew before. Checkpoint its blocks instead (model.gradient_checkpointing_enable())."
         )
     if used:
-        torch.randint(1 << 32, ())
+        torch.randint(1 << 32, (), device="cpu")
     return result
 
 

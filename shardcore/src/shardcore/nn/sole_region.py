@@ -86,7 +86,7 @@ class SoleRegion(Region):
         dropouts: see `Region`.
     """
 
-    def __init__(self, context: ShardContext, member: ColumnLinear, dropouts: DropoutSites) -> None:
+    def __init__(self, context: ShardContext, member: ColumnLinear, dropouts: DropoutSites | None) -> None:
         super().__init__(context, ("input", 0), [member], dropouts)
 
     def multiply(self, x: Tensor) -> Tensor:

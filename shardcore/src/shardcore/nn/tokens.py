@@ -206,13 +206,17 @@ class TokenBlock(TokenModule):
             tokens.length = before
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._tokens.length is None or not self._tokens_dropouts.live():
+        if self._tokens.length is None or not (self._is_random() or self._tokens_dropouts.live()):
             return super().forward(*args, **kwargs)
         _fork(self)
         try:
             return super().forward(*args, **kwargs)
         finally:
             _join(self)
+
+    def _is_random(self) -> bool:
+        # In eager mode whatever draws numbers inside need not be known.
+        return not torch.compiler.is_compiling() and self._tokens.context.random.in_use
 
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tokens, x = self._tokens, self._argument(args, kwargs)

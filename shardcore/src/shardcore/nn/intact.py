@@ -1,0 +1,154 @@
+"""Noticing modules that somebody put among the parallel ones after the model was sharded.
+
+An adapter around a split linear, or any module between those of a region, is given this rank's part of the features:
+its output, and the gradients of its parameters, are summands that nobody adds up. So the places that must stay what
+they were are written down when the model is sharded, and looked at in its outermost call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardcore.errors import WrapError
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.dropout import is_dropout
+from shardcore.nn.embedding import VocabEmbedding
+from shardcore.nn.linear import ColumnLinear, RowLinear
+
+__all__ = ["Intact"]
+
+_WAY_OUT = (
+    "Adapters (LoRA and the like) on a sharded model are not supported yet, whether they are attached after shard() or "
+    "before it. What works: merge them into the model first (merge_and_unload() in PEFT) and shard that, prompt tuning "
+    "of the sharded model, and training the model itself. To go on with this model, put back what was there."
+)
+
+
+class _Place(NamedTuple):
+    """Where a module has to stay."""
+
+    path: str
+    siblings: dict[str, nn.Module | None]  # the ``_modules`` of its parent
+    name: str
+    module: nn.Module
+
+
+class Intact:
+    """What a sharded model consists of, as far as it may not be changed.
+
+    Layers may be replaced, wrapped, or taken out as a whole, and so may what lies outside of regions. The model is not
+    kept here, so that it is freed as soon as nobody uses it.
+
+    Args:
+        model: the sharded model.
+        regions: names of the modules below which activations are split over the ranks, and of the column linears at
+            which regions are entered that no module stands for.
+        tokens: names of the modules in which activations are split along the sequence.
+        replicas: the number of data-parallel replicas.
+    """
+
+    def __init__(self, model: nn.Module, regions: Collection[str], tokens: Collection[str], replicas: int) -> None:
+        self._inside = [model.get_submodule(path) for path in regions]
+        self._tokens = tuple(tokens)
+        self._replicas = replicas
+        self._places = list(_places(model, regions))
+        self._first = {owner: frozenset(owner._parameters) for owner in model.modules()}
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        """Take the model as it is now for right, and let go of what is no part of it."""
+        modules = list(model.modules())
+        self._children_of = [module._modules for module in modules]
+        self._parameters_of = [module._parameters for module in modules]
+        self._known = self._now()
+        there = set(map(id, self._children_of))
+        self._places = [place for place in self._places if id(place.siblings) in there]
+        self._first = {owner: self._first[owner] for owner in modules if owner in self._first}
+        self._inside = [module for module in self._inside if module in self._first]
+
+    def _now(self) -> tuple[list[nn.Module | None], int]:
+        children = itertools.chain.from_iterable(map(dict.values, self._children_of))
+        return list(children), sum(map(len, self._parameters_of))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse modules and parameters that cannot work where they are.
+
+        Raises:
+            WrapError: somebody put one there since the model was sharded.
+        """
+        if self._now() == self._known:  # modules are compared by identity
+            return
+        for path, siblings, name, module in self._places:
+            found = siblings.get(name)
+            if found is not None and found is not module:
+                raise WrapError(
+                    f"{path} of this sharded {type(model).__name__} is {_kind(found)} now, where shard() had made "
+                    f"{_kind(module)}: it would compute with what one rank has, and gradients would be wrong. "
+                    f"{_WAY_OUT}"
+                )
+        new = list(self._new_parameters(model))
+        for path, why, trainable in new:
+            if trainable:
+                raise WrapError(
+                    f"{path} is a parameter that this {type(model).__name__} did not have when it was sharded: {why}. "
+                    f"{_WAY_OUT}"
+                )
+        if not new:  # those that are frozen may be trained later
+            self._remember(model)
+
+    def _new_parameters(self, model: nn.Module) -> Iterator[tuple[str, str, bool]]:
+        """Yield new plain parameters whose gradients nobody would sum, why, and whether they need one."""
+        inside = {below for module in self._inside for below in module.modules()}
+        for path, owner in model.named_modules():
+            for name, parameter in owner._parameters.items():
+                old = owner in self._first and name in self._first[owner]
+                if parameter is None or old or isinstance(parameter, DTensor):
+                    continue
+                if why := self._why_not(path, owner in inside):
+                    yield f"{path}.{name}" if path else name, why, parameter.requires_grad
+
+    def _why_not(self, path: str, inside: bool) -> str | None:
+        if inside:
+            return "it is used with one rank's part of the features, and its gradient is that rank's summand"
+        if any(path == place or path.startswith(f"{place}.") for place in self._tokens):
+            return "it is used with one rank's tokens, and its gradient is that rank's summand"
+        if self._replicas > 1:
+            return f"nobody averages its gradient over the {self._replicas} data-parallel replicas"
+        return None
+
+
+def _kind(module: nn.Module) -> str:
+    return f"a {type(module).__module__}.{type(module).__qualname__}"
+
+
+def _places(model: nn.Module, regions: Collection[str]) -> Iterator[_Place]:
+    """Yield the places of all parallel modules, and of what lies between them."""
+    between = set(_between(model, regions))
+    for path, parent in model.named_modules():
+        for name, module in parent._modules.items():
+            own = f"{path}.{name}" if path else name
+            if module is None:
+                continue
+            if isinstance(module, ColumnLinear | RowLinear | VocabEmbedding) or own in between:
+                yield _Place(own, parent._modules, name, module)
+
+
+def _between(model: nn.Module, regions: Iterable[str]) -> Iterator[str]:
+    for region in regions:
+        entry = model.get_submodule(region)
+        if not isinstance(entry, ColumnLinear):
+            yield from (f"{region}.{path}" for path, _ in entry.named_modules() if path)
+            continue
+        owner = region.rpartition(".")[0]
+        for name, sibling in model.get_submodule(owner).named_children():  # activation functions
+            if not isinstance(sibling, SwappedModule) and not is_dropout(sibling) and not _has_state(sibling):
+                yield f"{owner}.{name}" if owner else name
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
