@@ -18,6 +18,7 @@ from shardcore.mesh import device_type_here
 from shardcore.nn import Layout
 from shardcore.optimizations import Choice, optimize
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy, Stages
+from shardcore.region_checks import report_replicated_inside
 from shardcore.rendering import render
 from shardcore.steps import Compile, FuseNorm, OpenRegion, Recompute, SplitLogits, SplitTokens, Step, Swap, to_data
 
@@ -132,6 +133,7 @@ def compile_plan(
         raise PlanError(_subject(policy, model, ranks), [*checked, *draft.refusals])
     report_nested_entries(draft)
     report_unentered(draft)
+    report_replicated_inside(draft)
     report_unsplit(draft)
     choices = _optimize(draft, policy, device_type or device_type_here())
     parameters = _parameters(draft)

@@ -13,7 +13,7 @@ from shardcore.nn.layout import last_rank_is_empty
 from shardcore.policy import HeadCounts, Row, Scope
 from shardcore.steps import EnterArgument, OpenRegion
 
-__all__ = ["EnterArgRow", "Fused", "RegionRow", "argument_of", "number_of"]
+__all__ = ["EnterArgRow", "Fused", "RegionRow", "argument_of", "is_parameter", "number_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class RegionRow(Row):
     row: str
     unit: str
     also: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
     segments: tuple[Fused, ...] = ()
     heads: str | None = None
 
@@ -65,6 +66,7 @@ class RegionRow(Row):
                 scope.swap(name, Replicated)
             return
         entry = self._entry(scope)
+        self._check_after(scope)
         fused = {part.name: part.segments for part in self.segments if part.by == "projection"}
         for name in self.col:
             if name in fused:
@@ -172,7 +174,25 @@ class RegionRow(Row):
             row=scope.name(self.row),
             block=scope.name(""),
             also=tuple(also),
+            after=tuple(scope.name(name) for name in self.after),
         )
+
+    def _check_after(self, scope: Scope) -> None:
+        """Record what cannot be meant by ``after=``."""
+        todo = "name modules or bare parameters inside the module of enter=, which run after the row linear"
+        if self.after and self.enter is None:
+            scope.problem("after= without enter=: nothing else is taken to be inside of the region", todo)
+            return
+        for name in self.after:
+            owner, _, parameter = name.rpartition(".")
+            below = f"{scope.name(name)}.".startswith(f"{scope.name(self.enter or '')}.".lstrip("."))
+            own = [n for n in (*self.col, *self.kv, self.row) if f"{n}.".startswith(f"{name}.")]
+            if not is_parameter(scope.module, owner, parameter) and scope.find(name) is None:
+                continue  # recorded
+            if not below or name == self.enter:
+                scope.problem(f"after={name!r} is not inside of {self.enter!r}, where the region is entered", todo)
+            elif own:
+                scope.problem(f"after={name!r} is or holds {own[0]!r} of the region itself", todo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +225,14 @@ def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
     names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
     wanted = name or (names[0] if names else None)
     return (wanted, names.index(wanted)) if wanted in names else None
+
+
+def is_parameter(module: nn.Module, owner: str, name: str) -> bool:
+    """Tell whether ``name`` is a parameter that the submodule ``owner`` of ``module`` holds itself."""
+    try:
+        return module.get_submodule(owner)._parameters.get(name) is not None
+    except AttributeError:
+        return False
 
 
 def number_of(scope: Scope, name: str) -> int | None:

@@ -13,7 +13,7 @@ from torch import nn
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, Split, SwappedModule, VocabEmbedding, VocabHead, Whole
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.policy import HeadCounts, Row, Scope
-from shardcore.region_rows import argument_of, number_of
+from shardcore.region_rows import argument_of, is_parameter, number_of
 from shardcore.steps import (
     CallByMethods,
     FuseNorm,
@@ -161,7 +161,7 @@ class HeadRow(Row):
     def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
         """Let the bare parameter lie as the bias of ``module`` does: mostly both are one object."""
         owner, _, parameter = name.rpartition(".")
-        if not _bare_parameter(scope.module, owner, parameter):
+        if not is_parameter(scope.module, owner, parameter):
             scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
             return
         small = last_rank_is_empty(module.out_features, scope.ranks)
@@ -178,7 +178,7 @@ class ReplicateRow(Row):
         """See `Row.plan`."""
         for name in self.names:
             owner, _, parameter = name.rpartition(".")
-            if _bare_parameter(scope.module, owner, parameter):
+            if is_parameter(scope.module, owner, parameter):
                 scope.claim(owner, parameter, Whole())
                 scope.add(Swap(path=scope.name(owner), target=Replicated))
                 continue
@@ -186,13 +186,6 @@ class ReplicateRow(Row):
             for below, submodule in module.named_modules() if module is not None else ():
                 if any(p is not None for p in submodule._parameters.values()):
                     scope.swap(".".join(filter(None, (name, below))), Replicated)
-
-
-def _bare_parameter(module: nn.Module, owner: str, parameter: str) -> bool:
-    try:
-        return module.get_submodule(owner)._parameters.get(parameter) is not None
-    except AttributeError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ class OpenRegion(Step):
         row: the row linear that ends the region; None if the region ends in its only member.
         block: the module that the region was declared for.
         also: names and positions of arguments that an `EnterArgument` has let in.
+        after: modules and bare parameters below ``path`` that act on what the row linear returns.
     """
 
     argument: tuple[str, int]
@@ -100,14 +101,17 @@ class OpenRegion(Step):
     row: str | None
     block: str
     also: tuple[tuple[str, int], ...] = ()
+    after: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """See `Step.describe`."""
-        end = f", leaves at {self._short(self.row)}" if self.row else ""
+        end = f", leaves at {self.short(self.row)}" if self.row else ""
+        end += f" before {', '.join(map(self.short, self.after))}" if self.after else ""
         also = f" beside {', '.join(repr(name) for name, _ in self.also)}" if self.also else ""
-        return f"enters with {self.argument[0]!r}{also} for {', '.join(map(self._short, self.members))}{end}"
+        return f"enters with {self.argument[0]!r}{also} for {', '.join(map(self.short, self.members))}{end}"
 
-    def _short(self, name: str) -> str:
+    def short(self, name: str) -> str:
+        """Return a full name relative to the block."""
         return name.removeprefix(f"{self.block}.")
 
 

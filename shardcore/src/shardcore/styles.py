@@ -131,7 +131,11 @@ def replicate(*names: str, optional: bool = False) -> Row:
 
 
 def partial(*names: str, optional: bool = False) -> Row:
-    """Replicated modules that local heads read (norms on queries and keys): their gradients are summed."""
+    """Replicated modules inside of regions, which each rank uses for its part: their gradients are summed.
+
+    Norms on queries and keys, learned activations, a norm between a region's entry and its columns. With the module
+    that a region is entered at, its own bare parameters are meant.
+    """
     options = (("partial", True),)
     return SwapRow(text=_text("partial", *names), optional=optional, names=names, target=Replicated, options=options)
 
@@ -143,6 +147,7 @@ def region(
     enter: str | None = None,
     arg: str | None = None,
     also: str | tuple[str, ...] = (),
+    after: str | tuple[str, ...] = (),
     kv: str | tuple[str, ...] = (),
     unit: Literal["column", "head"] = "column",
     heads: str | None = None,
@@ -157,6 +162,8 @@ def region(
             the column linears enter, each at its own call and with a sum of its own.
         arg: the entering argument of that module's ``forward``; by default the first.
         also: further arguments that arrive in the region because an `enter_arg` above let them in.
+        after: modules or bare parameters inside the module ``enter`` that act on what ``row`` returns, and so need no
+            `partial`: a norm or a scale at its end.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks share copies of a head.
         unit: what must stay whole: single columns, or attention heads as the policy's ``Heads`` check counts them.
         heads: the attribute that counts the heads of this one module, in place of the policy's check.
@@ -167,6 +174,7 @@ def region(
         enter=enter,
         arg=arg,
         also=also or None,
+        after=after or None,
         col=col,
         kv=kv or None,
         row=row,
@@ -180,6 +188,7 @@ def region(
         enter=enter,
         arg=arg,
         also=_tuple(also),
+        after=_tuple(after),
         col=tuple(str(c.name if isinstance(c, Fused) else c) for c in columns),
         segments=tuple(c for c in columns if isinstance(c, Fused)),
         kv=_tuple(kv),

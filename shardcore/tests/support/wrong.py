@@ -55,7 +55,9 @@ class NormsNotSummed(NetPolicy):
 
     def attention(self) -> list[Any]:
         rows = super().attention()
-        return [rows[0], norm("attention.q_norm", "attention.k_norm"), rows[2]]
+        names = ("attention.q_norm", "attention.k_norm")
+        said = dataclasses.replace(rows[0], after=names)  # a lie, without which it is a problem of the plan
+        return [said, norm(*names), rows[2]]
 
 
 class NormsSummedInPlace(NormsNotSummed):
@@ -145,7 +147,7 @@ def _split(*names: str) -> Any:
 
 
 class ReplicatedInside(NetPolicy):
-    """A linear inside a region's module is replicated: its gradient, and what passes it, count tp times too often."""
+    """A linear inside a region's module is replicated, and its gradient not summed."""
 
     def mlp(self) -> list[Any]:
         return [region(enter="mlp", col="mlp.up", row="mlp.down"), replicate("mlp.gate")]
@@ -158,6 +160,19 @@ class SharedHeadsNotSummed(NetPolicy):
         return [
             region(enter="attention", col="attention.q", row="attention.o", unit="head"),
             replicate("attention.k", "attention.v"),
+            partial("attention.q_norm", "attention.k_norm"),
+            attribute("attention.groups", local_groups),
+        ]
+
+
+class SaidToBeAfter(NetPolicy):
+    """H25: the same, and the region says that they run after its row linear."""
+
+    def attention(self) -> list[Any]:
+        names = ("attention.k", "attention.v")
+        return [
+            region(enter="attention", col="attention.q", row="attention.o", unit="head", after=names),
+            replicate(*names),
             partial("attention.q_norm", "attention.k_norm"),
             attribute("attention.groups", local_groups),
         ]
