@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 import shardcore
+from shardcore import launch
+from shardcore._env import torchrun
 from shardcore.errors import ConfigError
+from shardcore.launch import device_index
 
 
 @pytest.mark.parametrize("given", [(), ("RANK",), ("WORLD_SIZE",)])
@@ -49,3 +53,40 @@ def seeds():
 
 def test_a_running_group_is_kept_and_all_generators_are_seeded(pool):
     pool.run(seeds, world=2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "local"),
+    [
+        ({"LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, 2),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "5"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_RANK": "5"}, 3),
+        ({"MPI_LOCALRANKID": "1"}, 1),
+        # A batch script on one task, which starts the processes itself.
+        ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, 5 % 4),
+        ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 3),
+        ({}, 5 % 4),
+    ],
+)
+def test_each_process_of_a_machine_gets_a_device_of_its_own(monkeypatch, variables, local):
+    known = ("LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID", "MPI_LOCALRANKID", "PMI_RANK")
+    for name in (*known, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert device_index(torchrun(), devices=4) == local
+
+
+def test_the_backend_and_the_device_are_the_accelerators(monkeypatch):
+    """On a machine with an accelerator, which this is not: what would be called, in which order."""
+    calls = []
+    device = types.SimpleNamespace(device_count=lambda: 4, set_device=calls.append)
+    monkeypatch.setattr(launch, "accelerator", lambda: "xpu")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device if kind == "xpu" else None)
+    monkeypatch.setattr(dist, "init_process_group", calls.append)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    launch._start(None)
+    launch._start("gloo")
+    launch._start("cpu:gloo,xpu:xccl")
+    assert calls == [1, "xccl", "gloo", 1, "cpu:gloo,xpu:xccl"]

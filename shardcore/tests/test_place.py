@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from tiny import TinyPolicy, batch, build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import shardcore
 from shardcore.config import ShardConfig
@@ -53,7 +54,7 @@ def one_group_fails():
         shardcore.shard(model, **shard)
         assert context_of(model) is not None
         return
-    with pytest.raises(AgreementError, match=r"ranks 2 and 3 differ in tensor .* on rank 2, .* on rank 3"):
+    with pytest.raises(AgreementError, match=r"ranks 2 and 3 differ in the values of .* on rank 2, .* on rank 3"):
         shardcore.shard(model, **shard)
     assert all((p == before[name]).all() for name, p in model.named_parameters())
 
@@ -94,6 +95,33 @@ def test_a_mesh_of_the_caller(pool):
     pool.run(on_a_mesh, (2, 2), ("dp_shard", "tp"), world=4)
     pool.run(on_a_mesh, (2, 2), ("dp_replicate", "tp"), world=4)
     pool.run(on_a_mesh, (1, 1, 2), ("pp", "dp_shard", "tp"), world=2)
+
+
+def on_the_commonest_mesh():
+    """``("dp", "tp")``: the data axis shards, as shard(dp=2) does, under its own name everywhere."""
+    on_a_mesh((2, 2), ("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = ShardConfig(device_mesh=mesh).resolve(4)
+    assert (config.tensor_parallel_size, config.dp_shard_size, config.dp_replicate_size) == (2, 2, 1)
+    assert config.data_parallel_size == 2
+    groups = ShardFormer(ShardConfig(device_mesh=mesh)).init_distributed()
+    for axis in ("dp", "dp_shard"):
+        assert groups.get(axis) is mesh.get_group("dp")
+        assert (groups.size(axis), groups.rank(axis)) == (2, mesh.get_local_rank("dp"))
+    with pytest.raises(ConfigError, match="the mesh has no axis 'dp_replicate'; its axes are dp, tp"):
+        groups.get("dp_replicate")
+    twice = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "dp_shard", "tp"))
+    with pytest.raises(ConfigError, match=r"has the axes \('dp', 'dp_shard', 'tp'\); wanted"):
+        ShardConfig(device_mesh=twice)
+    model = shardcore.shard(build(), policy=TinyPolicy, device_mesh=mesh, wrap=False)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])  # the caller's own slice goes together with shardcore's parameters
+    fully_shard(model, mesh=mesh["dp"])
+    model(batch(0), labels=batch(0)).backward()
+
+
+def test_a_mesh_of_dp_and_tp(pool):
+    pool.run(on_the_commonest_mesh, world=4)
 
 
 def on_part_of_the_world():

@@ -322,3 +322,23 @@ def test_sizes_that_leave_a_rank_empty_are_replicated():
     assert {str(p.layout) for p in _plan(Small(), _policy(rows), tp=3).parameters if p.name == "rows.weight"} == {
         "split on dim 0"
     }
+
+
+def test_problems_come_in_the_order_of_the_row():
+    """Not in that of a set, which differs with the hash seed of each rank."""
+
+    class Convolutions(TinyPolicy):
+        def module_policy(self):
+            return {**super().module_policy(), "Block": [region(enter="mlp", col=NAMES, row="norm2")]}
+
+    model = build()
+    for layer in model.model.layers:
+        for name in NAMES:
+            setattr(layer, name, nn.Identity())
+    with pytest.raises(PlanError) as caught:
+        compile_plan(Convolutions, model, ShardConfig(tensor_parallel_size=2))
+    found = [p.where for p in caught.value.problems if p.where.startswith("model.layers.0.") and "Identity" in p.what]
+    assert found == [f"model.layers.0.{name}" for name in NAMES]
+
+
+NAMES = tuple(f"part{number}" for number in range(9))

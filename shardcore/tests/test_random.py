@@ -474,3 +474,27 @@ def loose_masks():
 
 def test_masks_between_loose_linears(pool):
     pool.run(loose_masks, world=2)
+
+
+def through_wrappers():
+    model = _sharded()
+    wrapper = torch.compile(model)
+    shardcore.manual_seed(wrapper, 3)
+    state = shardcore.get_rng_state(wrapper)
+    first = _loss(model).item()
+    assert not torch.equal(state["cpu"], shardcore.get_rng_state(model)["cpu"])
+    shardcore.set_rng_state(wrapper, state)
+    assert _loss(model).item() == first
+    deferred = shard(build(), partial_gradients="deferred")
+    _loss(deferred).backward()
+    norm = deferred.model.layers[0].attention.q_norm.weight
+    assert "Partial" in str(norm.grad.placements)
+    shardcore.reduce_partial_gradients(torch.compile(deferred))
+    assert "Partial" not in str(norm.grad.placements)
+    with pytest.raises(ConfigError, match="got a TinyLM that was not sharded"):
+        shardcore.manual_seed(torch.compile(build()), 3)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # importing torch's compiler
+def test_wrappers_of_torch_are_looked_through(pool):
+    pool.run(through_wrappers, world=2)

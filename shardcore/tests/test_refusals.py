@@ -93,12 +93,12 @@ def refusals():
     different = build()
     with torch.no_grad():
         different.model.layers[1].mlp.up.bias[3] += rank == 2
-    text = _refused(AgreementError, "ranks 0 and 2 differ in tensor", model=different, tp=world)
-    assert "tensor model.layers.1.mlp.up.bias (44,) torch.float64: " in text
+    text = _refused(AgreementError, "ranks 0 and 2 differ in the values", model=different, tp=world)
+    assert "the values of model.layers.1.mlp.up.bias: " in text
     assert "pass sync_from=0 to take the weights of rank 0" in text
     moved = build()
     moved.register_buffer("steps", torch.tensor(rank))
-    _refused(AgreementError, r"differ in tensor steps \(\) torch.int64", model=moved, tp=world)
+    _refused(AgreementError, "differ in the values of steps", model=moved, tp=world)
     _refused(AgreementError, "differ in step", policy=Elsewhere, tp=world)
     text = _refused(
         AgreementError,
@@ -112,10 +112,16 @@ def refusals():
 
     for arguments in ({"policy": FailsOnOne}, {"policy": CannotBeMade}):
         if rank == 1:
-            _refused(LookupError, "no such file", tp=world, **arguments)
+            _refused(
+                PlanError if arguments["policy"] is FailsOnOne else ConfigError,
+                "LookupError: .*no such file",
+                tp=world,
+                **arguments,
+            )
         else:
             text = _refused(AgreementError, "rank 1 failed, so no rank was changed", tp=world, **arguments)
-            assert "Its error: LookupError: no such file\nrank 0 did not fail; " in text
+            assert "no such file" in text
+            assert "\nrank 0 did not fail; " in text
     for wrong in ({"policy": object()}, {"policy": TinyPolicy, "nonsense": 3}, {"config": 7}):
         arguments = wrong if rank == 1 else {"policy": TinyPolicy}
         if rank == 1:

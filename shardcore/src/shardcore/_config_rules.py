@@ -13,7 +13,7 @@ import shardcore
 from shardcore import _planned
 from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import AXES, DATA_AXES, PartialGradients
+from shardcore.mesh import AXES, DATA_AXES, PartialGradients, axis_name
 
 if TYPE_CHECKING:
     from shardcore.config import ShardConfig
@@ -135,11 +135,11 @@ def _check_place(config: ShardConfig) -> None:
         )
     if mesh is not None:
         names = mesh.mesh_dim_names or ()
-        if "tp" not in names or names != tuple(axis for axis in AXES if axis in names):
+        if "tp" not in names or names != tuple(name for axis in AXES if (name := axis_name(mesh, axis))):
             raise ConfigError(
                 f"ShardConfig.device_mesh has the axes {names or '(unnamed)'}; wanted 'tp' and, before it, whichever "
-                f"there are of {AXES[:-1]}, in this order: init_device_mesh('cuda', (2, 4), mesh_dim_names="
-                "('dp_shard', 'tp'))"
+                f"there are of {AXES[:-1]}, in this order ('dp' is another name for 'dp_shard'): "
+                "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp'))"
             )
         if mesh.get_coordinate() is None:
             raise ConfigError("ShardConfig.device_mesh does not hold this rank; only the ranks of a mesh shard over it")
@@ -165,8 +165,8 @@ def _check_place(config: ShardConfig) -> None:
 def sizes_of_place(config: ShardConfig) -> dict[str, int]:
     """Return the sizes that a mesh or a process group of the caller determines, or that the switch of ``tp`` does."""
     if (mesh := config.device_mesh) is not None:
-        names = mesh.mesh_dim_names or ()
-        sizes = {axis: mesh[axis].size() if axis in names else 1 for axis in (*DATA_AXES, "tp")}
+        found = {axis: axis_name(mesh, axis) for axis in (*DATA_AXES, "tp")}
+        sizes = {axis: mesh[name].size() if name else 1 for axis, name in found.items()}
         replicate, shard = sizes["dp_replicate"], sizes["dp_shard"]
         return dict(zip(SIZES, (sizes["tp"], replicate * shard, replicate, shard), strict=True))
     if (group := config.tensor_parallel_process_group) is not None:

@@ -6,6 +6,7 @@
 | `SHARDCORE_DISABLE_PACKS` | `disabled_packs` | packs that may not load, a comma list |
 | `SHARDCORE_STRICT` | `strict` | `1`: a warning about a pack is an error; `0` (the default): it is not |
 | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` | `torchrun` | what torchrun tells its workers |
+| `OMPI_COMM_WORLD_LOCAL_RANK`, `MPI_LOCALRANKID`, `SLURM_LOCALID` | `torchrun` | what mpirun and srun say |
 | `CXX` | `compilers` | the C++ compiler that torch.compile runs on the CPU |
 
 Every reader looks at the environment when it is called; nothing is remembered. This module imports no torch.
@@ -19,6 +20,14 @@ from dataclasses import dataclass
 from shardcore.errors import ConfigError
 
 __all__ = ["TorchrunEnv", "compilers", "disabled_packs", "packs", "strict", "torchrun"]
+
+
+# Variables of mpirun and srun: the number of a process on its machine, and its number among all.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),
+    ("MPI_LOCALRANKID", "PMI_RANK"),
+    ("SLURM_LOCALID", "SLURM_PROCID"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +78,21 @@ def torchrun() -> TorchrunEnv | None:
     return TorchrunEnv(
         rank=rank,
         world_size=world_size,
-        local_rank=_integer("LOCAL_RANK", 0),
+        local_rank=_local_rank(rank),
         master_addr=os.environ.get("MASTER_ADDR"),
         master_port=_integer("MASTER_PORT", 0, 65535),
     )
+
+
+def _local_rank(rank: int) -> int | None:
+    """Return the number of this process on its machine, from whichever launcher says it; None if none does."""
+    if (given := _integer("LOCAL_RANK", 0)) is not None:
+        return given
+    for local, everywhere in _LAUNCHERS:
+        # A launcher around the one that started this process leaves variables of its own behind, for all the same.
+        if _integer(everywhere, 0) in (None, rank) and (given := _integer(local, 0)) is not None:
+            return given
+    return None
 
 
 def compilers() -> tuple[str, ...]:

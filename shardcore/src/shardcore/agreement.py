@@ -23,6 +23,7 @@ _SAME_MODEL = "Build the same model on every rank."
 
 # Start of an item's name -> the next step if ranks differ in it; `_SAME` for all others.
 _TODO = {
+    "ShardConfig.": _SAME,
     "the class of ": _SAME_MODEL,
     "the shape of ": _SAME_MODEL,
     "the dtype of ": f"{_SAME_MODEL} Casts have to be the same on every rank too.",

@@ -76,7 +76,7 @@ def _reader(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _first_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``fields`` with second names resolved; None leaves the field alone."""
     first = {name: value for name, value in fields.items() if name not in _SECOND_NAMES}
-    for name in fields.keys() & _SECOND_NAMES.keys():
+    for name in [name for name in fields if name in _SECOND_NAMES]:
         if (value := fields[name]) is None:
             continue
         target, other = _SECOND_NAMES[name]

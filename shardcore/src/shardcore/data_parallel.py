@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import Problem
-from shardcore.mesh import ShardContext
+from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn import Segments
 from shardcore.nn.units import prepare_units
 from shardcore.plan import ShardPlan
@@ -37,15 +37,11 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     replicas, shards = context.axis_size("dp_replicate"), context.axis_size("dp_shard")
     if replicas * shards == 1:
         return model
-    if shards == 1:
-        wrap: Callable[..., Any] = _replicate
-        mesh = context.mesh["dp_replicate"]
-    else:
-        axes = ("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)
-        wrap = fully_shard
-        mesh = context.mesh[axes]
-        if any(fsdp_placement(p) for p in model.parameters()):
-            options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
+    wide = {"dp_replicate": replicas, "dp_shard": shards}
+    mesh = context.mesh[tuple(axis_name(context.mesh, axis) or axis for axis, size in wide.items() if size > 1)]
+    wrap: Callable[..., Any] = _replicate if shards == 1 else fully_shard
+    if shards > 1 and any(fsdp_placement(p) for p in model.parameters()):
+        options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
     lists = stages.lists if stages else ()
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     reshards = options.get("reshard_after_forward") is not False

@@ -9,9 +9,9 @@ ShardcoreError
 │   ├── NoPolicyError (LookupError)      no installed pack serves this model class
 │   └── AmbiguousPolicyError (LookupError)    several packs serve it and none has priority
 ├── PlanError (ValueError)               a policy does not fit a model; carries every problem found
-├── AgreementError (RuntimeError)        the ranks do not hold the same plan, configuration or weights
+├── AgreementError (RuntimeError)        the ranks do not hold the same model, arguments, versions or weights
 ├── AlreadyShardedError (RuntimeError)   the model was sharded before
-├── PartlyShardedError (RuntimeError)    a policy's own code failed while a model was being changed
+├── PartlyShardedError (RuntimeError)    something failed on a rank while the models were being changed
 ├── WrapError (TypeError)                a wrapper or a copy that cannot work on a sharded model
 └── MissingRanksError (TimeoutError)     a collective save that only some ranks joined
 
@@ -120,7 +120,7 @@ class PlanError(ShardcoreError, ValueError):
 
 
 class AgreementError(ShardcoreError, RuntimeError):
-    """The ranks do not hold the same plan, configuration or weights; raised on every rank, nothing was changed."""
+    """The ranks do not hold the same model, arguments, versions or weights, or one failed; nothing was changed."""
 
 
 class AlreadyShardedError(ShardcoreError, RuntimeError):
@@ -128,7 +128,7 @@ class AlreadyShardedError(ShardcoreError, RuntimeError):
 
 
 class PartlyShardedError(ShardcoreError, RuntimeError):
-    """A policy's own code failed while the model was being changed: the model can no longer be used."""
+    """A policy's own code, or FSDP2, failed on a rank while models were being changed: none of them can be used."""
 
 
 class WrapError(ShardcoreError, TypeError):

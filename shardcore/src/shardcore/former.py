@@ -61,8 +61,10 @@ def shard(
         config: the configuration; ``fields`` override it.
         policy: a policy or its class, used instead of looking for one among the installed packs.
         optimizer: an optimizer made before this call and not stepped yet; its parameter groups are re-pointed in place.
+            Its class, settings and groups have to be the same on every rank.
         wrap: apply FSDP2 over the data axes; False leaves that to the caller.
-        sync_from: take the weights of this global rank instead of requiring equal ones.
+        sync_from: take the weights and the training mode of this global rank instead of requiring equal ones; the
+            models of the others may be on the meta device.
         **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp`` and ``cp`` are short names.
 
     Raises:
@@ -71,6 +73,7 @@ def shard(
         PlanError: the policy does not fit the model at these sizes; lists every problem.
         AgreementError: another rank failed, or holds something else.
         AlreadyShardedError: the model was sharded before.
+        PartlyShardedError: a policy's own code, or FSDP2, failed on a rank after models were changed, all unusable now.
     """
     try:
         config = ShardConfig.of(config, **fields)

@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.errors import ConfigError
-from shardcore.mesh import DATA_AXES
+from shardcore.mesh import DATA_AXES, axis_name
 
 __all__ = ["ProcessGroupManager"]
 
@@ -41,22 +41,27 @@ class ProcessGroupManager:
             wide = [name for name in DATA_AXES if self.size(name) > 1]
             if len(wide) > 1:
                 raise ConfigError("dp has two axes here; get('dp_replicate') and get('dp_shard') are its groups")
-            axis = wide[0] if wide else next((name for name in DATA_AXES[::-1] if name in self.axes), "dp")
-        if axis not in self.axes:
+            axis = wide[0] if wide else next((name for name in DATA_AXES[::-1] if self._name(name)), "dp")
+        if (name := self._name(axis)) is None:
             raise ConfigError(f"the mesh has no axis {axis!r}; its axes are {', '.join(self.axes)}")
-        return self.mesh.get_group(axis)
+        return self.mesh.get_group(name)
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along ``axis``; 1 for one that the mesh does not have."""
         if axis == "dp":
             return self.size("dp_replicate") * self.size("dp_shard")
-        return self.mesh[axis].size() if self.mesh is not None and axis in self.axes else 1
+        name = self._name(axis)
+        return self.mesh[name].size() if self.mesh is not None and name else 1
 
     def rank(self, axis: str) -> int:
         """Return this rank's position along ``axis``; 0 for one that the mesh does not have."""
         if axis == "dp":
             return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
-        return self.mesh[axis].get_local_rank() if self.mesh is not None and axis in self.axes else 0
+        name = self._name(axis)
+        return self.mesh[name].get_local_rank() if self.mesh is not None and name else 0
+
+    def _name(self, axis: str) -> str | None:
+        return None if self.mesh is None else axis_name(self.mesh, axis)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in self.axes)

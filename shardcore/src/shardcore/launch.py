@@ -8,11 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardcore._env import torchrun
+from shardcore._env import TorchrunEnv, torchrun
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
+from shardcore.mesh import accelerator
 
-__all__ = ["launch_from_torch", "start_process_group", "world_size"]
+__all__ = ["device_index", "launch_from_torch", "start_process_group", "world_size"]
 
 
 def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
@@ -26,7 +27,7 @@ def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
     come from ColossalAI, whose function of the same name it follows. A process group that runs already is kept.
 
     Args:
-        backend: of the process group; by default NCCL where CUDA is available, else gloo.
+        backend: of the process group; by default that of the accelerator (NCCL for CUDA), else gloo.
         seed: given to the generators of Python, numpy and torch, the same on every rank.
 
     Raises:
@@ -72,8 +73,15 @@ def world_size(config: ShardConfig) -> int:
 
 def _start(backend: str | None) -> None:
     env = torchrun()
-    if backend is None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "nccl" in backend and env is not None and torch.cuda.is_available():
-        torch.cuda.set_device(env.local_rank or 0)
+    kind = accelerator()
+    own = dist.get_default_backend_for_device(kind) if kind else "gloo"
+    backend = backend or own
+    if kind and own in backend and env is not None:
+        device = torch.get_device_module(kind)
+        device.set_device(device_index(env, device.device_count()))
     dist.init_process_group(backend)
+
+
+def device_index(env: TorchrunEnv, devices: int) -> int:
+    """Return the device of this process among those of its machine; launchers that say nothing fill whole machines."""
+    return env.rank % max(devices, 1) if env.local_rank is None else env.local_rank

@@ -22,7 +22,9 @@ __all__ = [
     "DATA_AXES",
     "PartialGradients",
     "ShardContext",
+    "accelerator",
     "as_context",
+    "axis_name",
     "build_mesh",
     "context_of",
     "device_type_here",
@@ -30,6 +32,7 @@ __all__ = [
     "group_of",
     "mesh_of_group",
     "shared_groups",
+    "unwrapped",
 ]
 
 #: The axes of the mesh, outermost first: tensor-parallel ranks are neighbours.
@@ -41,9 +44,22 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 #: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.
 PartialGradients = Literal["in_backward", "deferred"]
 
+
+def axis_name(mesh: DeviceMesh, axis: str) -> str | None:
+    """Return the name that ``axis``, one of `AXES`, has on ``mesh``; None if it does not have it.
+
+    ``"dp"``, the commonest name for a data axis, is ``dp_shard``, as ``shard(dp=...)`` is.
+    """
+    names = mesh.mesh_dim_names or ()
+    return next((name for name in (axis, "dp" if axis == "dp_shard" else axis) if name in names), None)
+
+
 _CONTEXT = "_shardcore_context"
 _ALONE = "_shardcore_alone"
 _PART_OF = "_shardcore_part_of"
+
+# Where wrappers of torch keep the one module they wrap: torch.compile, checkpoint_wrapper, FSDP1.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,7 +149,7 @@ class ShardContext:
         Where the mesh has none, because the caller arranges data parallelism, the first global rank of ``tp`` stands
         for the replica.
         """
-        axes = [axis for axis in DATA_AXES if axis in (self.mesh.mesh_dim_names or ())]
+        axes = [name for axis in DATA_AXES if (name := axis_name(self.mesh, axis))]
         if not axes:
             return int(self.tp.mesh.flatten()[0])
         index = 0
@@ -143,7 +159,8 @@ class ShardContext:
 
     def axis_size(self, axis: str) -> int:
         """Return the number of ranks on an axis; 1 if the mesh does not have it."""
-        return self.mesh[axis].size() if axis in (self.mesh.mesh_dim_names or ()) else 1
+        name = axis_name(self.mesh, axis)
+        return self.mesh[name].size() if name else 1
 
     @property
     def device(self) -> torch.device:
@@ -158,16 +175,32 @@ class ShardContext:
         return dataclasses.replace(self, random=copy.deepcopy(self.random, memo))
 
 
+def accelerator() -> str | None:
+    """Return the kind of accelerator that this process can use (``"cuda"``, ``"xpu"``, ...), or None."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
 def device_type_of(group: ProcessGroup | None = None) -> str:
-    """Return where tensors of a process group live: ``"cuda"`` if the group is NCCL, else ``"cpu"``."""
-    return "cuda" if "nccl" in str(get_backend(group)) else "cpu"
+    """Return where tensors of a process group live: on the accelerator if the group has a backend of its own for it."""
+    return _device_type(dist.get_backend_config(group), accelerator())
+
+
+def _device_type(backends: str, accelerator: str | None) -> str:
+    """Return the device type of a group with ``backends``, as torch prints them: ``"cpu:gloo,cuda:nccl"``.
+
+    A group that was started without a backend has one for each kind of device, and those of the CPU (gloo, mpi) claim
+    to serve accelerators too.
+    """
+    by_device = dict(pair.split(":", 1) for pair in backends.split(",") if ":" in pair)
+    if accelerator is None or by_device.get(accelerator, "undefined") in ("fake", "gloo", "mpi", "undefined"):
+        return "cpu"
+    return accelerator
 
 
 def device_type_here() -> str:
     """Return where a model would run: where the default process group does, or else would if it were started."""
-    if dist.is_initialized():
-        return device_type_of()
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return device_type_of() if dist.is_initialized() else accelerator() or "cpu"
 
 
 class _SharedMeshes:
@@ -233,7 +266,9 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = [int(rank) for rank in mesh.mesh.flatten()]
-    group: ProcessGroup = dist.new_group(ranks, backend=get_backend(mesh.get_group(0)), use_local_synchronization=True)
+    backend = str(get_backend(mesh.get_group(0)))
+    given = None if backend == "undefined" else backend  # groups that were started without one have the default
+    group: ProcessGroup = dist.new_group(ranks, backend=given, use_local_synchronization=True)
     return group
 
 
@@ -265,6 +300,13 @@ def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardCont
             )
         where = _default_group()
     return ShardContext.of(mesh_of_group(where), forks=False)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of wrappers that only call it, such as that of ``torch.compile(model)``."""
+    while (inner := next((part for name in _WRAPPED if (part := model._modules.get(name))), None)) is not None:
+        model = inner
+    return model
 
 
 def context_of(model: nn.Module) -> ShardContext | None:

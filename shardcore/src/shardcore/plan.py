@@ -13,7 +13,7 @@ from torch import nn
 from shardcore.config import ShardConfig
 from shardcore.descriptions import rows_of
 from shardcore.draft import Claim, Draft, DraftScope, Modules, report_nested_entries, report_unentered, report_unsplit
-from shardcore.errors import PlanError, Problem
+from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh import device_type_here
 from shardcore.nn import Layout
 from shardcore.optimizations import Choice, optimize
@@ -21,6 +21,7 @@ from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Polic
 from shardcore.region_checks import report_replicated_inside
 from shardcore.rendering import render
 from shardcore.steps import Compile, FuseNorm, OpenRegion, Recompute, SplitLogits, SplitTokens, Step, Swap, to_data
+from shardcore.tensor_checks import report_tensors
 
 __all__ = ["ParameterPlan", "ShardPlan", "compile_plan"]
 
@@ -128,13 +129,14 @@ def compile_plan(
             draft.heads = check.counts(model, ranks)
     draft.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     checked = list(draft.problems)
-    _plan_rows(draft, policy.module_policy())
+    _plan_rows(draft, _module_policy(policy, model, ranks))
     if draft.refusals:
         raise PlanError(_subject(policy, model, ranks), [*checked, *draft.refusals])
     report_nested_entries(draft)
     report_unentered(draft)
     report_replicated_inside(draft)
     report_unsplit(draft)
+    report_tensors(draft)
     choices = _optimize(draft, policy, device_type or device_type_here())
     parameters = _parameters(draft)
     if draft.problems:
@@ -161,6 +163,18 @@ def _optimize(draft: Draft, policy: Policy, device_type: str) -> tuple[Choice, .
         else:
             draft.steps.setdefault(repr(item), item)
     return tuple(choices)
+
+
+def _module_policy(policy: Policy, model: nn.Module, ranks: int) -> ModulePolicy:
+    try:
+        return policy.module_policy()
+    except ShardcoreError:
+        raise
+    except Exception as error:
+        what = f"it raised {type(error).__name__}: {error}"
+        row = f"{type(policy).__qualname__}.module_policy"
+        problem = Problem(where="", row=row, what=what, todo="correct the policy, which is at fault or too new or old")
+        raise PlanError(_subject(policy, model, ranks), [problem]) from error
 
 
 def _subject(policy: Policy, model: nn.Module, ranks: int) -> str:

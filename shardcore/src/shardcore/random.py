@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcore.errors import ConfigError
-from shardcore.mesh import ShardContext, context_of, is_alone
+from shardcore.mesh import ShardContext, context_of, is_alone, unwrapped
 
 __all__ = ["get_rng_state", "manual_seed", "set_rng_state"]
 
@@ -63,6 +63,7 @@ def set_rng_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def _context(model: nn.Module, caller: str) -> ShardContext | None:
     """Return the context, or None for a model that was sharded over one rank: it draws from torch's own generator."""
+    model = unwrapped(model)
     if (context := context_of(model)) is None and not is_alone(model):
         raise ConfigError(f"{caller} got a {type(model).__name__} that was not sharded; call shardcore.shard() first")
     return context

@@ -41,8 +41,9 @@ def check_source(model: nn.Module, source: int, group: ProcessGroup | None) -> N
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta and id(value) not in known:
+                where = f"{path}.{name}" if path else name
                 raise ConfigError(
-                    f"sync_from={source} sends parameters and buffers, and {path}.{name} is neither: it is a plain "
+                    f"sync_from={source} sends parameters and buffers, and {where} is neither: it is a plain "
                     "attribute on the meta device. Build the model of this rank outside of torch.device('meta')"
                 )
 

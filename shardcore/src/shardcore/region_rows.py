@@ -48,8 +48,8 @@ class RegionRow(Row):
         """See `Row.plan`."""
         found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
         linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
-        for name in found.keys() - linears.keys():
-            if found[name] is not None:
+        for name, module in found.items():
+            if module is not None and name not in linears:
                 scope.swap(name, ColumnLinear)  # records what is wrong with it
         missing = [name for name, module in found.items() if module is None]
         if self.optional and 0 < len(missing) < len(found):

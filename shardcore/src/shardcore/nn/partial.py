@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcore.comm.reads import all_reduce_bucket, local_tensor, spec_of, with_spec
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import context_of, is_alone
+from shardcore.mesh import context_of, is_alone, unwrapped
 
 __all__ = ["SCALES_PARTIAL", "reduce_partial_gradients", "require_sums"]
 
@@ -37,6 +37,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
     Raises:
         ConfigError: the model was not sharded.
     """
+    model = unwrapped(model)
     context = context_of(model)
     if context is None and is_alone(model):
         return

@@ -1,0 +1,49 @@
+"""Where the tensors of a process group live."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from tiny import build
+
+from shardcore import mesh, received
+from shardcore.mesh import _device_type, device_type_of
+
+
+@pytest.mark.parametrize(
+    ("backends", "accelerator", "wanted"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda", "cuda"),  # init_process_group() without a backend
+        ("cuda:nccl", "cuda", "cuda"),
+        ("cpu:gloo,xpu:xccl", "xpu", "xpu"),
+        ("cpu:gloo,npu:hccl", "npu", "npu"),
+        ("cpu:gloo,cuda:nccl", None, "cpu"),  # a build of torch for CUDA, and no device
+        ("cpu:gloo,cuda:gloo", "cuda", "cpu"),
+        ("cpu:mpi,cuda:mpi", "cuda", "cpu"),
+        ("cpu:gloo", "cuda", "cpu"),
+        ("undefined", "cuda", "cpu"),
+    ],
+)
+def test_a_group_is_where_its_backend_is(backends, accelerator, wanted):
+    assert _device_type(backends, accelerator) == wanted
+
+
+def test_the_device_is_that_of_a_group_started_without_a_backend(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(mesh, "accelerator", lambda: "cuda")
+    assert device_type_of() == "cuda"
+
+
+def test_weights_travel_over_the_device_of_the_group(monkeypatch):
+    """CPU parameters over a group of an accelerator, for which the meta device stands."""
+    sent = []
+    monkeypatch.setattr(received, "device_type_of", lambda group: "meta")
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source, group: sent.append(tensor))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    model = build()
+    received.receive(model, 0, None)
+    assert len(sent) == len(list(model.parameters()))
+    assert {tensor.device.type for tensor in sent} == {"meta"}
+    assert all(tensor.is_contiguous() for tensor in sent)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
