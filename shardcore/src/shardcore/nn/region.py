@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
-from shardcore.comm.reads import finish_partial, local_tensor, spec_of, with_spec
+from shardcore.comm.reads import finish_partial, local_tensor, refuse_assigned, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
@@ -101,6 +101,7 @@ class _Open:
 
 
 def _used(parameter: Tensor, rows: Runs | None) -> Tensor:
+    refuse_assigned(parameter)
     held = local_tensor(parameter)
     return held if rows is None else take_rows(held.detach(), rows)
 
