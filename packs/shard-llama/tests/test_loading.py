@@ -154,3 +154,19 @@ def _others_part(axes: dict[str, int], folder: str) -> None:
 def _load(model: Any, folder: str, rank: int) -> None:
     state = torch.load(Path(folder, f"{rank}.pt"), weights_only=False)
     model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight", "model.norm.weight"])
+def test_data_that_is_assigned_is_not_ignored(pool, name):
+    pool.run(_assigned, name, world=2)
+
+
+def _assigned(name: str) -> None:
+    model = shard(build(**OPTIONS), tp=2)
+    parameter = model.get_parameter(name)
+    parameter.data = torch.ones(parameter.shape)
+    for training in (True, False):
+        with torch.set_grad_enabled(training), pytest.raises(shardcore.WrapError, match=r"through \.data"):
+            model(**batch(model))
+    with pytest.raises((shardcore.WrapError, shardcore.AgreementError), match=r"weight \(.* through \.data"):
+        model.save_pretrained("/nonexistent/folder")

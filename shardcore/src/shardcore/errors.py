@@ -13,7 +13,7 @@ ShardcoreError
 ├── AlreadyShardedError (RuntimeError)   the model was sharded before
 ├── PartlyShardedError (RuntimeError)    something failed on a rank while the models were being changed
 ├── WrapError (TypeError)                a wrapper or a copy that cannot work on a sharded model
-└── MissingRanksError (TimeoutError)     a collective save that only some ranks joined
+└── MissingRanksError (TimeoutError)     a collective save that only some ranks joined, or whose writer is gone
 
 ShardcoreWarning (UserWarning)
 ├── StaleOptimizerWarning                an optimizer still holds the parameters from before sharding
@@ -136,7 +136,7 @@ class WrapError(ShardcoreError, TypeError):
 
 
 class MissingRanksError(ShardcoreError, TimeoutError):
-    """A call that every rank has to make was made by some ranks only; ``missing`` names the others."""
+    """A call that every rank has to make was made, or finished, by some only; ``missing`` names the others."""
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         self.missing = tuple(missing)

@@ -30,6 +30,7 @@ __all__ = [
     "partial_spec",
     "read_local",
     "read_partial",
+    "refuse_assigned",
     "spec_of",
     "with_spec",
 ]
@@ -49,16 +50,36 @@ def held(parameter: Tensor) -> Tensor:
     """Return a parameter of which this rank holds a part.
 
     Raises:
-        WrapError: it is a whole plain tensor: somebody put one in the DTensor's place.
+        WrapError: it is a whole plain tensor, or was given one: somebody put one in the DTensor's place.
     """
-    if not isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return parameter
+    if not isinstance(parameter, DTensor):
         raise WrapError(
             f"a tensor-parallel module holds a plain tensor {tuple(parameter.shape)} where its DTensor parameter was: "
-            "load_state_dict(assign=True) or torch.func.functional_call with whole tensors cannot work. Load a plain "
-            "state dict with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
-            "options=StateDictOptions(full_state_dict=True))."
+            "load_state_dict(assign=True) or torch.func.functional_call with whole tensors cannot work. "
+            "model.load_state_dict(state) without assign splits whole tensors, which every rank has to pass."
         )
+    refuse_assigned(parameter)
     return parameter
+
+
+def refuse_assigned(parameter: Tensor, name: str = "a sharded parameter") -> None:
+    """Make sure that nobody has set the ``data`` of a DTensor to a plain tensor.
+
+    That gives memory to the wrapper, which has none, and leaves this rank's part as it was. (A DTensor that is set as
+    ``data`` is ignored by torch without a trace.)
+
+    Raises:
+        WrapError: somebody has.
+    """
+    if isinstance(parameter, DTensor) and parameter.data_ptr():
+        raise WrapError(
+            f"{name} {tuple(parameter.shape)} was assigned a plain tensor through .data, which torch does not bring to "
+            "the part that this rank holds. Undo it by building the model anew, and set values with "
+            "module.load_state_dict({name: tensor}, strict=False), which splits whole tensors, or under torch.no_grad()"
+            " with parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))."
+        )
 
 
 def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
@@ -180,6 +201,8 @@ def read_local(*parameters: Tensor, fresh: bool = False) -> tuple[Tensor, ...]:
         if not CAN_TRACE:
             return _read_untraced(*parameters, fresh=fresh)  # type: ignore[no-any-return]  # breaks the graph
         return tuple(_traced(p, fresh=fresh) if isinstance(p, DTensor) else p for p in parameters)
+    for parameter in parameters:
+        refuse_assigned(parameter)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
     out: tuple[Tensor, ...] = _ReadLocal.apply(fresh, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -200,6 +223,8 @@ def read_partial(context: ShardContext, *parameters: Tensor) -> tuple[Tensor, ..
     if torch.compiler.is_compiling():
         # Owned after the sum: the compiler makes one of two sums of one tensor.
         return tuple(_CompiledPartial.apply(p, context) for p in read_local(*parameters))  # type: ignore[no-untyped-call]
+    for parameter in parameters:
+        refuse_assigned(parameter)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
     out: tuple[Tensor, ...] = _ReadPartial.apply(context, *parameters)  # type: ignore[no-untyped-call]

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.parts import Block, blocks_of, part_shape, split_dim
+from shardcore.comm.reads import refuse_assigned
 from shardcore.errors import AgreementError, ConfigError, MissingRanksError, NotSupportedError
 from shardcore.mesh import device_type_of
 
@@ -271,6 +272,7 @@ def check_parts(state: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a tensor has no values.
         NotSupportedError: a tensor is cut in a way that `blocks_of` does not know.
+        WrapError: a tensor was assigned a plain one through ``.data``.
     """
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -278,6 +280,7 @@ def check_parts(state: Mapping[str, Any]) -> None:
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device: it has no values to save. Load the weights first.")
         if isinstance(tensor, DTensor):
+            refuse_assigned(tensor, name)
             spec = tensor._spec
             wanted, held = part_shape(spec, spec.mesh.get_coordinate() or ()), tuple(tensor.to_local().shape)
             if wanted != held or any(p.is_partial() for p in spec.placements):

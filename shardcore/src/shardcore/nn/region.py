@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
-from shardcore.comm.reads import local_tensor, spec_of, with_spec
+from shardcore.comm.reads import local_tensor, refuse_assigned, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
@@ -101,6 +101,7 @@ def _is_readable(parameter: Tensor) -> bool:
 
 
 def _used(parameter: Tensor) -> Tensor:
+    refuse_assigned(parameter)
     held = local_tensor(parameter)
     return held.detach() if held.requires_grad else held
 
