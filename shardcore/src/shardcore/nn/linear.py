@@ -15,6 +15,7 @@ from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
+from shardcore.nn.entrance import require_entered
 from shardcore.nn.functional import local_linear
 from shardcore.nn.layout import Layout, Split, Whole, last_rank_is_empty
 from shardcore.nn.region import Region, deferred_linear, entered, take_rows
@@ -114,6 +115,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
                 return out
             if self.enters:
                 x = entered(x, self._shard_context)
+            else:
+                require_entered(self, x)
         elif self.enters and torch.is_grad_enabled():
             x = copy_to_tp(x, self._shard_context.group)
         if self.enters and self.training and not self.gather_output:

@@ -40,7 +40,7 @@ __all__ = ["Region", "deferred_linear", "entered", "take_rows"]
 # The number of the backward that is running; torch has no public name for it.
 _backward_task = torch._C._current_graph_task_id
 
-_OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
+OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
 _MEMO = "_shardcore_entered"  # on a tensor that was entered by its linears: its entered form
 
 
@@ -68,6 +68,7 @@ class _Open:
         self.context = context
         self.again = again  # what members multiply is gathered again in the backward, not kept
         self.members: dict[int, _Member] = {}
+        self.known: set[int] = set()  # ids of those outside the fast path too
         self.parameters: list[Tensor] = []  # of all members
         self.rows: list[Runs | None] = []  # that this rank uses of each, where it holds others too
         self._calls: list[_Call] = []
@@ -76,6 +77,7 @@ class _Open:
     def add(self, member: ColumnLinear) -> None:
         """Let a column linear take part."""
         weight, bias = member.weight, member.bias
+        self.known.add(id(member))
         # FSDP2 on the linear itself has not gathered it yet: it will run outside the fast path.
         if (spec := spec_of(weight)) is None or spec.mesh.ndim != 1:
             return
@@ -224,11 +226,21 @@ class _Deferred(Function):
 
 def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
     """Compute a member inside the open region of ``x``, or return None if ``x`` carries none that knows it."""
-    region: _Open | None = getattr(x, _OPEN, None)
+    region: _Open | None = getattr(x, OPEN, None)
     if region is None or (found := region.members.get(id(member))) is None:
         return None
     out: Tensor = _Deferred.apply(region, found, x)  # type: ignore[no-untyped-call]
     return out
+
+
+def entered_for(node: Any, member: ColumnLinear) -> bool:
+    """Tell whether ``node``, of an autograd graph, is the entry of a region of ``member``."""
+    return getattr(type(node), "_forward_cls", None) is _Enter and id(member) in node.region.known
+
+
+def backward_is_running() -> bool:
+    """Tell whether this thread is inside a backward."""
+    return _backward_task() != -1
 
 
 def entered(x: Tensor, context: ShardContext) -> Tensor:
@@ -236,7 +248,7 @@ def entered(x: Tensor, context: ShardContext) -> Tensor:
 
     The entered form is remembered on ``x`` itself, weakly: the graphs of the linears keep it alive.
     """
-    if not x.requires_grad or hasattr(x, _OPEN):
+    if not x.requires_grad or hasattr(x, OPEN):
         return x  # nothing to sum, or entered already
     memo = getattr(x, _MEMO, None)
     if memo is not None:
@@ -357,7 +369,7 @@ class Region:
         for member in self.members:
             region.add(member)
         new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
-        setattr(new, _OPEN, region)
+        setattr(new, OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
 
 
