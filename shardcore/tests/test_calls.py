@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Collectives, TinyPolicy, batch, build
+from tiny import Collectives, TinyPolicy, batch, build, randomize, twins
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import checkpoint
@@ -264,3 +264,66 @@ def another_torch() -> None:
 
 def test_another_fsdp(pool):
     pool.run(another_torch, world=2)
+
+
+def past_the_entry() -> None:
+    reference, sharded = twins()
+    ids = batch()
+    for m in (reference, sharded):  # entered inside of what is called
+        hidden = m.model.layers[0].forward(m.model.forward(ids))
+        m.head.forward(hidden + m.model.layers[1].mlp(hidden)).square().mean().backward()
+        m.forward(ids).square().mean().backward()
+    assert_same_gradients(reference, sharded)
+    layer, hidden = sharded.model.layers[0], hidden.detach().requires_grad_()
+    calls: tuple[Callable[[Tensor], Tensor], ...] = (
+        layer.attention.forward,
+        layer.mlp.forward,
+        lambda x: layer.mlp.gate(layer.norm2(sharded.model(inputs=x))),
+    )
+    for call in calls:
+        with pytest.raises(
+            shardcore.NotSupportedError, match=r"did not enter it.*layer\.mlp\(x\), not layer\.mlp\.forward"
+        ):
+            call(hidden)
+        with torch.no_grad():
+            call(hidden)
+    assert layer.attention.q_proj(hidden.detach()).shape == (3, 8, 16)
+
+    for m in (reference, sharded):  # something between the entry and its members
+        m.zero_grad()
+        m.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        m.model.layers[1].mlp.register_full_backward_hook(lambda *_: None)
+        m(ids).square().mean().backward()
+    assert_same_gradients(reference, sharded)
+
+
+def test_calls_that_pass_the_entry_of_a_region_are_refused(pool):
+    pool.run(past_the_entry, world=2)
+
+
+def in_containers() -> None:
+    for sizes in ({"tp": 2}, {"tp": 1, "dp": 2}):
+        reference, sharded, _ = _made(sizes)
+        containers = []
+        for inner in (reference, sharded):
+            head = torch.nn.Linear(97, 3).double()
+            randomize(head)
+            containers.append(torch.nn.Sequential(inner, torch.nn.Tanh(), head))
+        optimizers = [torch.optim.AdamW(c.parameters(), lr=1e-3, foreach=False) for c in containers]
+        for step in range(2):
+            for seed in range(2):
+                # Of a module of the user's own nobody averages the gradients over replicas: they see the same here.
+                ids = batch(seed + 2 * step, rows=4)
+                outs = [container(ids) for container in containers]
+                assert_close(*outs, "output")
+                for out in outs:
+                    out.square().mean().backward()
+            assert_same_gradients(reference, sharded)
+            assert_close(containers[0][2].weight.grad, containers[1][2].weight.grad, "the plain head's gradient")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_module_that_holds_a_sharded_model(pool):
+    pool.run(in_containers, world=2)

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_generation import GREEDY, _tokens
+import transformers
+from torch import Tensor
 from whisper_cases import inputs, pair, shard, speech
 
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
 MESHES = {"dp": {"tp": 1, "dp": 2}, "tp-dp": {"tp": 2, "dp": 2}, "replicas": {"tp": 1, "dp_replicate_size": 2}}
+
+
+def _tokens(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else out["sequences"]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -21,8 +27,6 @@ def test_generation(pool, listener, mesh):
 
 
 def _generation(folder: str, sizes: dict[str, int]) -> None:
-    import transformers
-
     reference, model = (
         transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float64) for _ in range(2)
     )
@@ -48,8 +52,6 @@ def test_replicas_that_generate_from_their_own_speech(pool, listener):
 
 
 def _own_speech(folder: str) -> None:
-    import transformers
-
     reference = transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float64).eval()
     model = transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float64).eval()
     replica = context_of(shard(model, tp=1, dp=2)).replica

@@ -14,6 +14,7 @@ from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
+from shardcore.nn.entrance import require_entered
 from shardcore.nn.functional import local_linear, multiply
 from shardcore.nn.layout import Layout, SharedSplit, Split, Whole, last_rank_is_empty
 from shardcore.nn.region import Region, deferred_linear
@@ -141,9 +142,11 @@ class ColumnLinear(SwappedModule, nn.Linear):
             if not self.gather_output:
                 self._fork()
             return self.product(x)
-        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        out = deferred_linear(self, x) if eager else None
-        return self.product(x) if out is None else out
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if (out := deferred_linear(self, x)) is not None:
+                return out
+            require_entered(self, x)
+        return self.product(x)
 
     @property
     def uses_what_it_holds(self) -> bool:

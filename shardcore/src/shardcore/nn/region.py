@@ -41,7 +41,7 @@ __all__ = ["Region", "deferred_linear"]
 # The number of the backward that is running; torch has no public name for it.
 _backward_task = torch._C._current_graph_task_id
 
-_OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
+OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
 
 
 class _Member(NamedTuple):
@@ -68,12 +68,14 @@ class _Open:
         self.context = context
         self.again = again  # what members multiply is gathered again in the backward, not kept
         self.members: dict[int, _Member] = {}
+        self.known: set[int] = set()  # ids of those outside the fast path too
         self.parameters: list[Tensor] = []  # of all members
         self._calls: list[_Call] = []
         self._task: int | None = None
 
     def add(self, member: ColumnLinear) -> None:
         """Let a column linear take part."""
+        self.known.add(id(member))
         if not _is_readable(member.weight):
             return
         # The gradient of what was read together is a plain one: the node that read it sums and places it.
@@ -196,11 +198,21 @@ class _Deferred(Function):
 
 def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
     """Compute a member inside the open region of ``x``, or return None if ``x`` carries none that knows it."""
-    region: _Open | None = getattr(x, _OPEN, None)
+    region: _Open | None = getattr(x, OPEN, None)
     if region is None or (found := region.members.get(id(member))) is None:
         return None
     out: Tensor = _Deferred.apply(region, found, x)  # type: ignore[no-untyped-call]
     return out
+
+
+def entered_for(node: Any, member: ColumnLinear) -> bool:
+    """Tell whether ``node``, of an autograd graph, is the entry of a region of ``member``."""
+    return getattr(type(node), "_forward_cls", None) is _Enter and id(member) in node.region.known
+
+
+def backward_is_running() -> bool:
+    """Tell whether this thread is inside a backward."""
+    return _backward_task() != -1
 
 
 class Region:
@@ -321,7 +333,7 @@ class Region:
         for member in self.members:
             region.add(member)
         new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
-        setattr(new, _OPEN, region)
+        setattr(new, OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
 
 
