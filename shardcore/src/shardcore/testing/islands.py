@@ -1,0 +1,133 @@
+"""Float64 all the way: what a model computes in float32 whatever its dtype is computed in float64.
+
+Many models compute norms, softmaxes and losses in float32 even when they are float64. What a rank adds up is then
+rounded before it is summed, to some 1e-8, and differently by each kernel: a bound that holds on one processor fails on
+another, and one that holds on all of them hides mistakes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["no_float32_islands", "without_islands"]
+
+#: Functions of a tensor that convert it first, by ``dtype=`` or by position.
+_CONVERTING = ("softmax", "log_softmax", "sum", "mean", "cumsum")
+
+
+class _State:
+    """How many contexts are open, and in how many conversions of whole modules the process is inside of them."""
+
+    depth = 0
+    suspended = 0
+
+
+def without_islands() -> bool:
+    """Return whether the process is inside `no_float32_islands`."""
+    return _State.depth > 0
+
+
+@contextmanager
+def no_float32_islands() -> Iterator[None]:
+    """Leave float64 tensors in float64 where a model asks for float32, in the whole process.
+
+    Inside, ``x.float()``, ``x.to(torch.float32)``, ``x.type(torch.float32)`` and ``softmax(x, dtype=torch.float32)``
+    (and ``log_softmax``, ``sum``, ``mean``, ``cumsum``) of a float64 ``x`` stay in float64, and a matrix product of
+    float64 and float32 is computed in float64. Tensors of other dtypes are converted as ever; so is a module as a whole
+    (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested, and also decorate
+    functions; `WorkerPool.run` called inside one runs its function inside one on every rank.
+
+    A comparison of a float64 model with its sharded copy then agrees to some 1e-14 on every processor.
+    """
+    if _State.depth == 0:
+        undo = _replace()
+    else:
+        undo = []
+    _State.depth += 1
+    try:
+        yield
+    finally:
+        _State.depth -= 1
+        for owner, name, native in undo:
+            setattr(owner, name, native)
+
+
+def _replace() -> list[tuple[Any, str, Any]]:
+    """Put the functions of torch that make islands out of the way, and return what was there."""
+    made: list[tuple[Any, str, Callable[..., Any]]] = [
+        (Tensor, "float", _float(Tensor.float)),
+        (Tensor, "to", _converting(Tensor.to)),
+        (Tensor, "type", _converting(Tensor.type)),
+        (Tensor, "__matmul__", _promoting(Tensor.__matmul__)),
+        (nn.Module, "_apply", _suspending(nn.Module._apply)),
+        *((F, name, _converting(getattr(F, name))) for name in ("softmax", "log_softmax")),
+    ]
+    for name in _CONVERTING:
+        # Over the method: torch.compile traces one that it does not find in the place of a function of torch.
+        method = _converting(getattr(Tensor, name))
+        made += [(Tensor, name, method), (torch, name, method)]
+    undo = [(owner, name, getattr(owner, name)) for owner, name, _ in made]
+    for owner, name, replaced in made:
+        setattr(owner, name, replaced)
+    return undo
+
+
+def _stays(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.float64 and not _State.suspended
+
+
+def _float(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return x if _stays(x) else native(x, *args, **kwargs)
+
+    return call
+
+
+def _converting(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``native`` float64 for float32 in its arguments, where its first is in float64."""
+
+    @functools.wraps(native)
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if _stays(x):
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {name: torch.float64 if a is torch.float32 else a for name, a in kwargs.items()}
+        return native(x, *args, **kwargs)
+
+    return call
+
+
+def _promoting(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``native`` compute in float64 where one of two factors is: the other came from integers (positions)."""
+
+    @functools.wraps(native)
+    def call(x: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Tensor) and isinstance(other, Tensor) and {x.dtype, other.dtype} == _MIXED:
+            x, other = x.double(), other.double()
+        return native(x, other, *args, **kwargs)
+
+    return call
+
+
+_MIXED = {torch.float64, torch.float32}
+
+
+def _suspending(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``native``, which converts whole modules, convert as it was asked to."""
+
+    @functools.wraps(native)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _State.suspended += 1
+        try:
+            return native(*args, **kwargs)
+        finally:
+            _State.suspended -= 1
+
+    return call
