@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "assert_close",
+    "assert_gradients_own_storage",
     "assert_same_gradients",
     "assert_same_parameters",
     "gradient_errors",
@@ -84,6 +85,12 @@ def shared_gradients(model: nn.Module) -> list[tuple[str, str]]:
 def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
     """Raise AssertionError, naming every offender, unless all gradients agree within ``tolerance``."""
     _assert_small("gradient", gradient_errors(reference, sharded), tolerance)
+
+
+def assert_gradients_own_storage(model: nn.Module) -> None:
+    """Raise AssertionError, naming both, if two gradients of ``model`` overlap in memory; see `shared_gradients`."""
+    for first, second in shared_gradients(model):
+        raise AssertionError(f"the gradients of {first} and {second} share storage: they are accumulated as one")
 
 
 def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
