@@ -8,6 +8,7 @@ them, and those of one torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
 unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
+``nox -s capabilities`` runs the quick kits with the kernels of every kind of processor that the machine has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nox
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from cells import Cell, Pack, cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
-from environments import Environment  # noqa: E402
+from environments import Environment, capabilities_here  # noqa: E402
 from results import Result, Results, digest_of  # noqa: E402
 
 # The torch of every environment that needs no other; another one: SHARDCORE_TORCH=2.14.1 nox -t tests
@@ -129,6 +130,27 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def capabilities(session: nox.Session) -> None:
+    """Run the conformance kit (sizes 1 and 2) with the kernels of each kind of processor that this machine has."""
+    failed = []
+    for capability in capabilities_here(Path("/proc/cpuinfo")):
+        for pack in PACKS:
+            suite = suite_of(
+                session,
+                pack,
+                NEWEST,
+                capability,
+                quick=True,
+                options=["-k", "test_conformance"],
+                env={"ATEN_CPU_CAPABILITY": capability},
+            )
+            suite.result += f"-{capability}"
+            failed += [] if suite.passes() else [suite.result]
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session(venv_backend="none", default=False)
 def table(session: nox.Session) -> None:
     """Print the results there are."""
     print(RESULTS.table(), RESULTS.totals(), sep="\n")
@@ -179,6 +201,7 @@ class Suite:
         data: distributions that are read as files: what they depend on is not installed.
         options: further options of pytest.
         alone: packs that are not among the requirements are removed.
+        env: further environment variables of the tests.
     """
 
     def __init__(
@@ -194,12 +217,14 @@ class Suite:
         data: Sequence[str] = (),
         options: Sequence[str] = (),
         alone: bool = True,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.session, self.environment, self.name, self.tests = session, environment, name, tests
         self.requirements, self.data, self.against, self.alone = requirements, data, against, alone
+        self.env = dict(env or {})
         self.options = [*options, *session.posargs]
-        self.result = f"{session.name}-{name}" if session.name == "minimums" else session.name
-        settings = repr((environment.torch, environment.pins, self.options))
+        self.result = f"{session.name}-{name}" if session.name in ("minimums", "capabilities") else session.name
+        settings = repr((environment.torch, environment.pins, self.options, self.env))
         self.sources = f"{digest_of([*sources, ROOT / 'pyproject.toml'])} {settings}"
 
     def run(self) -> None:
@@ -213,13 +238,18 @@ class Suite:
             self.session.log(f"{self.result} passed before, with the same sources")
             return True
         report = Path(self.session.create_tmp()) / f"{self.result}.xml"
-        report.unlink(missing_ok=True)
+        lines = report.with_suffix(".jsonl")
+        for file in (report, lines):
+            file.unlink(missing_ok=True)
         start, success = time.monotonic(), False
         try:
             python = self._install()
             start = time.monotonic()
-            arguments = [str(self.tests), f"--junitxml={report}", *self.options]
-            self.session.run(str(python), "-m", "pytest", *arguments, env=ENV, external=True)
+            written = [f"--junitxml={report}", "-p", "outcomes", f"--outcomes={lines}"]
+            env = {**ENV, **self.env, "PYTHONPATH": str(ROOT / "tools")}
+            self.session.run(
+                str(python), "-m", "pytest", str(self.tests), *written, *self.options, env=env, external=True
+            )
             success = True
         except CommandFailed as failure:
             self.session.warn(str(failure))
@@ -227,6 +257,7 @@ class Suite:
             report,
             success=success,
             seconds=time.monotonic() - start,
+            lines=lines,
             name=self.result,
             suite=self.name,
             against=self.against,
@@ -262,6 +293,7 @@ def suite_of(
     *,
     quick: bool,
     options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Suite:
     """Return the suite of a pack."""
     return Suite(
@@ -274,4 +306,5 @@ def suite_of(
         against=against,
         data=pack.data,
         options=[*(["--quick"] if quick else []), *options],
+        env=env,
     )

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from environments import Environment  # noqa: E402  # from tools/
+from environments import Environment, capabilities_here  # noqa: E402  # from tools/
 
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
 
@@ -69,3 +69,14 @@ def test_one_that_was_interrupted_is_made_anew(tmp_path, pip):
     assert environment.make(tmp_path, pip) == python
     assert not (site / "half.py").exists()
     assert (site / "torch.py").exists()
+
+
+def test_capabilities_are_those_of_the_processor(tmp_path):
+    for flags, wanted in (
+        ("sse2", ["default"]),
+        ("avx2 fma", ["default", "avx2"]),
+        ("avx2 fma avx512f avx512dq avx512bw avx512vl", ["default", "avx2", "avx512"]),
+    ):
+        (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+        assert capabilities_here(tmp_path / "cpuinfo") == wanted
+    assert capabilities_here(tmp_path / "none") == ["default"]

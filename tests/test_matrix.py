@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,6 +95,39 @@ def test_counts_of_a_report(tmp_path):
     report.write_text(REPORT)
     result = Result.of(report, success=False, seconds=61, name="n", suite="s", against="transformers 5.0.0")
     assert str(result) == "1 passed, 1 failed, 1 skipped"
+    assert result.skipped == {"closed: dropout": 1}
+
+
+DIES = """
+import os
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise ZeroDivisionError
+
+def test_one(): pass
+def test_two(): assert False
+def test_three(): pytest.skip("closed: dropout")
+def test_four(broken): pass
+def test_five(): os._exit(1)
+def test_six(): pass
+"""
+
+
+def test_a_run_that_died_keeps_what_had_passed(tmp_path):
+    (tmp_path / "test_dies.py").write_text(DIES)
+    lines, report = tmp_path / "lines.jsonl", tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-p", "outcomes", f"--outcomes={lines}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert not report.exists()
+    result = Result.of(report, success=False, seconds=1, lines=lines, name="n", suite="s")
+    assert str(result) == "1 passed, 3 failed, 1 skipped"
     assert result.skipped == {"closed: dropout": 1}
 
 

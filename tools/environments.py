@@ -15,7 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Environment"]
+__all__ = ["Environment", "capabilities_here"]
+
+
+def capabilities_here(processor: Path) -> list[str]:
+    """Return the values of ATEN_CPU_CAPABILITY that this machine can run, from what Linux says of its ``processor``."""
+    flags = set(processor.read_text().split()) if processor.exists() else set()
+    needed = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512dq", "avx512bw", "avx512vl", "fma"}}
+    return ["default", *(name for name, wanted in needed.items() if wanted <= flags)]
 
 
 @dataclass(frozen=True)

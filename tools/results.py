@@ -44,9 +44,20 @@ class Result:
     sources: str = ""
 
     @classmethod
-    def of(cls, report: Path, *, success: bool, seconds: float, **fields: str) -> Result:
-        """Read pytest's report of a run; ``success`` is what its exit status said."""
-        outcomes = list(_outcomes(report)) if report.exists() else []
+    def of(cls, report: Path, *, success: bool, seconds: float, lines: Path | None = None, **fields: str) -> Result:
+        """Read pytest's report of a run.
+
+        Args:
+            report: the report, which pytest writes at the end.
+            success: what its exit status said.
+            seconds: how long it ran.
+            lines: what `outcomes` wrote as the tests ended; read if there is no report, since the process died.
+            **fields: the others.
+        """
+        if report.exists():
+            outcomes = list(_outcomes(report))
+        else:
+            outcomes = list(_written(lines)) if lines is not None and lines.exists() else []
         failed = sum(outcome == "failed" for outcome, _ in outcomes)
         return cls(
             passed=sum(outcome == "passed" for outcome, _ in outcomes),
@@ -145,6 +156,22 @@ def _reasons(results: Sequence[Result]) -> Iterator[str]:
                     total[_CASE.sub("closed by a case:", reason)] += count
         for reason, count in sorted(total.items()):
             yield f"- {suite}, {count} skipped: {reason}"
+
+
+def _written(lines: Path) -> Iterator[tuple[str, str]]:
+    """Yield what tests came to until the process died; the test that it was at has failed."""
+    outcomes: dict[str, tuple[str, str]] = {}
+    for text in lines.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # the last one, cut off
+        test, outcome = line["test"], line["outcome"]
+        if outcome == "started":
+            outcomes[test] = ("failed", "")
+        elif outcome in ("passed", "failed", "skipped") and outcomes[test] != ("failed", "it failed"):
+            outcomes[test] = (outcome, "it failed" if outcome == "failed" else line["reason"])
+    yield from outcomes.values()
 
 
 def _outcomes(report: Path) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,6 @@ from shardcore.testing.parity import assert_same_gradients
 
 pytestmark = [
     pytest.mark.newest,  # it is about torch
-    pytest.mark.timeout(300),  # kernels are compiled
     # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
     pytest.mark.filterwarnings("default"),
 ]

@@ -21,9 +21,6 @@ from shardcore.testing.conformance import Examination, fresh_findings, report
 from shardcore.testing.findings import Ledger, difference
 from shardcore.testing.subject import Subject
 
-# A rank that fails alone costs the pool new processes.
-pytestmark = pytest.mark.timeout(300)
-
 FIXED = {"fixed_views": True}
 INSIDE = {"residual_inside": True}
 

@@ -207,7 +207,7 @@ def test_the_first_failure_comes_first_and_the_workers_are_kept(pool):
 
 
 def test_a_hang_is_reported_with_its_stack(pool):
-    with pytest.raises(WorkerTimeout, match="within 2 s: ranks 1") as caught:
+    with pytest.raises(WorkerTimeout, match=r"within \d+ s: ranks 1") as caught:
         pool.run(hang_on, 1, timeout=2.0)
     assert set(caught.value.stacks) == {1}
     assert "in hang_on" in str(caught.value)
@@ -281,7 +281,7 @@ def test_ranks_that_never_find_each_other_are_reported(monkeypatch):
     monkeypatch.setattr(shardcore.testing.pool, "_JOIN_TRIES", 1)
     with WorkerPool(2) as pool:
         stop_rank_1(pool)
-        with pytest.raises(WorkerTimeout, match="making a process group of 2 ranks did not finish within 1 s"):
+        with pytest.raises(WorkerTimeout, match="making a process group of 2 ranks did not finish within"):
             pool.run(process_id)
 
 

@@ -88,14 +88,9 @@ def assert_same_gradients(reference: nn.Module, sharded: nn.Module, tolerance: f
 
 
 def assert_gradients_own_storage(model: nn.Module) -> None:
-    """Raise AssertionError, naming both, if two gradients of ``model`` lie in the same memory.
-
-    What is added to one of them, or scaled, would change the other: the second backward of an accumulation, clipping.
-    (FSDP2's gradients are separate parts of one storage.) On this rank alone; no collective.
-    """
-    if pairs := shared_gradients(model):
-        listed = ", ".join(f"{first} and {second}" for first, second in pairs)
-        raise AssertionError(f"these gradients share storage, and are accumulated as one: {listed}")
+    """Raise AssertionError, naming both, if two gradients of ``model`` overlap in memory; see `shared_gradients`."""
+    for first, second in shared_gradients(model):
+        raise AssertionError(f"the gradients of {first} and {second} share storage: they are accumulated as one")
 
 
 def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:

@@ -29,6 +29,7 @@ _START_LIMIT = 120.0  # seconds for a process to import torch, on a machine that
 _JOIN_LIMIT = 20.0  # seconds for the ranks to make a process group and to use it once
 _JOIN_TRIES = 3  # gloo loses a connection now and then; new processes find each other
 _GRACE = 3.0  # seconds that the other ranks have to finish after the first failure
+_SLOWEST = 4.0  # a limit is at most so many times as long on a busy machine
 _DUMP_LIMIT = 2.0  # seconds to wait for the stacks of a worker that hangs
 
 
@@ -109,7 +110,8 @@ class WorkerPool:
             function: a function at the top level of a module; it is sent by name, its arguments and result by pickle.
             *args: its positional arguments.
             world: number of ranks.
-            timeout: limit of the call, in seconds.
+            timeout: limit of the call, in seconds, on a machine that has a core for each rank and nothing else to do;
+                up to four times as long where more processes run than there are cores.
             process_group: False for a function that makes the default process group itself; it finds the variables
                 that torchrun sets, and the group is destroyed after it.
             **kwargs: its keyword arguments.
@@ -131,9 +133,10 @@ class WorkerPool:
         for rank in range(world):
             env = {} if port is None else _torchrun_variables(rank, world, port)
             tasks.append(Task(function=reference, call=call, grouped=process_group, env=env))
-        replies, failures = self._ask(tasks, timeout)
+        limit = timeout * slowness()
+        replies, failures = self._ask(tasks, limit)
         if failures or len(replies) < world:
-            raise self._report(f"{reference.qualname} on {world} ranks", replies, failures, world, timeout)
+            raise self._report(f"{reference.qualname} on {world} ranks", replies, failures, world, limit)
         if not all(reply.grouped for reply in replies.values()):
             self._joined = None
         return [replies[rank].value() for rank in range(world)]
@@ -175,11 +178,12 @@ class WorkerPool:
             self._generation += 1
             port = self._workers[0].port
             join = Join(world=world, generation=self._generation, port=port, timeout=self.collective_timeout)
-            replies, failures = self._ask([join] * world, _JOIN_LIMIT)
+            limit = _JOIN_LIMIT * slowness()
+            replies, failures = self._ask([join] * world, limit)
             if not failures and len(replies) == world:
                 self._joined = world
             elif tries == _JOIN_TRIES:
-                raise self._report(f"making a process group of {world} ranks", replies, failures, world, _JOIN_LIMIT)
+                raise self._report(f"making a process group of {world} ranks", replies, failures, world, limit)
             else:
                 self.kill()
 
@@ -189,7 +193,10 @@ class WorkerPool:
             for worker, message in zip(self._workers, messages, strict=False):
                 worker.send(message)
             return self._collect(len(messages), time.monotonic() + limit)
-        except BaseException:
+        except BaseException as error:
+            # The limit of a test, or Ctrl-C: whoever looks at it wants to know where the ranks were.
+            stacks = [f"--- rank {w.rank}\n{w.dump_stacks()}" for w in self._workers[: len(messages)]]
+            error.add_note("\n".join(["interrupted while the ranks were at:", *stacks]))
             self.kill()  # an interrupted worker would answer this task when it is asked for the next one
             raise
 
@@ -319,6 +326,19 @@ def _die_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
+
+
+def slowness() -> float:
+    """Return how many processes there are for each core at least, between 1 and 4: what a limit is multiplied by."""
+    try:
+        busy = os.getloadavg()[0] / (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores())
+    except OSError:  # the system does not say
+        return 1.0
+    return min(max(busy, 1.0), _SLOWEST)
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
 
 
 def _without_islands() -> bool:
