@@ -25,7 +25,7 @@ __all__ = ["require_entered"]
 _ANY_ENTRY = (collectives._Copy, sequence._Enter)
 _COMPILED = "CompiledFunction"
 #: Where regions end: behind them are the entries of other regions, or of an earlier call.
-_EXITS = (collectives._Reduce, collectives._ReduceInPlace, sequence._Leave, sequence._LeaveInPlace)
+_EXITS = (collectives._Reduce, collectives._ReduceInPlace, sequence._Leave)
 
 
 def require_entered(member: ColumnLinear, x: Tensor) -> None:
