@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from kit_net import CASE, Decoder, NetPolicy, build
+from island_net import CASE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,30 +81,8 @@ def test_it_decorates_what_ranks_run(pool):
     assert pool.run(decorated) == [True, True]
 
 
-class InSinglePrecision(Decoder):
-    """Its norm is computed in float32, as those of many models."""
-
-    def forward(self, x, memory, past=None):
-        out, *rest = super().forward(x, memory, past)
-        return F.layer_norm(out.float(), out.shape[-1:]).to(x.dtype), *rest
-
-
-def build_with_an_island(**options):
-    model = build(**options)
-    model.decoder.__class__ = InSinglePrecision
-    return model
-
-
 def test_the_kit_compares_models_with_islands_in_float64(pool):
     # With the island, what the ranks add up is rounded to 1e-8 in places that depend on the processor.
-    case = type(CASE)(name="island", build=build_with_an_island, inputs=CASE.inputs, policy=InSinglePrecisionPolicy)
-    findings = {finding.check: finding for finding in examine(pool, Subject(case=case, tp=2), "training")}
+    findings = {finding.check: finding for finding in examine(pool, Subject(case=CASE, tp=2), "training")}
     assert {finding.state for finding in findings.values()} == {"passed"}, findings
     assert findings["gradients"].error < 1e-13
-
-
-class InSinglePrecisionPolicy(NetPolicy):
-    def module_policy(self):
-        description = dict(super().module_policy())
-        description["InSinglePrecision"] = description.pop("Decoder")
-        return description

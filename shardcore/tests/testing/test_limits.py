@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_test_over_its_limit_fails_alone(tmp_path):
     (tmp_path / "test_hangs.py").write_text(TESTS)
     report = tmp_path / "report.xml"
     # The settings of this workspace, for another folder.
-    settings = ["-o", "timeout_method=signal", "-p", "shardcore.testing.plugin", "--import-mode=importlib"]
+    settings = ["-c", str(Path(__file__).parents[3] / "pyproject.toml"), f"--rootdir={tmp_path}"]
     command = [sys.executable, "-m", "pytest", "-q", *settings, f"--junitxml={report}", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1, done.stdout
