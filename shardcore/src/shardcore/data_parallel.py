@@ -13,7 +13,7 @@ from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import Problem
 from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn import Segments
-from shardcore.nn.units import prepare_units
+from shardcore.nn.units import prepare_units, require_known_fsdp
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 
@@ -52,11 +52,16 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
 
 
 def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
-    """Return what FSDP2 would refuse of ``model`` once it is sharded by ``plan``, after it was changed."""
+    """Return what FSDP2 would refuse of ``model`` once it is sharded by ``plan``, after it was changed.
+
+    Raises:
+        NotSupportedError: the installed torch has an FSDP2 that shardcore does not know.
+    """
     config = plan.config
     shards = config.dp_shard_size or 1
     if shards * (config.dp_replicate_size or 1) == 1:
         return []
+    require_known_fsdp()
     alone = (config.tensor_parallel_size or 1) == 1
     problems = []
     for parameter in plan.parameters:

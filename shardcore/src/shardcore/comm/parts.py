@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec  # no public path, as in `shardcore.comm.reads`
 
 from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.reads import spec_of
 from shardcore.comm.strided import Block, blocks_at
 
 __all__ = ["Block", "Place", "blocks_of", "part_of", "part_shape", "place_of", "split_dim"]
@@ -45,7 +46,9 @@ def part_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:
 
 def part_of(full: Tensor, like: DTensor) -> DTensor:
     """Return the tensor ``full``, which every rank holds, as a DTensor that lies as ``like`` does; nothing is sent."""
-    spec = like._spec
+    spec = spec_of(like)
+    if spec is None:
+        raise TypeError(f"a DTensor is wanted, got a {type(like).__name__}")
     coordinate = spec.mesh.get_coordinate() or ()
     blocks = blocks_of(spec, coordinate)
     if len(blocks) == 1:

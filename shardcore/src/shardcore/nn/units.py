@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import SwappedModule, swapped_class
 
-__all__ = ["Unit", "prepare_units", "unit_of"]
+__all__ = ["Unit", "prepare_units", "require_known_fsdp", "unit_of"]
 
 _UNIT = "_shardcore_unit"
 
@@ -46,21 +47,8 @@ class Unit:
         return self  # the copy of a part is none of the unit's modules
 
     def watch(self) -> None:
-        """Take over from FSDP2, which has been applied to the module by now.
-
-        Raises:
-            NotSupportedError: the installed torch has another FSDP2 than the one that this was written for.
-        """
-        # The only private names of FSDP2 that are used.
-        state = self._state()
-        known = hasattr(state, "_is_root") and hasattr(state, "_lazy_init") and hasattr(state, "_state_ctx")
-        if not known or getattr(getattr(state, "_training_state", None), "name", None) != "IDLE":
-            raise NotSupportedError(
-                f"the FSDP2 of torch {torch.__version__} keeps its state in another way than shardcore knows, so that "
-                "calls of parts of a model could not be made right. Use a version of torch that shardcore was tested "
-                "with, or pass wrap=False and apply fully_shard yourself."
-            )
-        self._idle = state._training_state
+        """Take over from FSDP2, which has been applied to the module by now."""
+        self._idle = self._state()._training_state
         register_fsdp_forward_method(self.module, "_as_unit")
 
     def begin(self) -> None:
@@ -214,6 +202,22 @@ class UnitPart(_OfUnit):
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         return self.__dict__[_UNIT].run(super().forward, args, kwargs)
+
+
+def require_known_fsdp() -> None:
+    """Refuse an FSDP2 that keeps its state otherwise: these are the only private names of it that are used.
+
+    Raises:
+        NotSupportedError: the installed torch has another FSDP2 than the one that this was written for.
+    """
+    state: Any = FSDPState()
+    known = hasattr(state, "_is_root") and hasattr(state, "_lazy_init") and hasattr(state, "_state_ctx")
+    if not known or getattr(getattr(state, "_training_state", None), "name", None) != "IDLE":
+        raise NotSupportedError(
+            f"the FSDP2 of torch {torch.__version__} keeps its state in another way than shardcore knows, so that "
+            "calls of parts of a model could not be made right. Use a version of torch that shardcore was tested "
+            "with, or pass wrap=False and apply fully_shard yourself."
+        )
 
 
 def prepare_units(model: nn.Module, blocks: list[nn.Module], *, reshards: bool = True) -> list[Unit]:

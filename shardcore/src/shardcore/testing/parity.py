@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.reads import local_tensor
+
 __all__ = [
     "assert_close",
     "assert_gradients_own_storage",
@@ -74,7 +76,7 @@ def shared_gradients(model: nn.Module) -> list[tuple[str, str]]:
     spans = []
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        local = grad._local_tensor if isinstance(grad, DTensor) else grad
+        local = None if grad is None else local_tensor(grad)
         if local is not None and local.numel():
             last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
             spans.append((local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size(), name))
