@@ -57,7 +57,11 @@ def _differences(model: nn.Module) -> Iterator[tuple[str, Callable[[Any], None]]
     config = getattr(model, "config", None)
     for name, value in vars(config).items() if config is not None else ():
         if isinstance(value, float) and ("eps" in name or "dropout" in name):
-            yield f"config.{name}", lambda changed, name=name, value=value: setattr(changed.config, name, value + 0.5)
+
+            def reconfigure(changed: Any, name: str = name, value: float = value) -> None:
+                setattr(changed.config, name, value + 0.5)
+
+            yield f"config.{name}", reconfigure
             break
     if not found and config is None:
         yield "the mode of the model", lambda changed: changed.eval()
