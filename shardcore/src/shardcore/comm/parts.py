@@ -47,8 +47,6 @@ def part_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:
 def part_of(full: Tensor, like: DTensor) -> DTensor:
     """Return the tensor ``full``, which every rank holds, as a DTensor that lies as ``like`` does; nothing is sent."""
     spec = spec_of(like)
-    if spec is None:
-        raise TypeError(f"a DTensor is wanted, got a {type(like).__name__}")
     coordinate = spec.mesh.get_coordinate() or ()
     blocks = blocks_of(spec, coordinate)
     if len(blocks) == 1:

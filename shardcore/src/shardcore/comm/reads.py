@@ -7,7 +7,7 @@ touches a DTensor's internals (`_local_tensor`, `_spec` and the wrapping constru
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ __all__ = [
     "spec_of",
     "with_spec",
 ]
+
+
+@overload
+def spec_of(parameter: DTensor) -> DTensorSpec: ...
+
+
+@overload
+def spec_of(parameter: Tensor) -> DTensorSpec | None: ...
 
 
 def spec_of(parameter: Tensor) -> DTensorSpec | None:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.parts import Block, blocks_of, part_shape, split_dim
-from shardcore.comm.reads import refuse_assigned
+from shardcore.comm.reads import refuse_assigned, spec_of
 from shardcore.errors import AgreementError, ConfigError, MissingRanksError, NotSupportedError
 from shardcore.mesh import device_type_of
 
@@ -281,7 +281,7 @@ def check_parts(state: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is on the meta device: it has no values to save. Load the weights first.")
         if isinstance(tensor, DTensor):
             refuse_assigned(tensor, name)
-            spec = tensor._spec
+            spec = spec_of(tensor)
             wanted, held = part_shape(spec, spec.mesh.get_coordinate() or ()), tuple(tensor.to_local().shape)
             if wanted != held or any(p.is_partial() for p in spec.placements):
                 raise NotSupportedError(
@@ -306,5 +306,5 @@ def _parts(tensor: DTensor, writer: int) -> Iterator[tuple[int, Block]]:
         split = [split_dim(placement) is not None for placement in tensor.placements]
         ways = [range(n) if s else (h,) for n, s, h in zip(ranks.shape, split, home, strict=True)]
         for coordinate in itertools.product(*ways):
-            for block in blocks_of(tensor._spec, coordinate):
+            for block in blocks_of(spec_of(tensor), coordinate):
                 yield int(ranks[coordinate]), block

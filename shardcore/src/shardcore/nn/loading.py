@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec  # no public path, as in `shardcore.comm.reads`
 
 from shardcore.comm.parts import part_of, split_dim
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.reads import local_tensor, spec_of
 from shardcore.errors import WrapError
 
 __all__ = ["take_full_tensors"]
@@ -72,10 +72,10 @@ class _TakeFull:
 def _fitting(given: Tensor, own: DTensor) -> Tensor:
     if not isinstance(given, DTensor):
         return part_of(given, own)
-    if given.device_mesh == own.device_mesh or not _same_part(given._spec, own._spec):
+    if given.device_mesh == own.device_mesh or not _same_part(spec_of(given), spec_of(own)):
         return given  # torch brings it to the placements of its own
     # The same part on another mesh of the same form: that of another replica, or of an earlier process.
-    local, like = local_tensor(given), own._spec
+    local, like = local_tensor(given), spec_of(own)
     return DTensor.from_local(
         local, like.mesh, like.placements, run_check=False, shape=own.shape, stride=tuple(own.stride())
     )
