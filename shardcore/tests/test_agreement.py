@@ -150,7 +150,7 @@ def test_a_checksum_needs_a_small_buffer_only():
         "before = peak(); checksum(tensor); print(peak() - before)\n"
     )
     grown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert int(grown) < 32
+    assert int(grown) < 64
 
 
 def test_one_rank_computes_no_checksums(monkeypatch):

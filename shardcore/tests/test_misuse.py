@@ -196,7 +196,7 @@ def interrupted():
         model(batch())
     handle.remove()
     assert torch.equal(torch.get_rng_state(), before)
-    assert context_of(model).random._depth == 0
+    assert not context_of(model).random.in_use
 
 
 def test_differences_between_ranks(pool):
@@ -212,7 +212,7 @@ def differences():
 
     frozen = build()
     frozen.model.norm.weight.requires_grad_(rank == 0)
-    refused(frozen, "tensor model.norm.weight")
+    refused(frozen, "requires_grad of model.norm.weight")
     permuted = build()
     order = torch.randperm(64, generator=torch.Generator().manual_seed(rank))
     permuted.register_buffer("order", torch.arange(64)[order])

@@ -47,7 +47,7 @@ def _differences(model: nn.Module) -> Iterator[tuple[str, Callable[[Any], None]]
             found["mode"] = (path, "training", not module.training)
         name, _, last = path.rpartition(".")
         if last.startswith("act") and not list(module.parameters()):
-            found.setdefault("activation", (name, last, nn.Tanh()))
+            found.setdefault("activation", (name, last, nn.ReLU() if isinstance(module, nn.Tanh) else nn.Tanh()))
     for path, name, value in found.values():
 
         def change(changed: nn.Module, path: str = path, name: str = name, value: Any = value) -> None:

@@ -72,7 +72,7 @@ def _replace() -> list[tuple[Any, str, Any]]:
     for name in _CONVERTING:
         # Over the method: torch.compile traces one that it does not find in the place of a function of torch.
         method = _converting(getattr(Tensor, name))
-        made += [(Tensor, name, method), (torch, name, method)]
+        made += [(Tensor, name, method), (torch, name, _of_tensors(method, getattr(torch, name)))]
     undo = [(owner, name, getattr(owner, name)) for owner, name, _ in made]
     for owner, name, replaced in made:
         setattr(owner, name, replaced)
@@ -100,6 +100,16 @@ def _converting(native: Callable[..., Any]) -> Callable[..., Any]:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             kwargs = {name: torch.float64 if a is torch.float32 else a for name, a in kwargs.items()}
         return native(x, *args, **kwargs)
+
+    return call
+
+
+def _of_tensors(method: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``method`` for tensors, and ``native`` for what only says how it answers functions of torch."""
+
+    @functools.wraps(native)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (method if args and isinstance(args[0], Tensor) else native)(*args, **kwargs)
 
     return call
 
