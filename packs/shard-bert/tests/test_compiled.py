@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-# With AVX-512 the compiler of torch 2.13 and 2.14 computes a whole BertLayer wrongly in float64, of an unsharded model too.
+# With AVX-512 the compiler of torch 2.13 computes a whole BertLayer wrongly in float64, of an unsharded model too.
 right = torch._inductor.config.patch("cpp.simdlen", 256)
 
 FUSED = {"tp": 2, "enable_jit_fused": True}
