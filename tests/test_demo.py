@@ -46,11 +46,11 @@ def run(script: Path, *arguments: str) -> tuple[int, str]:
         [*command, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     )
     try:
-        printed, _ = process.communicate(timeout=100)
+        printed, _ = process.communicate(timeout=400)
     except subprocess.TimeoutExpired:
         process.terminate()  # unlike a kill, it lets torchrun stop its ranks
         printed, _ = process.communicate()
-        pytest.fail(f"not done after 100 seconds:\n{printed}")
+        pytest.fail(f"not done after 400 seconds:\n{printed}")
     return process.returncode, printed
 
 
