@@ -61,6 +61,7 @@ def _layers(way: str, fields: dict[str, Any]) -> None:
     assert counters["stats"]["unique_graphs"] <= (2 if again else 1)
 
 
+@pytest.mark.islands
 @pytest.mark.parametrize("fields", [{"tp": 2}, {**SEQUENCE, "parallel_output": True}], ids=["whole", "split"])
 def test_the_whole_model(pool, fields):
     pool.run(_whole, fields, world=2, timeout=100)
@@ -89,6 +90,7 @@ def _whole(fields: dict[str, Any]) -> None:
     assert breaks[0] == breaks[1] or not CAN_TRACE  # whatever breaks is transformers'
 
 
+@pytest.mark.islands
 @needs_whole_graphs
 def test_explained(pool):
     pool.run(_explained, world=2, timeout=100)
