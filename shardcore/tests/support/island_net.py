@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kit_net
+import torch
 import torch.nn.functional as F
 from kit_net import Decoder, NetPolicy, build
 from torch import Tensor
@@ -18,7 +19,10 @@ class InSinglePrecision(Decoder):
 
     def forward(self, x: Tensor, memory: Tensor, past: Any = None) -> Any:
         out, *rest = super().forward(x, memory, past)
-        return F.layer_norm(out.float(), out.shape[-1:]).to(x.dtype), *rest
+        inside = out.float()
+        if x.dtype is torch.float64 and inside.dtype is not torch.float64:
+            raise TypeError("a float64 model computes in float32")
+        return F.layer_norm(inside, out.shape[-1:]).to(x.dtype), *rest
 
 
 def build_with_an_island(**options: Any) -> kit_net.Net:

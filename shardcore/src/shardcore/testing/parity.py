@@ -95,8 +95,12 @@ def assert_gradients_own_storage(model: nn.Module) -> None:
         raise AssertionError(f"the gradients of {first} and {second} share storage: they are accumulated as one")
 
 
-def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-12) -> None:
-    """Raise AssertionError, naming every offender, unless all parameters agree within ``tolerance``."""
+def assert_same_parameters(reference: nn.Module, sharded: nn.Module, tolerance: float = 1e-10) -> None:
+    """Raise AssertionError, naming every offender, unless all parameters agree within ``tolerance``.
+
+    The bound is wider than that of gradients: Adam divides what has no true gradient (the bias of a key) by its own
+    rounding errors.
+    """
     _assert_small("parameter", parameter_errors(reference, sharded), tolerance)
 
 
