@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
 
 from draws import FAMILIES, Draw, draw
+from found import FOUND
 from search import families_here, judged, search
 from trial import Outcome
 
@@ -33,6 +34,13 @@ def test_draws_are_equal_or_refused(pool):
             break
     assert count >= FEWEST
     assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_stays_right(pool, what):
+    outcome = judged(pool, FOUND[what])
+    assert outcome.state == "equal", outcome.problems
+    assert outcome.compared
 
 
 def test_numbers_name_draws_whatever_is_installed():

@@ -3,7 +3,7 @@
     nox -s fuzz -- --draws 2000
     nox -s fuzz -- --only 1234 --only 77
 
-A draw that fails is one number; ``--only`` repeats it, and it becomes a test of its own once its cause is known.
+A draw that fails is one number; ``--only`` repeats it, and it becomes an entry of ``found.py``.
 """
 
 from __future__ import annotations
