@@ -26,7 +26,8 @@ from shardcore.launch import start_process_group, world_size
 from shardcore.mesh import ShardContext, group_of
 from shardcore.plan import ShardPlan
 from shardcore.policy import Policy, Stages
-from shardcore.sharder import ModelSharder, check_model
+from shardcore.shardable import check_model
+from shardcore.sharder import ModelSharder
 
 __all__ = ["ShardFormer", "shard"]
 

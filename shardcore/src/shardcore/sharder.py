@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from shardcore.agreement import Report, agree, is_alone
 from shardcore.changes import Changes
 from shardcore.config import ShardConfig
-from shardcore.errors import AlreadyShardedError, ConfigError, PartlyShardedError
+from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.launch import world_size
-from shardcore.mesh import ShardContext, context_of, set_alone, set_context, set_part_of
+from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn import ColumnLinear, ShardedModel, StreamGuarded, SwappedModule
 from shardcore.nn.base import swapped_class
 from shardcore.nn.intact import Intact
@@ -34,6 +33,7 @@ from shardcore.plan import ShardPlan, compile_plan
 from shardcore.policy import Policy
 from shardcore.received import check_source, receive, set_modes
 from shardcore.registry import Registry, default_registry
+from shardcore.shardable import check_model, refuse_sharded
 from shardcore.steps import OpenRegion, SplitTokens, Swap, to_data
 
 __all__ = ["ModelSharder"]
@@ -348,39 +348,6 @@ class ModelSharder:
                 f"{type(self.model).__name__} was being sharded: {type(error).__name__}: {error}. The model is "
                 "unusable; build it anew."
             ) from error
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise if ``model`` or a part of it was sharded before.
-
-    Raises:
-        AlreadyShardedError: it was.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, SwappedModule) or context_of(module) is not None:
-            place = f"its submodule {name!r}" if name else "it"
-            raise AlreadyShardedError(
-                f"this {type(model).__name__} cannot be sharded: {place} was sharded before. Build the model anew to "
-                "shard it in another way."
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise AlreadyShardedError(
-                f"this {type(model).__name__} cannot be sharded: its parameter {name!r} is a DTensor already, from "
-                "an earlier shard(), fully_shard or distribute_tensor. Build the model anew and call shard() first."
-            )
-
-
-def check_model(model: object) -> None:
-    """Raise unless ``model`` is a module.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if isinstance(model, nn.Module):
-        return
-    got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-    raise ConfigError(f"what is sharded is a model, an instance of a torch.nn.Module, got {got}; pass the model itself")
 
 
 def _made(policy: type[Policy]) -> Policy:

@@ -1,0 +1,45 @@
+"""What can be sharded at all: an instance of a module that was not sharded before."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardcore.errors import AlreadyShardedError, ConfigError
+from shardcore.mesh import context_of
+from shardcore.nn import SwappedModule
+
+__all__ = ["check_model", "refuse_sharded"]
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise if ``model`` or a part of it was sharded before.
+
+    Raises:
+        AlreadyShardedError: it was.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, SwappedModule) or context_of(module) is not None:
+            place = f"its submodule {name!r}" if name else "it"
+            raise AlreadyShardedError(
+                f"this {type(model).__name__} cannot be sharded: {place} was sharded before. Build the model anew to "
+                "shard it in another way."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise AlreadyShardedError(
+                f"this {type(model).__name__} cannot be sharded: its parameter {name!r} is a DTensor already, from "
+                "an earlier shard(), fully_shard or distribute_tensor. Build the model anew and call shard() first."
+            )
+
+
+def check_model(model: object) -> None:
+    """Raise unless ``model`` is a module.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(model, nn.Module):
+        return
+    got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise ConfigError(f"what is sharded is a model, an instance of a torch.nn.Module, got {got}; pass the model itself")
