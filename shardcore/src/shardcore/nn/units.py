@@ -20,7 +20,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn.base import SwappedModule, swapped_class
+from shardcore.nn.base import SwappedModule, native_class, swapped_class
 
 __all__ = ["Unit", "prepare_units", "require_known_fsdp", "unit_of"]
 
@@ -48,6 +48,10 @@ class Unit:
 
     def watch(self) -> None:
         """Take over from FSDP2, which has been applied to the module by now."""
+        # FSDP2 has made a class of the module's own. transformers finds what a model can capture by what its class
+        # prints as, and under another name captures nothing, without a word.
+        wrapped, native = type(self.module), native_class(type(self.module))
+        wrapped.__module__, wrapped.__qualname__ = native.__module__, native.__qualname__
         self._idle = self._state()._training_state
         register_fsdp_forward_method(self.module, "_as_unit")
 
