@@ -152,11 +152,12 @@ def _no_views(out: Any) -> Any:
     if isinstance(out, Tensor):
         return _Alias.apply(out) if out._base is not None and out.requires_grad else out  # type: ignore[no-untyped-call]
     if type(out) in (tuple, list):
-        return type(out)(map(_no_views, out))
+        plain = [_no_views(item) for item in out]
+        return type(out)(plain) if any(a is not b for a, b in zip(plain, out, strict=True)) else out
     if isinstance(out, MutableMapping):  # outputs of transformers
         for name, value in out.items():
-            if isinstance(value, Tensor) and value._base is not None:
-                out[name] = _no_views(value)
+            if (plain := _no_views(value)) is not value:
+                out[name] = plain
     return out
 
 
