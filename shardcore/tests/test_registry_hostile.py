@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from packs import hook, install, installed, offers, serves
 
 import shardcore
+from shardcore._isolation import in_full
 from shardcore.cli import main
 from shardcore.errors import BrokenPackWarning, PackError
 from shardcore.hooks import PolicySpec
@@ -239,3 +241,22 @@ def test_a_library_whose_version_cannot_be_read_counts_as_absent(target):
     (info / "METADATA").write_bytes(b"Metadata-Version: 2.1\nName: some-library\nVersion: \xff\n")
     cls = type("M", (), {"__module__": "models", "__qualname__": "M"})
     assert Registry.discover().resolve(cls).pack.name == "old"
+
+
+def test_an_interrupt_is_the_plugins_where_none_can_come():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    native = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a process that a shell has put into the background
+    try:
+        assert "KeyboardInterrupt" in in_full(Unprintable(interrupt))
+    finally:
+        signal.signal(signal.SIGINT, native)
+
+
+class Unprintable(Exception):  # noqa: N818  # named for what it is
+    def __init__(self, act):
+        self.act = act
+
+    def __str__(self):
+        return self.act()

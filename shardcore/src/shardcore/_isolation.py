@@ -45,8 +45,11 @@ def attempt(call: Callable[[], Result], what: str) -> Result:
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether a KeyboardInterrupt came from a signal."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    ours, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
+    if handler is signal.SIG_IGN:  # a process in the background: no signal comes through
+        yield lambda: False
+        return
+    if not ours or handler is not signal.default_int_handler:
         yield lambda: True
         return
     seen: list[int] = []
