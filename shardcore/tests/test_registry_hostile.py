@@ -85,6 +85,15 @@ def test_whatever_a_plugin_raises_breaks_that_pack_only(target, plugin, reason):
     assert rows["aaa"]["status"] == rows["zzz"]["status"] == "loaded"
 
 
+@pytest.fixture
+def heard():
+    """SIGINT arrives, in the background too, where shells let it be ignored."""
+    native = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, native)
+
+
+@pytest.mark.usefixtures("heard")
 def test_an_interrupt_by_the_user_is_not_the_packs(target):
     install(
         target,
