@@ -87,7 +87,7 @@ def _whole(fields: dict[str, Any]) -> None:
         # Where logits are split, sums are in float64, and in the unsharded model in float32.
         assert_same_gradients(reference, model, 1e-5 if "parallel_output" in fields else 1e-9)
         breaks.append(dict(counters["graph_break"]))
-    assert breaks[0] == breaks[1] or not CAN_TRACE  # whatever breaks is transformers'
+    assert breaks[0] == breaks[1] or not CAN_TRACE, breaks  # whatever breaks is transformers'
 
 
 @pytest.mark.islands

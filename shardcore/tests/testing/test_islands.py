@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from island_net import CASE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardcore.testing import no_float32_islands
+from shardcore.testing import WorkerPool, no_float32_islands
 from shardcore.testing.checks import examine
 from shardcore.testing.islands import without_islands
 from shardcore.testing.subject import Subject
@@ -49,6 +51,36 @@ def test_what_is_no_island_is_left_alone():
         # Positions that were made float beside frequencies that stayed.
         assert (x.float() @ torch.arange(3).float()).dtype == torch.float64
     assert native == (torch.Tensor.float, torch.Tensor.to, F.softmax, torch.softmax, nn.Module._apply)
+
+
+class Calling(torch.overrides.TorchFunctionMode):
+    """Inside a mode, torch.compile sees a method of a tensor as a function."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def converted(x):
+    with Calling():
+        return x.to(torch.float64).sum()
+
+
+def graphs_inside_and_after():
+    import torch._dynamo
+
+    counts = []
+    for context in (no_float32_islands(), nullcontext()):
+        torch._dynamo.reset()
+        with context:
+            counts.append(torch._dynamo.explain(converted)(torch.rand(2)).graph_count)
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of what it cannot compile
+def test_functions_compile_afterwards():
+    # In a process of its own: what torch.compile first takes for the methods of a tensor it remembers.
+    with WorkerPool() as pool:
+        assert pool.run(graphs_inside_and_after, world=1) == [[0, 1]]
 
 
 def test_an_exception_ends_it():

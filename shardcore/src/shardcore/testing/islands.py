@@ -8,6 +8,7 @@ another, and one that holds on all of them hides mistakes.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,11 +57,21 @@ def no_float32_islands() -> Iterator[None]:
     finally:
         _State.depth -= 1
         for owner, name, native in undo:
-            setattr(owner, name, native)
+            if native is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, native)
+        if undo and "torch._dynamo" in sys.modules:
+            # What it took for the methods of a tensor inside is remembered for good, and those outside break graphs.
+            torch._dynamo.trace_rules.clear_lru_cache()  # as torch.distributed does when it replaces functions
+
+
+#: Most methods of a tensor are its base's, in C; torch.compile knows them while `Tensor` has none of its own.
+_INHERITED = object()
 
 
 def _replace() -> list[tuple[Any, str, Any]]:
-    """Put the functions of torch that make islands out of the way, and return what was there."""
+    """Put the functions of torch that make islands out of the way, and return what each owner had of its own."""
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (Tensor, "float", _float(Tensor.float)),
         (Tensor, "to", _converting(Tensor.to)),
@@ -73,7 +84,7 @@ def _replace() -> list[tuple[Any, str, Any]]:
         # Over the method: torch.compile traces one that it does not find in the place of a function of torch.
         method = _converting(getattr(Tensor, name))
         made += [(Tensor, name, method), (torch, name, _of_tensors(method, getattr(torch, name)))]
-    undo = [(owner, name, getattr(owner, name)) for owner, name, _ in made]
+    undo = [(owner, name, vars(owner).get(name, _INHERITED)) for owner, name, _ in made]
     for owner, name, replaced in made:
         setattr(owner, name, replaced)
     return undo
