@@ -28,9 +28,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import shard_llama.policy
 from shardcore import ShardConfig
-from shardcore.changes import Changes
+from shardcore.apply.changes import Changes
+from shardcore.apply.sharder import ModelSharder
 from shardcore.mesh import ShardContext
-from shardcore.sharder import ModelSharder
 
 #: Of the model whose memory is summed up.
 LAYERS = 32

@@ -51,8 +51,8 @@ def _shard(model: Any) -> Any:
 def measure_plan(repeats: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Compile and apply plans for a Llama on meta; one row for each number of layers, seconds of this rank."""
     import shard_llama.policy
+    from shardcore.apply.sharder import ModelSharder
     from shardcore.config import ShardConfig
-    from shardcore.sharder import ModelSharder
 
     rows = []
     for layers in _LAYERS:

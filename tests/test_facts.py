@@ -15,7 +15,7 @@ import shardcore
 from shardcore import _planned
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
-from shardcore.registry import GROUP, first_party
+from shardcore.plugins.registry import GROUP, first_party
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shardcore" / "src" / "shardcore"
@@ -186,4 +186,4 @@ def test_names_in_backticks_exist():
     named = _named()
     assert len(named) > 50
     assert [(file, text) for file, text in named if not _exists(text)] == []
-    assert not _exists("shardcore.sharder.prepare")
+    assert not _exists("shardcore.apply.sharder.prepare")

@@ -96,7 +96,7 @@ def test_discovery_lists_the_pack_with_its_version():
 def test_discovery_loads_neither_torch_nor_transformers():
     code = (
         "import sys, shardcore, shard_llama.plugin\n"
-        "from shardcore.registry import Registry\n"
+        "from shardcore.plugins.registry import Registry\n"
         "names = [pack.name for pack in Registry.discover().packs]\n"
         "assert 'llama' in names, names\n"
         "heavy = [name for name in ('torch', 'transformers') if name in sys.modules]\n"

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import shardcore
 from shardcore.cli import main
-from shardcore.registry import Registry
+from shardcore.plugins.registry import Registry
 from shardcore.testing.parity import assert_close, assert_same_gradients
 from shardcore.testing.subject import Subject, cases_of
 
@@ -128,7 +128,7 @@ def one_after_the_other():
 def test_discovery_of_all_packs_imports_no_model_library():
     code = (
         "import sys\n"
-        "from shardcore.registry import Registry\n"
+        "from shardcore.plugins.registry import Registry\n"
         f"assert {{pack.name for pack in Registry.discover().packs}} >= {set(FAMILIES)!r}\n"
         "heavy = [name for name in ('torch', 'transformers', 'timm') if name in sys.modules]\n"
         "assert not heavy, heavy\n"

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardcore.adoption import adopt_local_parameters, local_problem
 from shardcore.mesh import ShardContext
+from shardcore.nn.foreign import adopt_local_parameters, local_problem
 
 
 class Local(nn.Module):

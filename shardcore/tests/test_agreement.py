@@ -10,10 +10,10 @@ from tiny import TinyPolicy, build
 from torch import nn
 
 import shardcore
-from shardcore import fingerprint
-from shardcore.agreement import Report, agree
+from shardcore.agree import fingerprint
+from shardcore.agree.agreement import Report, agree
+from shardcore.agree.fingerprint import checksum, tensor_items
 from shardcore.errors import AgreementError
-from shardcore.fingerprint import checksum, tensor_items
 
 SAME = "Start every rank from the same environment, with the same model and the same arguments."
 
@@ -144,7 +144,7 @@ def test_a_checksum_needs_a_small_buffer_only():
     """Peak memory beyond the tensor itself, in a process of its own: sums of 32-bit words are taken in 64 bits."""
     code = (
         "import resource, torch\n"
-        "from shardcore.fingerprint import checksum\n"
+        "from shardcore.agree.fingerprint import checksum\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
         "checksum(torch.zeros(1 << 22)); tensor = torch.ones(1 << 26)\n"  # 16 MiB and 256 MiB
         "before = peak(); checksum(tensor); print(peak() - before)\n"

@@ -11,13 +11,13 @@ from rms import RmsPolicy, compare, rms_net
 from tiny import shard
 from torch._dynamo.utils import counters
 
-from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.comm.reads import CAN_TRACE
+from shardcore.compile import compile_plan
+from shardcore.compile.switches import Choice
 from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import PlanError
-from shardcore.optimizations import Choice
-from shardcore.plan import compile_plan
-from shardcore.steps import Compile, Recompute
+from shardcore.plan.steps import Compile, Recompute
 
 
 def _plan(policy, model, **fields):

@@ -9,8 +9,8 @@ import pickle
 import pytest
 
 import shardcore
-from shardcore.checkpointing import GradientCheckpointConfig
 from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 
 # Field -> (a value of a later release, that release).

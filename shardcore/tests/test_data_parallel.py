@@ -11,9 +11,9 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import shardcore
-from shardcore.data_parallel import apply_data_parallel
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_same_gradients
+from shardcore.wrap.data_parallel import apply_data_parallel
 
 
 def _trained(reference, sharded, rows=4):

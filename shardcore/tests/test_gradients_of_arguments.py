@@ -14,7 +14,7 @@ from torch import nn
 import shardcore
 from shardcore import Policy
 from shardcore.errors import NotSupportedError
-from shardcore.nn.contents import needs_gradient
+from shardcore.nn.region.contents import needs_gradient
 from shardcore.styles import enter_arg, region
 from shardcore.testing.parity import assert_close, assert_same_gradients
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore import launch
 from shardcore._env import torchrun
+from shardcore.apply import launch
+from shardcore.apply.launch import device_index
 from shardcore.errors import ConfigError
-from shardcore.launch import device_index
 
 
 @pytest.mark.parametrize("given", [(), ("RANK",), ("WORLD_SIZE",)])

@@ -6,8 +6,9 @@ import pytest
 import torch.distributed as dist
 from tiny import build
 
-from shardcore import mesh, received
-from shardcore.mesh import _device_type, device_type_of
+from shardcore.agree import received
+from shardcore.mesh import device_type_of, meshes
+from shardcore.mesh.meshes import _device_type
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_a_group_is_where_its_backend_is(backends, accelerator, wanted):
 def test_the_device_is_that_of_a_group_started_without_a_backend(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(mesh, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(meshes, "accelerator", lambda: "cuda")
     assert device_type_of() == "cuda"
 
 

@@ -16,15 +16,15 @@ from tiny import TinyPolicy, batch, build, shard
 from torch import nn
 
 import shardcore
-from shardcore.checkpointing import GradientCheckpointConfig
+from shardcore.compile import compile_plan
+from shardcore.compile.switches import Choice
 from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import NotSupportedError, PlanError
 from shardcore.nn import FusedRMSNorm, Recomputed, Replicated
-from shardcore.nn.region import Region
-from shardcore.optimizations import Choice
-from shardcore.plan import compile_plan
+from shardcore.nn.region.region import Region
+from shardcore.plan.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
 from shardcore.policy import Stages
-from shardcore.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 

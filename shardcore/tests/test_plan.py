@@ -10,12 +10,12 @@ import torch
 from tiny import TinyLM, TinyPolicy, build
 from torch import nn
 
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding
-from shardcore.plan import compile_plan
+from shardcore.plan.steps import OpenRegion, SetAttribute, Swap
 from shardcore.policy import Heads, ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardcore.steps import OpenRegion, SetAttribute, Swap
 from shardcore.styles import attribute, col, head, local_heads, norm, outputs, region, replicate, row, vocab
 
 

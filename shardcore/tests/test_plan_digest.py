@@ -14,10 +14,10 @@ import torch
 from tiny import TinyPolicy, build
 from torch import nn
 
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.plan import compile_plan
+from shardcore.plan.steps import ReplaceMethods
 from shardcore.policy import ModulePolicyDescription, Policy
-from shardcore.steps import ReplaceMethods
 from shardcore.styles import attribute, replicate
 
 
@@ -98,7 +98,7 @@ def test_user_code_enters_the_digest_by_its_source():
 _SCRIPT = """
 from tiny import TinyPolicy, build
 from shardcore.config import ShardConfig
-from shardcore.plan import compile_plan
+from shardcore.compile import compile_plan
 import test_plan_data
 for policy in (TinyPolicy, test_plan_data.Shardformers):
     print(compile_plan(policy, build(), ShardConfig(tensor_parallel_size=4)).digest)

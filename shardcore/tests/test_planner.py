@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny import TinyPolicy, build
 
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.plan import compile_plan
 from shardcore.planner import collectives, parameter_bytes
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardcore
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import context_of
-from shardcore.nn.dropout import DropoutSites
+from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.policy import Policy
 from shardcore.styles import col, region, row
 

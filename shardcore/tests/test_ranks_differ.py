@@ -104,7 +104,8 @@ def test_other_code_under_one_version(pool, folders):
     pack(folders[1], policy=CHOOSING.replace('next(iter(set(NAMES))) == "mlp"', "False"))
     message = same_error(pool.run(refused, folders, world=2))
     assert re.match(r"ranks 0 and 1 differ in step \d+ of the plan: ", message)
-    assert "model.layers.0.mlp.gate becomes shardcore.nn.linear.ColumnLinear(enters=False) on rank 0, " in message
+    becomes = "becomes shardcore.nn.linear.parallel.ColumnLinear(enters=False)"
+    assert f"model.layers.0.mlp.gate {becomes} on rank 0, " in message
     assert "model.layers.0.mlp.gate becomes shardcore.nn.replicated.Replicated() on rank 1. Nothing was cha" in message
 
 
@@ -208,5 +209,5 @@ def test_styles_by_the_order_of_a_set(seeded_pool, tmp_path):
     assert len({order[0] == "mlp" for _, order in results}) == 2, results
     message = same_error([result for result, _ in results])
     assert "differ in step " in message
-    assert "model.layers.0.mlp.gate becomes shardcore.nn.linear.ColumnLinear(enters=False) on rank" in message
+    assert "model.layers.0.mlp.gate becomes shardcore.nn.linear.parallel.ColumnLinear(enters=False) on rank" in message
     assert "model.layers.0.mlp.gate becomes shardcore.nn.replicated.Replicated() on rank" in message

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore import fingerprint
+from shardcore.agree import fingerprint
+from shardcore.agree.fingerprint import model_items, versions
 from shardcore.errors import AgreementError
-from shardcore.fingerprint import model_items, versions
 
 ATTRIBUTE = (
     "Nothing was changed. Give it the same value on every rank, or set it after shard() if ranks may differ in it."

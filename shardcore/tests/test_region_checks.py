@@ -10,7 +10,7 @@ from torch import nn
 
 import shardcore
 from shardcore import PlanError, Policy, ShardConfig
-from shardcore.plan import compile_plan
+from shardcore.compile import compile_plan
 from shardcore.styles import norm, partial, region, replicate, sequence, vocab
 from shardcore.testing.parity import assert_close, assert_same_gradients
 

@@ -15,7 +15,7 @@ import pytest
 
 from shardcore.errors import AmbiguousPolicyError, BrokenPackWarning, NoPolicyError, PackError
 from shardcore.hooks import PolicySpec
-from shardcore.registry import _FIRST_PARTY, GROUP, Match, Registry, default_registry
+from shardcore.plugins.registry import _FIRST_PARTY, GROUP, Match, Registry, default_registry
 
 POLICY = """from shardcore.policy import Policy
 class ModelPolicy(Policy): pass
@@ -396,7 +396,7 @@ def test_default_registry_is_kept_until_cleared(site: Site, monkeypatch: pytest.
 def test_discovery_and_resolution_load_no_torch(site: Site) -> None:
     site.install("good", serves("shard_good", "user.Model"))
     code = (
-        "import sys; from shardcore.registry import default_registry\n"
+        "import sys; from shardcore.plugins.registry import default_registry\n"
         "match = default_registry().resolve(type('Model', (), {'__module__': 'user'}))\n"
         "print(match.pack, *{'torch', 'transformers', 'shard_good.policy'} & set(sys.modules))"
     )

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from packs import hook, install, installed, offers, serves
 
 import shardcore
-from shardcore._isolation import in_full
 from shardcore.cli import main
 from shardcore.errors import BrokenPackWarning, PackError
 from shardcore.hooks import PolicySpec
-from shardcore.registry import GROUP, Registry
+from shardcore.plugins.isolation import in_full
+from shardcore.plugins.registry import GROUP, Registry
 
 SILENT = "class Silent(Exception):\n    def __str__(self): raise RuntimeError('no words')\n"
 ODD = "class Odd:\n    def __repr__(self): raise RuntimeError('no words')\n"

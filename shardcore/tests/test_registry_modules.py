@@ -14,7 +14,7 @@ from shardcore import hooks
 from shardcore.cli import main
 from shardcore.errors import AmbiguousPolicyError, BrokenPackWarning, ConfigError, NoPolicyError, PackError
 from shardcore.hooks import API_VERSION, ParallelModuleSpec
-from shardcore.registry import Registry
+from shardcore.plugins.registry import Registry
 
 VALID = {"target": "natives.Norm", "module": "shard_mine.norms:Fused", "replaces": "Plain"}
 

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 from packs import install, install_library, installed, serves
 
-from shardcore import _versions
 from shardcore.cli import main
 from shardcore.errors import PackError, UntestedVersionWarning
-from shardcore.registry import Match, Registry
+from shardcore.plugins import versions
+from shardcore.plugins.registry import Match, Registry
 
 POLICY = {"policy": "from shardcore.policy import Policy\nclass ModelPolicy(Policy): pass\n"}
 
@@ -122,7 +122,7 @@ def test_the_command_shows_ranges_against_what_is_installed(target):
         library="2.0rc1",
     )
     (row,) = [row for row in json.loads(CliRunner().invoke(main, ["packs", "--json"]).output) if row["name"] == "one"]
-    torch = next(found.installed for found in _versions.tested("shard-one") if found.library == "torch")
+    torch = next(found.installed for found in versions.tested("shard-one") if found.library == "torch")
     optional = {"optional": True}  # nothing is required without the extra
     assert row["tested"] == [
         {"library": "some-library", "range": ">=1,<2", "installed": "2.0rc1", "inside": False, **optional},

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcore
+from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.errors import (
     ConfigError,
@@ -34,7 +35,6 @@ from shardcore.errors import (
 )
 from shardcore.nn import RowLinear
 from shardcore.policy import Policy
-from shardcore.sharder import ModelSharder
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 

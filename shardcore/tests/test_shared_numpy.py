@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError, PlanError
-from shardcore.plan import compile_plan
 from shardcore.policy import Policy
 from shardcore.styles import region, shared_numpy
 

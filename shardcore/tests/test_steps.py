@@ -5,7 +5,8 @@ import functools
 from torch import nn
 
 from shardcore.nn import ColumnLinear, Split, Whole
-from shardcore.steps import (
+from shardcore.plan.digest import to_data
+from shardcore.plan.steps import (
     GatherOutputs,
     OpenRegion,
     ReplaceMethods,
@@ -13,7 +14,6 @@ from shardcore.steps import (
     ReplaceParameters,
     SetAttribute,
     Swap,
-    to_data,
 )
 
 

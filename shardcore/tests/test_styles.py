@@ -7,11 +7,11 @@ import torch
 from tiny import TinyPolicy, build
 from torch import nn
 
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
-from shardcore.plan import compile_plan
+from shardcore.plan.steps import GatherOutputs, OpenRegion, SetAttribute, Swap
 from shardcore.policy import HeadCounts, Policy
-from shardcore.steps import GatherOutputs, OpenRegion, SetAttribute, Swap
 from shardcore.styles import (
     attribute,
     col,

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError, PlanError
 from shardcore.mesh import context_of
-from shardcore.plan import compile_plan
+from shardcore.plan.steps import EnterArgument, OpenRegion
 from shardcore.policy import Policy, Stages
-from shardcore.steps import EnterArgument, OpenRegion
 from shardcore.styles import (
     attribute,
     enter_arg,

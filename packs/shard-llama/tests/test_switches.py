@@ -12,14 +12,14 @@ import torch.distributed as dist
 from llama_cases import batch, build, compare_forward, policy, shard
 
 import shardcore
-from shardcore.checkpointing import GradientCheckpointConfig
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import PlanError
 from shardcore.integrations import _attention
 from shardcore.integrations._attention import ChooseAttention
 from shardcore.integrations._checkpointing import RecomputeLayer
 from shardcore.nn import FusedRMSNorm
-from shardcore.plan import compile_plan
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -81,7 +81,7 @@ def other_attention():
     config = reference.config
     twin, sharded = type(reference)(config), type(reference)(config)
     sharded.load_state_dict(reference.state_dict())
-    with _installed("sdpa"), mock.patch("shardcore.plan.device_type_here", return_value="cuda"):
+    with _installed("sdpa"), mock.patch("shardcore.plan.shard_plan.device_type_here", return_value="cuda"):
         shard(sharded, tp=dist.get_world_size(), enable_flash_attention=True)
     assert sharded.config._attn_implementation == "sdpa"
     assert {m.config._attn_implementation for m in sharded.modules() if hasattr(m, "config")} == {"sdpa"}

@@ -70,7 +70,7 @@ def test_heads_that_do_not_divide_are_one_error():
 def test_discovery_imports_no_library_of_models():
     script = (
         "import sys, importlib_metadata\n"
-        "from shardcore.registry import GROUP, Registry\n"
+        "from shardcore.plugins.registry import GROUP, Registry\n"
         "entry = importlib_metadata.EntryPoint(name='vit', value='shard_vit.plugin', group=GROUP)\n"
         "registry = Registry.discover([entry])\n"
         "loaded = [n for n in ('torch', 'transformers', 'timm', 'torchvision') if n in sys.modules]\n"

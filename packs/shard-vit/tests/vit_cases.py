@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shard_vit.cases import cases
-from shardcore.registry import GROUP, Registry
+from shardcore.plugins.registry import GROUP, Registry
 from shardcore.testing.cases import Case
 from shardcore.testing.parity import (
     assert_close,

@@ -10,8 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardcore.checkpointing import GradientCheckpointConfig
+    from shardcore.apply.launch import launch_from_torch
+    from shardcore.apply.sharder import ModelSharder
+    from shardcore.compile import compile_plan
     from shardcore.config import ShardConfig
+    from shardcore.config.recomputation import GradientCheckpointConfig
     from shardcore.data import ShardedDataLoader
     from shardcore.errors import (
         AgreementError,
@@ -34,22 +37,18 @@ if TYPE_CHECKING:
         WrapError,
     )
     from shardcore.former import ShardFormer, shard
-    from shardcore.groups import ProcessGroupManager
     from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
-    from shardcore.launch import launch_from_torch
-    from shardcore.mesh import ShardContext
+    from shardcore.mesh import ProcessGroupManager, ShardContext
     from shardcore.nn import ParallelModule, reduce_partial_gradients
-    from shardcore.plan import ShardPlan, compile_plan
+    from shardcore.plan import ShardPlan, Stages
+    from shardcore.plugins.registry import Pack, Registry
     from shardcore.policy import (
         Heads,
         ModulePolicyDescription,
         Policy,
-        Stages,
         SubModuleReplacementDescription,
     )
     from shardcore.random import get_rng_state, manual_seed, set_rng_state
-    from shardcore.registry import Pack, Registry
-    from shardcore.sharder import ModelSharder
 
 __version__ = "0.1.0"
 
@@ -107,14 +106,14 @@ _HOME = {
     "AmbiguousPolicyError": "shardcore.errors",
     "BrokenPackWarning": "shardcore.errors",
     "ConfigError": "shardcore.errors",
-    "GradientCheckpointConfig": "shardcore.checkpointing",
+    "GradientCheckpointConfig": "shardcore.config.recomputation",
     "Heads": "shardcore.policy",
     "MissingRanksError": "shardcore.errors",
-    "ModelSharder": "shardcore.sharder",
+    "ModelSharder": "shardcore.apply.sharder",
     "ModulePolicyDescription": "shardcore.policy",
     "NoPolicyError": "shardcore.errors",
     "NotSupportedError": "shardcore.errors",
-    "Pack": "shardcore.registry",
+    "Pack": "shardcore.plugins.registry",
     "PackError": "shardcore.errors",
     "ParallelModule": "shardcore.nn",
     "ParallelModuleSpec": "shardcore.hooks",
@@ -122,8 +121,8 @@ _HOME = {
     "PlanError": "shardcore.errors",
     "Policy": "shardcore.policy",
     "PolicySpec": "shardcore.hooks",
-    "ProcessGroupManager": "shardcore.groups",
-    "Registry": "shardcore.registry",
+    "ProcessGroupManager": "shardcore.mesh",
+    "Registry": "shardcore.plugins.registry",
     "RegistryError": "shardcore.errors",
     "ShardConfig": "shardcore.config",
     "ShardContext": "shardcore.mesh",
@@ -133,15 +132,15 @@ _HOME = {
     "ShardcoreWarning": "shardcore.errors",
     "SplitLogitsError": "shardcore.errors",
     "ShardedDataLoader": "shardcore.data",
-    "Stages": "shardcore.policy",
+    "Stages": "shardcore.plan",
     "StaleOptimizerWarning": "shardcore.errors",
     "SubModuleReplacementDescription": "shardcore.policy",
     "UntestedVersionWarning": "shardcore.errors",
     "WrapError": "shardcore.errors",
-    "compile_plan": "shardcore.plan",
+    "compile_plan": "shardcore.compile",
     "get_rng_state": "shardcore.random",
     "hookimpl": "shardcore.hooks",
-    "launch_from_torch": "shardcore.launch",
+    "launch_from_torch": "shardcore.apply.launch",
     "manual_seed": "shardcore.random",
     "reduce_partial_gradients": "shardcore.nn",
     "set_rng_state": "shardcore.random",

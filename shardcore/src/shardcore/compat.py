@@ -10,16 +10,16 @@ from typing import NoReturn
 
 import shardcore
 from shardcore import _planned
-from shardcore.checkpointing import GradientCheckpointConfig
+from shardcore.apply.launch import launch_from_torch
+from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import NotSupportedError
 from shardcore.former import ShardFormer
-from shardcore.launch import launch_from_torch
 from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelModule, RowLinear, VocabEmbedding
-from shardcore.nn.rank_dropout import DropoutForParallelInput, DropoutForReplicatedInput
-from shardcore.nn.split_losses import cross_entropy_1d, dist_log_prob_1d
+from shardcore.nn.loss.split_losses import cross_entropy_1d, dist_log_prob_1d
+from shardcore.nn.randomness.rank_dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardcore.sharder import ModelSharder
 
 __all__ = [
     "DropoutForParallelInput",

@@ -15,19 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from shardcore.agreement import Report, agree
+from shardcore.agree.agreement import Report, agree
+from shardcore.agree.fingerprint import Item, optimizer_items
+from shardcore.apply.launch import start_process_group, world_size
+from shardcore.apply.shardable import check_model
+from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
-from shardcore.data_parallel import apply_data_parallel, unwrappable
 from shardcore.errors import ConfigError, NotSupportedError, PlanError, StaleOptimizerWarning
-from shardcore.fingerprint import Item, optimizer_items
-from shardcore.groups import ProcessGroupManager
-from shardcore.launch import start_process_group, world_size
 from shardcore.mesh import ShardContext, group_of
+from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.plan import ShardPlan
 from shardcore.policy import Policy, Stages
-from shardcore.shardable import check_model
-from shardcore.sharder import ModelSharder
+from shardcore.wrap.data_parallel import apply_data_parallel, unwrappable
 
 __all__ = ["ShardFormer", "shard"]
 

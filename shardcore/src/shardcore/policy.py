@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -16,7 +16,8 @@ from torch import nn
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
 from shardcore.nn import Layout, ParallelModule, SwappedModule
-from shardcore.steps import Recompute, Step
+from shardcore.plan.stages import Stages
+from shardcore.plan.steps import Recompute, Step
 
 __all__ = [
     "Check",
@@ -25,7 +26,7 @@ __all__ = [
     "ModulePolicy",
     "ModulePolicyDescription",
     "Policy",
-    "Row",
+    "Rule",
     "Scope",
     "Stages",
     "SubModuleReplacementDescription",
@@ -102,10 +103,10 @@ class Scope(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(ABC):
+class Rule(ABC):
     """One line of a policy: a style and the submodules it applies to.
 
-    To add a word to the vocabulary, subclass it in `shardcore.rows`, and add a constructor to `shardcore.styles`.
+    To add a word to the vocabulary, subclass it beside a constructor in a module of `shardcore.styles`.
 
     Attributes:
         text: the row as its author wrote it, for messages.
@@ -172,51 +173,6 @@ class Heads:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """Where a model can be cut, by names relative to it: of submodules, or of parameters of the model itself.
-
-    Together they hold every parameter, each once.
-
-    Attributes:
-        first: submodules that only the first stage needs (embeddings).
-        blocks: the list of repeated blocks, or several (an encoder's and a decoder's), in the order in which they run.
-        between: submodules that run between two lists of blocks (an encoder's last norm, a decoder's embeddings).
-        last: submodules that only the last stage needs.
-        everywhere: submodules that every stage needs.
-    """
-
-    first: tuple[str, ...] | str = ()
-    blocks: tuple[str, ...] | str = ()
-    between: tuple[str, ...] | str = ()
-    last: tuple[str, ...] | str = ()
-    everywhere: tuple[str, ...] | str = ()
-
-    @property
-    def lists(self) -> tuple[str, ...]:
-        """The lists of blocks."""
-        return _names(self.blocks)
-
-    def under(self, prefix: str, *, then: tuple[str, ...] | str = ()) -> Stages:
-        """Return the stages of a model that holds this one as ``prefix`` and runs ``then`` after it."""
-
-        def moved(names: tuple[str, ...] | str) -> tuple[str, ...]:
-            return tuple(f"{prefix}.{name}" for name in _names(names))
-
-        return replace(
-            self,
-            first=moved(self.first),
-            blocks=moved(self.blocks),
-            between=moved(self.between),
-            last=(*moved(self.last), *_names(then)),
-            everywhere=moved(self.everywhere),
-        )
-
-
-def _names(names: tuple[str, ...] | str) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
-
-
 @dataclass
 class SubModuleReplacementDescription:
     """A submodule to be replaced, as in Shardformer.
@@ -252,7 +208,7 @@ class ModulePolicyDescription:
 
 
 #: Rows, or a Shardformer description, by the class (or class name) of the modules they apply to.
-ModulePolicy = Mapping[str | type[nn.Module], Sequence[Row] | ModulePolicyDescription]
+ModulePolicy = Mapping[str | type[nn.Module], Sequence[Rule] | ModulePolicyDescription]
 
 
 class Policy(ABC):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from shardcore.cli import main
 from shardcore.cli.explain import difference
-from shardcore.registry import GROUP, default_registry
+from shardcore.plugins.registry import GROUP, default_registry
 
 MODEL = """
 from torch import nn

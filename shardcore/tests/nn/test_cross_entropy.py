@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.mesh import ShardContext
-from shardcore.nn.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
+from shardcore.nn.loss.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
 from shardcore.testing.parity import assert_close
 
 

@@ -30,8 +30,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from shardcore.comm.strided import torch_lacks
-from shardcore.data_parallel import apply_data_parallel
 from shardcore.errors import NotSupportedError
+from shardcore.wrap.data_parallel import apply_data_parallel
 
 pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
 

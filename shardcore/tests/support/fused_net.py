@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.data_parallel import apply_data_parallel
 from shardcore.mesh import ShardContext, build_mesh, set_context
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Region, Replicated, RowLinear
-from shardcore.nn.dropout import DropoutSites
+from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.wrap.data_parallel import apply_data_parallel
 
 IN, BATCH = 8, 4
 STEP_NAMES = ("exp_avg", "exp_avg_sq")

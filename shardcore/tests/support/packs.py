@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shardcore.registry import GROUP, default_registry
+from shardcore.plugins.registry import GROUP, default_registry
 
 HEAD = "from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl\n"
 

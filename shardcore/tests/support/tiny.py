@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.policy import Heads, ModulePolicy, Policy, Stages
-from shardcore.sharder import ModelSharder
 from shardcore.styles import attribute, head, local_groups, local_heads, norm, partial, region, replicate, vocab
 
 

@@ -17,8 +17,7 @@ from shardcore.comm.collectives import gather_from_tp, reduce_from_tp
 from shardcore.comm.reads import read_local
 from shardcore.mesh import context_of
 from shardcore.nn import ColumnLinear, RowLinear
-from shardcore.nn.functional import local_linear
-from shardcore.rows import SwapRow
+from shardcore.nn.linear.functional import local_linear
 from shardcore.styles import (
     attribute,
     col,
@@ -31,6 +30,7 @@ from shardcore.styles import (
     row,
     vocab,
 )
+from shardcore.styles.layers import SwapRule
 
 
 class Replaced(NetPolicy):
@@ -143,7 +143,7 @@ class NoEnter(NetPolicy):
 
 
 def _split(*names: str) -> Any:
-    return SwapRow(text="split", names=names, target=ColumnLinear, options=(("enters", False),))
+    return SwapRule(text="split", names=names, target=ColumnLinear, options=(("enters", False),))
 
 
 class ReplicatedInside(NetPolicy):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from shardcore.cli import main, verify
 from shardcore.errors import ConfigError
-from shardcore.registry import GROUP, default_registry
+from shardcore.plugins.registry import GROUP, default_registry
 
 MODELS = """
 import kit_net

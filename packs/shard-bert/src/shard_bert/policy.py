@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shardcore.integrations.transformers import PretrainedPolicy
-from shardcore.policy import Heads, ModulePolicy, Row, Stages
+from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequence, vocab
 
 __all__ = ["TOKENS", "BertModelPolicy"]
@@ -14,7 +14,7 @@ __all__ = ["TOKENS", "BertModelPolicy"]
 TOKENS = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack="encoder")
 
 
-def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Row]:
+def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Rule]:
     """Return the rows of one attention of a block.
 
     It is entered below the residual connection, which is in its ``output``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shard_vit.policy import ViTForImageClassificationPolicy, ViTForMaskedImageModelingPolicy, ViTModelPolicy
-from shardcore.policy import Row, Stages
+from shardcore.policy import Rule, Stages
 from shardcore.styles import attribute, local_heads, norm, per_rank, region
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "OldViTModelPolicy",
 ]
 
-_OLD_LAYER: tuple[Row, ...] = (
+_OLD_LAYER: tuple[Rule, ...] = (
     norm("layernorm_before", "layernorm_after"),
     region(
         enter="attention.attention",

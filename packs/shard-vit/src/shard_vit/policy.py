@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shardcore.integrations.transformers import PretrainedPolicy
-from shardcore.policy import Heads, ModulePolicy, Row, Stages
+from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import norm, outputs, region, replicate, sequence
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "ViTModelPolicy",
 ]
 
-_LAYER: tuple[Row, ...] = (
+_LAYER: tuple[Rule, ...] = (
     norm("layernorm_before", "layernorm_after"),
     region(
         enter="attention",
@@ -31,7 +31,7 @@ class ViTModelPolicy(PretrainedPolicy):
 
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first="embeddings", blocks="layers", last=("layernorm", "pooler"))
-    layer: ClassVar[tuple[Row, ...]] = _LAYER
+    layer: ClassVar[tuple[Rule, ...]] = _LAYER
     blocks: ClassVar[str] = "layers"
 
     def module_policy(self) -> ModulePolicy:

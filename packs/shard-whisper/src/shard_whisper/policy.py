@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardcore.integrations.transformers import PretrainedPolicy
-from shardcore.policy import ModulePolicy, Row, Stages
+from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
     enter_arg,
@@ -23,7 +23,7 @@ from shardcore.styles import (
 __all__ = ["DECODER", "ENCODER", "WhisperModelPolicy"]
 
 
-def _attention(name: str, *also: str) -> list[Row]:
+def _attention(name: str, *also: str) -> list[Rule]:
     """Return the rows of one attention; encoder and decoder may have different numbers of heads."""
     columns = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
     return [
@@ -33,7 +33,7 @@ def _attention(name: str, *also: str) -> list[Row]:
     ]
 
 
-def _stack(**captured: Any) -> list[Row]:
+def _stack(**captured: Any) -> list[Rule]:
     """Return the rows that encoder and decoder share."""
     return [
         replicate("embed_positions"),
@@ -44,7 +44,7 @@ def _stack(**captured: Any) -> list[Row]:
     ]
 
 
-_LAYER: list[Row] = [*_attention("self_attn"), region(col="fc1", row="fc2"), norm("final_layer_norm")]
+_LAYER: list[Rule] = [*_attention("self_attn"), region(col="fc1", row="fc2"), norm("final_layer_norm")]
 ENCODER: ModulePolicy = {
     "WhisperEncoder": [replicate("conv1", "conv2"), *_stack()],
     "WhisperEncoderLayer": _LAYER,

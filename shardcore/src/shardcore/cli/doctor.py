@@ -11,11 +11,11 @@ import click
 
 import shardcore
 from shardcore import _planned
-from shardcore._isolation import in_one_line
-from shardcore._versions import installed
 from shardcore.cli.packs import describe
 from shardcore.cli.surroundings import torch_failure
 from shardcore.cli.tables import show_table
+from shardcore.plugins.isolation import in_one_line
+from shardcore.plugins.versions import installed
 
 __all__ = ["examine", "show"]
 

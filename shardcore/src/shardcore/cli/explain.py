@@ -13,13 +13,14 @@ from typing import Any
 
 import click
 
-from shardcore.checkpointing import GradientCheckpointConfig
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
-from shardcore.plan import ShardPlan, compile_plan
+from shardcore.plan import ShardPlan
 from shardcore.planner import Collective, collectives, parameter_bytes
-from shardcore.registry import default_registry
+from shardcore.plugins.registry import default_registry
 
 __all__ = ["Explained", "difference", "explain", "read_plan", "show"]
 

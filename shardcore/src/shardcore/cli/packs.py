@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from shardcore._isolation import in_full
-from shardcore._versions import tested
 from shardcore.cli.tables import show_table
 from shardcore.errors import BrokenPackWarning
-from shardcore.registry import Pack, Registry
+from shardcore.plugins.isolation import in_full
+from shardcore.plugins.registry import Pack, Registry
+from shardcore.plugins.versions import tested
 
 __all__ = ["describe", "show"]
 

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-from shardcore._isolation import attempt, in_one_line
 from shardcore.errors import ConfigError
+from shardcore.plugins.isolation import attempt, in_one_line
 
 __all__ = ["answer_only", "require_torch", "torch_failure"]
 

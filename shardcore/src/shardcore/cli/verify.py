@@ -18,8 +18,8 @@ from torch import nn
 from shardcore.cli.tables import show_table
 from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
-from shardcore.nn.dropout import DropoutSites
-from shardcore.registry import Pack, default_registry
+from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.plugins.registry import Pack, default_registry
 from shardcore.testing.cases import Case, Supports
 from shardcore.testing.checks import SECTIONS, examine, sections_for
 from shardcore.testing.findings import Finding

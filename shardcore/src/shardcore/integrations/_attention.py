@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from shardcore.changes import prepare_locally
 from shardcore.errors import NotSupportedError
-from shardcore.steps import Step
+from shardcore.plan.steps import Bench, Commit, Step
 
 __all__ = ["ChooseAttention", "choose_flash_attention"]
 
@@ -31,6 +28,20 @@ class ChooseAttention(Step):
     def describe(self) -> str:
         """See `Step.describe`."""
         return self.implementation
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        chosen: Any = bench.model.get_submodule(self.path)
+
+        def commit() -> None:
+            # The configuration may be shared with another model, which keeps its attention.
+            copies: dict[int, Any] = {}
+            for module in chosen.modules():
+                if "config" in module.__dict__:
+                    module.config = copy.deepcopy(module.config, copies)
+            chosen.set_attn_implementation(self.implementation)
+
+        return commit
 
 
 def choose_flash_attention(model: PreTrainedModel, device_type: str, *, asked: bool) -> Step:
@@ -65,18 +76,3 @@ def _installed() -> str | None:
     if is_flash_attn_3_available() and torch.cuda.get_device_capability()[0] == 9:
         return "flash_attention_3"
     return "flash_attention_2" if is_flash_attn_2_available() else None
-
-
-@prepare_locally.register
-def _(step: ChooseAttention, model: nn.Module) -> Callable[[], None]:
-    chosen: Any = model.get_submodule(step.path)
-
-    def commit() -> None:
-        # The configuration may be shared with another model, which keeps its attention.
-        copies: dict[int, Any] = {}
-        for module in chosen.modules():
-            if "config" in module.__dict__:
-                module.config = copy.deepcopy(module.config, copies)
-        chosen.set_attn_implementation(step.implementation)
-
-    return commit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,9 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardcore.changes import prepare_locally
 from shardcore.errors import NotSupportedError
-from shardcore.steps import Step
+from shardcore.plan.steps import Bench, Commit, Step
 
 __all__ = ["RecomputeLayer", "recompute_layer"]
 
@@ -28,6 +26,18 @@ class RecomputeLayer(Step):
         """See `Step.describe`."""
         return "recomputed in the backward"
 
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        layer: Any = bench.model.get_submodule(self.path)
+
+        def commit() -> None:
+            # What PreTrainedModel.gradient_checkpointing_enable sets on every layer; gradient_checkpointing_disable
+            # undoes it. The layer itself leaves the cache out while it is checkpointed.
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+
+        return commit
+
 
 def recompute_layer(path: str, layer: nn.Module) -> Step:
     """Return the step for ``layer``.
@@ -41,16 +51,3 @@ def recompute_layer(path: str, layer: nn.Module) -> Step:
             "checkpointed by itself"
         )
     return RecomputeLayer(path=path)
-
-
-@prepare_locally.register
-def _(step: RecomputeLayer, model: nn.Module) -> Callable[[], None]:
-    layer: Any = model.get_submodule(step.path)
-
-    def commit() -> None:
-        # What PreTrainedModel.gradient_checkpointing_enable sets on every layer; gradient_checkpointing_disable undoes
-        # it. The layer itself leaves the cache out while it is checkpointed.
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
-
-    return commit

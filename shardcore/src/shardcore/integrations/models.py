@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore._isolation import attempt, in_one_line
 from shardcore.errors import ConfigError
+from shardcore.plugins.isolation import attempt, in_one_line
 
 __all__ = ["meta_model"]
 

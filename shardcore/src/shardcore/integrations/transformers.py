@@ -19,8 +19,8 @@ from shardcore.mesh import nearest_context
 from shardcore.nn import SwappedModule
 from shardcore.nn.base import once
 from shardcore.nn.calls import running
+from shardcore.plan.steps import Step
 from shardcore.policy import Policy
-from shardcore.steps import Step
 
 __all__ = ["PretrainedPolicy"]
 

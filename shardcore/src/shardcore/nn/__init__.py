@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from shardcore.comm.strided import fsdp_placement
 from shardcore.nn.base import ParallelModule, SwappedModule
+from shardcore.nn.blocks.compiled import Compiled
+from shardcore.nn.blocks.norm import FusedRMSNorm
+from shardcore.nn.blocks.recompute import Recomputed
 from shardcore.nn.calls import CalledByMethods
-from shardcore.nn.compiled import Compiled
-from shardcore.nn.embedding import VocabEmbedding
-from shardcore.nn.fused import FusedColumnLinear
-from shardcore.nn.guard import StreamGuarded
-from shardcore.nn.head import VocabHead
 from shardcore.nn.layout import Layout, Segments, Split, Whole
-from shardcore.nn.linear import ColumnLinear, RowLinear
-from shardcore.nn.logits import SplitLogits, SplitsLogits, UncomputedLogits
-from shardcore.nn.loss import TakesLoss
-from shardcore.nn.norm import FusedRMSNorm
+from shardcore.nn.linear.embedding import VocabEmbedding
+from shardcore.nn.linear.fused import FusedColumnLinear
+from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
+from shardcore.nn.loss.after_forward import TakesLoss
+from shardcore.nn.loss.head import VocabHead
+from shardcore.nn.loss.logits import SplitLogits, SplitsLogits, UncomputedLogits
 from shardcore.nn.outputs import GathersOutputs
 from shardcore.nn.partial import reduce_partial_gradients
-from shardcore.nn.recompute import Recomputed
-from shardcore.nn.region import Region
+from shardcore.nn.randomness.guard import StreamGuarded
+from shardcore.nn.randomness.shared import SharedNumpy, SharedRandom
+from shardcore.nn.region.region import Region
+from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import ShardedModel
-from shardcore.nn.shared_random import SharedNumpy, SharedRandom
-from shardcore.nn.sole_region import SoleRegion
-from shardcore.nn.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
+from shardcore.nn.sequence.tokens import TokenBlock, TokenEnd, TokenSplit, TokenStack
 
 __all__ = [
     "CalledByMethods",

@@ -6,8 +6,8 @@ import copy
 import functools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, Self, TypeVar, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,8 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore._planned import LAYER_OPTIONS
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import ShardContext, as_context
+from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout, distribute
 from shardcore.nn.loading import take_full_tensors
+
+if TYPE_CHECKING:
+    from shardcore.nn.sequence.tokens import TokenSplit
 
 __all__ = [
     "NO_PICKLE",
@@ -159,6 +163,32 @@ class SwappedModule(ParallelModule):
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
         """Return the layout of each of the module's own parameters, by name, for that many ranks."""
         return {}
+
+    @classmethod
+    def enters(cls, **options: Any) -> bool:
+        """Tell whether activations enter a region at each call of the module, and at its call alone."""
+        return False
+
+    @classmethod
+    def sums_gradients(cls, **options: Any) -> bool:
+        """Tell whether the gradients of its parameters are right where activations are split (inside a region)."""
+        return True
+
+    @classmethod
+    def on_split_tokens(cls, **options: Any) -> str | None:
+        """Say why the module cannot work on activations that are split along the sequence, or return None."""
+        return None
+
+    @classmethod
+    def collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        """Yield what one forward and backward of the module send; ``site`` is its place in the plan."""
+        return iter(())
+
+    def split_tokens(self, tokens: TokenSplit | None) -> None:
+        """Take note of how the activations that the module sees are split along the sequence; None if they never are.
+
+        Called once, after `adopt`. What does not depend on it ignores it.
+        """
 
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:

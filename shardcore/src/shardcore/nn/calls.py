@@ -11,7 +11,7 @@ from torch import nn
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import once, with_methods
-from shardcore.nn.guard import StreamGuarded
+from shardcore.nn.randomness.guard import StreamGuarded
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.units import unit_of
 

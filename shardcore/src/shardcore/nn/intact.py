@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.errors import WrapError
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.dropout import is_dropout
-from shardcore.nn.embedding import VocabEmbedding
-from shardcore.nn.linear import ColumnLinear, RowLinear
+from shardcore.nn.linear.embedding import VocabEmbedding
+from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
+from shardcore.nn.randomness.dropout import is_dropout
 
 __all__ = ["Intact"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.tokens import TokenSplit
+from shardcore.nn.sequence.tokens import TokenSplit
 
 __all__ = ["GathersOutputs", "ReturnDict"]
 
@@ -70,6 +70,10 @@ class GathersOutputs(SwappedModule):
     _places: tuple[str, ...]
     _return_dict: ReturnDict
     _shard_context: ShardContext
+
+    def split_tokens(self, tokens: TokenSplit | None) -> None:
+        """See `SwappedModule.split_tokens`."""
+        self.__dict__["tokens"] = tokens
 
     @classmethod
     def adopt(

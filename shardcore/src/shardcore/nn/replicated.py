@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,8 +11,9 @@ from torch import nn
 from shardcore.comm.reads import read_local, read_partial
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
+from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, Whole
-from shardcore.nn.tokens import TokenSplit
+from shardcore.nn.sequence.tokens import TokenSplit
 
 __all__ = ["Replicated"]
 
@@ -42,6 +43,21 @@ class Replicated(SwappedModule):
     def layouts(cls, module: nn.Module, ranks: int, *, partial: bool = False, **options: Any) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
         return {name: Whole(partial=partial) for name, p in module._parameters.items() if p is not None}
+
+    @classmethod
+    def sums_gradients(cls, *, partial: bool = False, **options: Any) -> bool:
+        """See `SwappedModule.sums_gradients`."""
+        return partial
+
+    @classmethod
+    def collectives(cls, site: Site, *, partial: bool = False, **options: Any) -> Iterator[Collective]:
+        """See `SwappedModule.collectives`."""
+        if (partial or site.split) and site.sums_at_once:
+            yield backward(site.path, "all_reduce", "its parameters' gradients")
+
+    def split_tokens(self, tokens: TokenSplit | None) -> None:
+        """See `SwappedModule.split_tokens`."""
+        self.__dict__["tokens"] = tokens
 
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardcore.errors import WrapError
-from shardcore.nn.guard import StreamGuarded
 from shardcore.nn.intact import Intact
+from shardcore.nn.randomness.guard import StreamGuarded
 
 __all__ = ["ShardedModel"]
 

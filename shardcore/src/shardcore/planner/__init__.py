@@ -1,4 +1,4 @@
-"""What a plan will cost, before any run. May import `shardcore.plan` and below."""
+"""What a plan will cost, before any run. May import `shardcore.plan.shard_plan` and below."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import sys
 
 from torch import nn
 
-from shardcore._versions import installed
 from shardcore.errors import ConfigError
-from shardcore.registry import first_party
+from shardcore.plugins.registry import first_party
+from shardcore.plugins.versions import installed
 
 __all__ = ["check_model", "check_name"]
 

@@ -18,7 +18,7 @@ _HEAVY = ("torch", "transformers", "timm", "numpy")
 def main(plugin: str, cases: bytes) -> dict[str, Any]:
     """Return problems of the discovery, problems of the policies, and digests by case and size."""
     from shardcore.hooks import PolicySpec
-    from shardcore.registry import GROUP, Registry
+    from shardcore.plugins.registry import GROUP, Registry
 
     discovery = []
     if plugin:
@@ -36,8 +36,8 @@ def main(plugin: str, cases: bytes) -> dict[str, Any]:
 
 
 def _plans(plugin: str, cases: bytes, specs: list[Any]) -> dict[str, Any]:
-    from shardcore._versions import is_met
     from shardcore.errors import PlanError
+    from shardcore.plugins.versions import is_met
     from shardcore.testing.subject import Subject, cases_of, meta_copy, registry_of
 
     policies: list[str] = []

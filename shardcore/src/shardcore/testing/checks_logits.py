@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from shardcore.steps import SplitLogits
+from shardcore.plan.steps import SplitLogits
 from shardcore.testing import checks_random, checks_training
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject

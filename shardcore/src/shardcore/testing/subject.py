@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
-from shardcore.plan import ShardPlan, compile_plan
+from shardcore.plan import ShardPlan
+from shardcore.plugins.registry import GROUP, Registry, default_registry
 from shardcore.policy import Policy
-from shardcore.registry import GROUP, Registry, default_registry
 from shardcore.testing.cases import Case
 
 __all__ = ["Subject", "adamw", "cases_of", "flat", "meta_copy", "registry_of"]

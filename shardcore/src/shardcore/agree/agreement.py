@@ -1,0 +1,158 @@
+"""Agreement between ranks before a model is changed: one collective, one error on all ranks.
+
+Every rank contributes either its error or a digest of what it holds (`shardcore.agree.fingerprint`).
+If anything differs, or any rank failed, all ranks raise, and nothing was changed anywhere. Only ranks that differ send
+each other everything, to name the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardcore.errors import AgreementError
+
+__all__ = ["Report", "agree", "is_alone"]
+
+_SAME = "Start every rank from the same environment, with the same model and the same arguments."
+_SAME_MODEL = "Build the same model on every rank."
+
+# Start of an item's name -> the next step if ranks differ in it; `_SAME` for all others.
+_TODO = {
+    "ShardConfig.": _SAME,
+    "the class of ": _SAME_MODEL,
+    "the shape of ": _SAME_MODEL,
+    "the dtype of ": f"{_SAME_MODEL} Casts have to be the same on every rank too.",
+    "requires_grad of ": "Freeze the same parameters on every rank.",
+    "the training mode": "Call model.train() or model.eval() alike on every rank, or pass sync_from=0 to take the "
+    "weights and the mode of rank 0.",
+    "the values of ": "Build the same model from the same weights on every rank (the same seed, or the same "
+    "checkpoint), or pass sync_from=0 to take the weights of rank 0.",
+    "the version of ": "Install the same version on every rank.",
+    "the policy's origin": "Install the same packs in the same versions on every rank, and start all ranks with the "
+    "same SHARDCORE_PACKS and SHARDCORE_DISABLE_PACKS.",
+    "the packs ": "Install the same packs in the same versions on every rank, or leave them out with "
+    "SHARDCORE_DISABLE_PACKS.",
+    "step ": f"{_SAME} A policy must not go by the order of a set, which differs with PYTHONHASHSEED.",
+}
+
+# For names without a space, which are those of attributes.
+_ATTRIBUTE = "Give it the same value on every rank, or set it after shard() if ranks may differ in it."
+
+# Values are shown up to this length.
+_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one rank brings to the agreement.
+
+    Attributes:
+        error: the rank's error as text; None if it has none.
+        items: (name, value) pairs that must be equal on all ranks, the most telling first.
+        seed: the rank's own random seed; the group takes the first rank's.
+        digest: stands for ``items`` where they were left out.
+        modes: the training mode of every module, where one rank's are taken; need not be equal.
+    """
+
+    error: str | None = None
+    items: tuple[tuple[str, str], ...] = ()
+    seed: int = 0
+    digest: str = ""
+    modes: tuple[bool, ...] = ()
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Report:
+        """Return the report of a rank that failed."""
+        return cls(error=f"{type(error).__name__}: {error}")
+
+    def brief(self) -> Report:
+        """Return what is sent as long as ranks agree: the first two items, and a digest of all."""
+        digest = hashlib.sha256(repr(self.items).encode()).hexdigest()
+        return replace(self, items=self.items[:2], digest=digest)
+
+
+def is_alone(group: ProcessGroup | None = None) -> bool:
+    """Tell whether there is no other rank in ``group`` (the default process group) to agree with."""
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
+def agree(
+    own: Report,
+    failure: BaseException | None = None,
+    *,
+    changing: bool = False,
+    group: ProcessGroup | None = None,
+) -> Sequence[Report]:
+    """Exchange reports over a process group and raise on every rank of it unless all agree.
+
+    Args:
+        own: this rank's report.
+        failure: the exception behind ``own.error``; raised again on this rank.
+        changing: models are being changed already, so that a failure is not without consequences.
+        group: the ranks; the default process group if not given.
+
+    Returns:
+        The reports in the order of the group, each in brief.
+
+    Raises:
+        ShardcoreError: ``failure`` itself, on the rank that failed.
+        AgreementError: another rank failed, or the ranks differ; names the first difference and both sides.
+    """
+    alone = is_alone(group)
+    reports = [own] if alone else _gathered(own.brief(), group)
+    names = [0] if alone else dist.get_process_group_ranks(group)
+    other = _of_another_rank(names, reports)
+    if failure is not None:
+        if other:
+            failure.add_note(other)
+        raise failure
+    for rank, report in zip(names, reports, strict=True):
+        if report.error is not None:
+            when = "while the models were being changed" if changing else "so no rank was changed"
+            raise AgreementError(f"rank {rank} failed, {when}. Its error: {report.error}" + (other and f"\n{other}"))
+    if any(report.digest != reports[0].digest for report in reports):
+        # Seen by all ranks alike, so all of them come here.
+        first, *others = _gathered(own, group)
+        rank, report = next(pair for pair in zip(names[1:], others, strict=True) if pair[1].items != first.items)
+        raise AgreementError(_difference(names[0], first, rank, report))
+    return reports
+
+
+def _gathered(own: Report, group: ProcessGroup | None) -> list[Report]:
+    """Return the reports of all ranks, in the order of the group."""
+    gathered: list[Report | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return [report for report in gathered if report is not None]
+
+
+def _of_another_rank(names: Sequence[int], reports: Sequence[Report]) -> str:
+    """Say what the first rank holds that did not fail, if it says anything."""
+    for rank, report in zip(names, reports, strict=True):
+        if report.error is None and report.items:
+            there = "; ".join(f"{name} there: {value}" for name, value in report.items[:2])
+            return f"rank {rank} did not fail; {there}"
+    return ""
+
+
+def _difference(one: int, first: Report, rank: int, other: Report) -> str:
+    frame = (
+        f"ranks {one} and {rank} differ in {{what}}: {{left}} on rank {one}, {{right}} on rank {rank}. Nothing was "
+        "changed. {todo}"
+    )
+    mine, theirs = dict(first.items), dict(other.items)
+    for name in dict.fromkeys([*mine, *theirs]):
+        left, right = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if left != right:
+            other_todo = _SAME if " " in name else _ATTRIBUTE
+            todo = next((todo for start, todo in _TODO.items() if name.startswith(start)), other_todo)
+            return frame.format(what=name, left=_shown(left), right=_shown(right), todo=todo)
+    return f"ranks {one} and {rank} report the same things in another order; nothing was changed."
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."

@@ -1,0 +1,103 @@
+"""Carrying out the steps of a plan, in two halves: prepare what can fail, then change what cannot."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Self
+
+from torch import nn
+
+from shardcore.mesh import ShardContext
+from shardcore.nn.layout import Layout, SharedSplit, distribute
+from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.plan import ShardPlan
+from shardcore.plan.steps import Commit, SplitTokens
+
+__all__ = [
+    "Changes",
+]
+
+
+@dataclass
+class Changes:
+    """The prepared changes of a plan; committing them in order changes the model."""
+
+    commits: list[Commit] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> Self:
+        """Prepare everything that ``plan`` does to ``model``; the model is not changed.
+
+        Without a context, or with one tensor-parallel rank, no parameter changes and no step of the plan splits.
+        """
+        commits: list[Commit] = []
+        if context is not None and context.size > 1:
+            for copies in sorted({p.layout.copies for p in plan.parameters if isinstance(p.layout, SharedSplit)}):
+                context.join_neighbours(copies)  # before anything that can fail on one rank alone
+            layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
+            commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
+            commits.append(functools.partial(_move_buffers, model, context))
+        bench = _Bench(model, plan, context)
+        commits += [step.prepare(bench) for step in plan.steps]
+        return cls(commits)
+
+    def commit(self) -> None:
+        """Change the model."""
+        for commit in self.commits:
+            commit()
+
+
+class _Bench:
+    """What there is to work with while the steps of one plan are carried out; see `shardcore.plan.steps.Bench`."""
+
+    def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
+        self.model, self.context = model, context
+        # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
+        self._tokens = [(step, TokenSplit(self.shared)) for step in plan.steps if isinstance(step, SplitTokens)]
+
+    @property
+    def shared(self) -> ShardContext:
+        """See `Bench.shared`."""
+        if self.context is None:
+            raise RuntimeError("one rank alone was given a plan with steps that split")
+        return self.context
+
+    def tokens_at(self, path: str) -> TokenSplit | None:
+        """See `Bench.tokens_at`."""
+        return next((tokens for step, tokens in self._tokens[::-1] if step.covers(path)), None)
+
+    def tokens_below(self, path: str) -> TokenSplit | None:
+        """See `Bench.tokens_below`."""
+        found = (t for step, t in self._tokens[::-1] if not path or f"{step.path}.".startswith(f"{path}."))
+        return next(found, None)
+
+
+def _parts(
+    model: nn.Module, layouts: dict[str, Layout], context: ShardContext
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield (owner, name, new parameter) for every place of every parameter; tied places share one object."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            layout = layouts.get(f"{path}.{name}" if path else name)
+            if parameter is None or layout is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = distribute(parameter, layout, context)
+            yield module, name, made[id(parameter)]
+
+
+def _assign(parts: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    while parts:  # popped, so that each whole tensor is freed as soon as its part has taken its place
+        module, name, parameter = parts.pop()
+        module._parameters[name] = parameter
+
+
+def _move_buffers(model: nn.Module, context: ShardContext) -> None:
+    """Bring buffers to the device of the mesh, where the parts of the parameters are by now."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in ("meta", context.tp.device_type):
+                module._buffers[name] = buffer.to(context.device)

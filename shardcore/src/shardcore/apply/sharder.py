@@ -1,0 +1,384 @@
+"""Sharding one model: compile, agree, prepare, agree again, and only then change it.
+
+Everything that can fail is prepared first (the parts of every parameter, the modules that a user's classes make), so
+that a failure on any rank is an error on all of them with nothing changed; the changes are assignments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardcore.agree.agreement import Report, agree, is_alone
+from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
+from shardcore.agree.received import check_source, receive, set_modes
+from shardcore.apply.changes import Changes
+from shardcore.apply.launch import world_size
+from shardcore.apply.shardable import check_model, refuse_sharded
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
+from shardcore.errors import ConfigError, PartlyShardedError
+from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
+from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
+from shardcore.nn.base import swapped_class
+from shardcore.nn.intact import Intact
+from shardcore.nn.loading import take_full_tensors
+from shardcore.nn.partial import require_sums
+from shardcore.plan import ShardPlan
+from shardcore.plan.digest import to_data
+from shardcore.plugins.registry import Registry, default_registry
+from shardcore.policy import Policy
+
+__all__ = ["ModelSharder"]
+
+Result = TypeVar("Result")
+
+
+class ModelSharder:
+    """Shards one model by one policy, in place.
+
+    ```python
+    ModelSharder(model, policy, ShardConfig(tensor_parallel_size=2)).shard()
+    ```
+
+    Every rank of the default process group makes the same call. Most users call `shardcore.shard`, which finds the
+    policy, starts the process group and adds data parallelism. After Shardformer's ``ModelSharder`` (ColossalAI).
+
+    Args:
+        model: the unsharded model, with the same weights on every rank (or on the meta device).
+        policy: a policy or its class; None looks for one among the installed packs.
+        shard_config: the configuration. It and ``policy`` may come in either order, as both were published.
+        sync_from: take the weights of this global rank instead of requiring equal ones.
+        check: called with the plan before the ranks agree; an error that it raises becomes one on all ranks.
+        told: called after ``check``; further (name, value) pairs that have to be the same on every rank.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | type[Policy] | ShardConfig | None = None,
+        shard_config: ShardConfig | Policy | type[Policy] | None = None,
+        *,
+        sync_from: int | None = None,
+        check: Callable[[ShardPlan], None] | None = None,
+        told: Callable[[], Iterable[Item]] | None = None,
+    ) -> None:
+        config: Any = shard_config
+        if isinstance(policy, ShardConfig) or not isinstance(shard_config, ShardConfig | None):
+            policy, config = config, policy
+        check_model(model)
+        if isinstance(policy, type) and issubclass(policy, Policy):
+            policy = _made(policy)
+        if not isinstance(policy, Policy | None) or not isinstance(config, ShardConfig | None):
+            raise ConfigError(
+                f"ModelSharder wants a model, a Policy and a ShardConfig, got {type(policy).__name__} and "
+                f"{type(config).__name__}; shardcore.shard(model, tp=...) finds the policy by itself"
+            )
+        if sync_from is not None and (type(sync_from) is not int or sync_from < 0):
+            raise ConfigError(f"sync_from must be the number of a global rank, from 0, or None; got {sync_from!r}")
+        self.model = model
+        self.config = config or ShardConfig()
+        self.plan: ShardPlan | None = None
+        self.context: ShardContext | None = None
+        self._policy = policy
+        self._origin = ""
+        self._registry: Registry | None = None  # where the policy was found; None for one that was given
+        self._sync_from = sync_from
+        self._check = check
+        self._told = told
+
+    @functools.cached_property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that shard the model together; None for the default process group."""
+        return self.config.group()
+
+    @property
+    def policy(self) -> Policy:
+        """The policy: the one given, or the one that an installed pack offers for the model's class.
+
+        Raises:
+            NoPolicyError: no installed pack serves the class.
+            AmbiguousPolicyError: several do.
+        """
+        if self._policy is None:
+            registry = default_registry()
+            match = registry.resolve(type(self.model))
+            self._origin = f"{match.pack.distribution} {match.pack.version}"
+            self._policy = match.load()()
+            self._registry = registry
+        return self._policy
+
+    def compile(self) -> ShardPlan:
+        """Compile the plan; changes nothing.
+
+        Raises:
+            AlreadyShardedError: the model, or a part of it, was sharded before.
+            ConfigError: the sizes do not fit the number of ranks.
+            PlanError: the policy does not fit the model.
+        """
+        refuse_sharded(self.model)
+        policy = self.policy
+        plan = self._compile(policy, self.config.resolve(world_size(self.config)))
+        if self._check is not None:
+            self._check(plan)
+        return plan
+
+    def shard(self) -> nn.Module:
+        """Shard the model in place and return it.
+
+        Raises:
+            ShardcoreError: before anything was changed, on every rank, if any rank could not go on or the ranks differ.
+            PartlyShardedError: the code of the policy or of a pack failed while the model was being changed.
+        """
+        with _out_of_inference_mode():
+            context = self.agree()
+            self._observe("before")
+            self._apply(context)
+            self._observe("after")
+        return self.model
+
+    def finish(self, work: Callable[[], Result]) -> Result:
+        """Change the sharded model further, on every rank, and return what ``work`` does.
+
+        Raises:
+            PartlyShardedError: it failed on a rank; the model is unusable on all of them.
+        """
+        with _out_of_inference_mode():
+            return self._together(work, changing=True)
+
+    def _apply(self, context: ShardContext | None) -> None:
+        if context is None:
+            self._prepare(None).commit()
+            set_alone(self.model)
+            return
+        if type(self.policy).preprocess is not Policy.preprocess:
+            self._together(self._preprocess, changing=True)
+            changes = self._together(functools.partial(self._prepare, context), changing=True)
+        else:
+            changes = self._together(functools.partial(self._prepare, context))
+        self._together(functools.partial(self._change, context, changes), changing=True)
+
+    def _observe(self, when: Literal["before", "after"]) -> None:
+        """Call the observing hooks of the packs; a policy that was given bypasses them, like all of discovery."""
+        if self._registry is None:
+            return
+        observe = functools.partial(self._registry.observe, when, self.model, self.plan)
+        self._together(observe, changing=when == "after")
+
+    def agree(self) -> ShardContext | None:
+        """Compile, and make sure that all ranks hold the same; returns None where there is nothing to shard."""
+        failure: BaseException | None = None
+        try:
+            self.plan = self.compile()
+            if self._sync_from is not None:
+                check_source(self.model, self._sync_from, self.group)
+            own = self._report(self.plan)
+        except BaseException as error:  # what ends this process too: the other ranks wait for a report
+            failure, own = error, Report.of_error(error)
+        reports = agree(own, failure, group=self.group)
+        if len(reports) == 1 or self.plan is None:
+            return None
+        config = self.plan.config
+        if self._sync_from is not None:
+            receive(self.model, self._sync_from, self.group)
+            set_modes(self.model, reports[dist.get_group_rank(_group(self.group), self._sync_from)].modes)
+        self.context = ShardContext.of(
+            config.mesh(),
+            seed=reports[0].seed,
+            partial_gradients=config.partial_gradients,
+            keeps_gathered=config.sequence_keep_gathered,
+        )
+        return self.context
+
+    def _report(self, plan: ShardPlan) -> Report:
+        seed = torch.initial_seed()
+        if is_alone(self.group):
+            return Report(seed=seed)
+        one_source = self._sync_from is not None
+        modes = tuple(module.training for module in self.model.modules()) if one_source else ()
+        return Report(items=tuple(self._items(plan)), seed=seed, modes=modes)
+
+    def _items(self, plan: ShardPlan) -> Iterator[Item]:
+        """Yield everything that ranks have to hold alike, so that the first difference explains the others."""
+        model_class, *others = model_items(self.model)
+        yield model_class
+        yield "the policy's origin", f"{plan.policy} of {self._origin or 'no pack'}"
+        yield from versions(self.model)
+        yield "the packs that bring modules or observe", self._active_packs()
+        yield from ((f"ShardConfig.{name}", str(value)) for name, value in to_data(plan.config).items())
+        yield "the argument sync_from", str(self._sync_from)
+        yield from () if self._told is None else self._told()
+        yield from others
+        if self._sync_from is None:
+            yield from training_modes(self.model)
+        about, values = tensor_items(self.model, values=self._sync_from is None)
+        yield from about
+        yield from in_words(plan)
+        yield from values
+
+    def replace_model_class(self) -> None:
+        """Swap the class of this one model for the one that the policy provides, and mark the model as sharded."""
+        if self.context is None:
+            return
+        self._give_class(self.model, self.policy.new_model_class(), "new_model_class")
+        for part in [module for module in self.model.modules() if module is not self.model]:
+            if self._give_class(part, self.policy.new_part_class(part), "new_part_class"):
+                set_part_of(part, self.context)
+        set_context(self.model, self.context)
+        ShardedModel.adopt(self.model, self.context)
+        if self.context.partial_gradients == "deferred":
+            require_sums(self.model)
+
+    def _give_class(self, module: nn.Module, new: type[nn.Module] | None, method: str) -> bool:
+        if new is None:
+            return False
+        if not issubclass(new, type(module)):
+            raise PartlyShardedError(
+                f"{type(self.policy).__name__}.{method} returned {new.__qualname__}, which is not a subclass of "
+                f"{type(module).__qualname__}; derive it from that class"
+            )
+        module.__class__ = new
+        return True
+
+    def replace_module(self) -> None:
+        """Replace parameters, modules, attributes and methods as the plan says.
+
+        `shard` calls it between the agreement and the post-processing; call it alone only after `agree`.
+        """
+        if self.context is None and self.agree() is None:
+            return
+        if self.context is not None:
+            self._together(functools.partial(self._prepare, self.context)).commit()
+
+    def _active_packs(self) -> str:
+        packs = self._registry.active if self._registry else ()
+        return ", ".join(map(str, packs)) or "none"
+
+    def _preprocess(self) -> None:
+        """Let the policy change the model, and compile again for what it has become."""
+        self._run_users_code(self.policy.preprocess)
+        if self.plan is not None:
+            self.plan = self._compile(self.policy, self.plan.config)
+
+    def _compile(self, policy: Policy, config: ShardConfig) -> ShardPlan:
+        modules = self._registry.modules_for(config) if self._registry else None
+        return compile_plan(policy, self.model, config, origin=self._origin, modules=modules)
+
+    def _prepare(self, context: ShardContext | None) -> Changes:
+        return Changes() if self.plan is None else Changes.of(self.model, self.plan, context)
+
+    def _change(self, context: ShardContext, changes: Changes) -> None:
+        self.replace_model_class()
+        changes.commit()
+        self._guard(context)
+        take_full_tensors(self.model)
+        self._run_users_code(self.policy.postprocess)
+        self._watch(context)
+
+    def _together(self, work: Callable[[], Result], *, changing: bool = False) -> Result:
+        """Do ``work`` on every rank and return its result; if it fails on one rank, all of them raise.
+
+        Raises:
+            PartlyShardedError: it failed, and models are being changed.
+            AgreementError: it failed on another rank, and nothing was changed.
+        """
+        failure: BaseException | None = None
+        own = Report()
+        results: list[Result] = []
+        try:
+            results.append(work())
+        except BaseException as error:  # what ends this process too: the other ranks wait for a report
+            failure, own = error, Report.of_error(error)
+        try:
+            agree(own, failure, changing=changing, group=self.group)
+        except BaseException as error:
+            if not changing:
+                raise
+            broken = self._half_way(error)
+            _mark_broken(self.model, broken)
+            if broken is error or not isinstance(error, Exception):
+                raise
+            raise broken from error
+        return results[0]
+
+    def _half_way(self, error: BaseException) -> PartlyShardedError:
+        if isinstance(error, PartlyShardedError):
+            return error
+        return PartlyShardedError(
+            f"sharding this {type(self.model).__name__} failed half-way: {type(error).__name__}: {error}. "
+            "The model is unusable; build it anew."
+        )
+
+    def _guard(self, context: ShardContext) -> None:
+        """Guard the modules around the blocks too: they are often called by themselves (model.model(...))."""
+        lists = self.plan.stages.lists if self.plan and self.plan.stages else ()
+        owners = {".".join(name.split(".")[:depth]) for name in lists for depth in range(1, name.count(".") + 1)}
+        for owner in sorted(owners):
+            StreamGuarded.adopt(self.model.get_submodule(owner), context)
+
+    def _watch(self, context: ShardContext) -> None:
+        """Write down which modules have to stay; whoever changes them later is told in the next call of the model."""
+        steps = self.plan.steps if self.plan else ()
+        regions = {step.path for step in steps if step.splits_heads}
+        tokens = [path for step in steps for path in step.splits_tokens]
+        replicas = context.axis_size("dp_replicate") * context.axis_size("dp_shard")
+        self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
+
+    def _run_users_code(self, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception as error:
+            raise PartlyShardedError(
+                f"{type(self.policy).__name__}.{getattr(function, '__name__', function)} failed while the "
+                f"{type(self.model).__name__} was being sharded: {type(error).__name__}: {error}. The model is "
+                "unusable; build it anew."
+            ) from error
+
+
+def _made(policy: type[Policy]) -> Policy:
+    try:
+        return policy()
+    except Exception as error:
+        raise ConfigError(
+            f"policy={policy.__name__} could not be instantiated: {type(error).__name__}: {error}; a policy class "
+            "takes no arguments and implements module_policy. Pass an instance if it needs arguments"
+        ) from error
+
+
+def _out_of_inference_mode() -> AbstractContextManager[object]:
+    """Leave inference mode, whose tensors can never be trained."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def _group(group: ProcessGroup | None) -> ProcessGroup:
+    world = group or dist.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no process group")
+    return world
+
+
+def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
+    model.__dict__["_shardcore_failure"] = str(error)
+    model.__class__ = swapped_class(type(model), _Broken)
+
+
+class _Broken(SwappedModule):
+    """A model whose sharding failed half-way: it says so whenever it is called."""
+
+    keeps_name = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:  # before any hook of a wrapper that failed as well
+        raise PartlyShardedError(self.__dict__["_shardcore_failure"])
+
+    forward = __call__

@@ -1,0 +1,198 @@
+"""What planning gathers while it goes through the rows of a policy: claims, steps and problems."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardcore.config import ShardConfig
+from shardcore.errors import Problem
+from shardcore.nn import Layout, SwappedModule
+from shardcore.plan.steps import Step, Swap
+from shardcore.policy import HeadCounts, Rule
+
+__all__ = ["Claim", "Draft", "DraftScope", "Modules"]
+
+#: Given a native class and the class that would replace it: the class to be used in its place, or None.
+Modules = Callable[[type[nn.Module], type[SwappedModule]], type[SwappedModule] | None]
+
+
+@dataclass
+class Claim:
+    """A row says how one parameter lies; ``asked`` is the name by which the row reached it."""
+
+    name: str
+    row: str
+    layout: Layout | None
+    asked: str
+
+
+@dataclass
+class Draft:
+    """What planning has gathered so far."""
+
+    model: nn.Module
+    config: ShardConfig
+    ranks: int
+    heads: HeadCounts | None = None
+    claims: dict[str, list[Claim]] = field(default_factory=dict)  # by the parameter's full name
+    heads_failed: bool = False  # a check of heads was reported already
+    steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
+    steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
+    paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
+    problems: list[Problem] = field(default_factory=list)
+    refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rows follow from them
+    modules: Modules | None = None  # what packs bring in place of parallel modules
+
+    def at(self, path: str) -> Sequence[Step]:
+        """See `PlanView.at`."""
+        return self.steps_at.get(path, ())
+
+    def at_module(self, module: nn.Module) -> Sequence[Step]:
+        """See `PlanView.at_module`."""
+        return self.at(self.paths[id(module)]) if id(module) in self.paths else ()
+
+    def rule_of(self, parameter: str) -> str | None:
+        """See `PlanView.rule_of`."""
+        claims = self.claims.get(parameter)
+        return claims[0].row if claims else None
+
+    def check(self) -> None:
+        """Let every step say what does not fit between it and the others."""
+        for step in list(self.steps.values()):
+            for problem in step.check(self):
+                if problem not in self.problems:
+                    self.problems.append(problem)
+
+    @property
+    def carried_out(self) -> list[Step]:
+        """The steps that these ranks have a use for: one rank alone splits nothing."""
+        return [step for step in self.steps.values() if self.ranks > 1 or not step.splits]
+
+
+@dataclass
+class DraftScope:
+    """`shardcore.policy.Scope` for one row and one module."""
+
+    draft: Draft
+    row: Rule
+    path: str
+    module: nn.Module
+
+    @property
+    def config(self) -> ShardConfig:
+        """See `Scope.config`."""
+        return self.draft.config
+
+    @property
+    def ranks(self) -> int:
+        """See `Scope.ranks`."""
+        return self.draft.ranks
+
+    @property
+    def heads(self) -> HeadCounts | None:
+        """See `Scope.heads`."""
+        if self.draft.heads is None and not self.draft.heads_failed:
+            what = "the row needs the numbers of heads, which the policy does not declare"
+            self.problem(what, "add Heads(...) to the policy's checks")
+        return self.draft.heads
+
+    def name(self, suffix: str) -> str:
+        """See `Scope.name`."""
+        name = ".".join(filter(None, (self.path, _dotted(suffix))))
+        try:
+            # A module under two names is one module: its first name stands for all.
+            return self.draft.paths.get(id(self.draft.model.get_submodule(name)), name)
+        except AttributeError:
+            return name
+
+    def find(self, suffix: str) -> nn.Module | None:
+        """See `Scope.find`."""
+        try:
+            found = self.module.get_submodule(_dotted(suffix))
+        except AttributeError:
+            if not self.row.optional:
+                self.problem(
+                    _absence(self.module, suffix),
+                    "correct the name for this version of the model, or say optional=True",
+                )
+            return None
+        return found
+
+    def above(self) -> Iterator[tuple[str, nn.Module]]:
+        """See `Scope.above`."""
+        path = self.path
+        while path:
+            yield path, self.draft.model.get_submodule(path)
+            path = path.rpartition(".")[0]
+        yield "", self.draft.model
+
+    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
+        """See `Scope.swap`."""
+        module = self.module.get_submodule(_dotted(suffix))
+        if self.draft.modules is not None:
+            target = self.draft.modules(type(module), target) or target
+        if problem := target.refusal(module, self.ranks, **options):
+            self.problem(problem, "correct the row, or use another tensor_parallel_size", suffix)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.claim(suffix, name, None)  # said already: not "covered by no row" too
+            return target
+        self.add(Swap(path=self.name(suffix), target=target, options=tuple(sorted(options.items()))))
+        for name, layout in target.layouts(module, self.ranks, **options).items():
+            self.claim(suffix, name, layout)
+        return target
+
+    def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
+        """See `Scope.claim`."""
+        name = ".".join(filter(None, (self.name(suffix), parameter)))
+        claims = self.draft.claims.setdefault(name, [])
+        claim = Claim(name, self.row.text, layout, ".".join((self.path, suffix, parameter)))
+        # A module under two names may be reached by both, if they say the same.
+        if not any(c.layout == layout and (c.asked != claim.asked or c.row == claim.row) for c in claims):
+            claims.append(claim)
+
+    def add(self, step: Step) -> None:
+        """See `Scope.add`."""
+        others = self.draft.steps_at.setdefault(step.path, [])
+        if any(step.same_as(other) for other in others):
+            return
+        for other in others:
+            if what := step.conflict(other):
+                self.problem(what, "keep one of them")
+        if self.draft.steps.setdefault(repr(step), step) is step:
+            others.append(step)
+
+    def problem(self, what: str, todo: str, suffix: str = "") -> None:
+        """See `Scope.problem`."""
+        problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
+        if problem not in self.draft.problems:
+            self.draft.problems.append(problem)
+
+    def refuse(self, what: str, todo: str) -> None:
+        """See `Scope.refuse`."""
+        self.draft.refusals.append(Problem(where=self.name(""), row=self.row.text, what=what, todo=todo))
+
+
+def _absence(module: nn.Module, suffix: str) -> str:
+    """Say where the way to the submodule ``suffix`` ends, and how it could go on."""
+    *parts, last = _dotted(suffix).split(".")
+    way = []
+    for part in parts:
+        if not isinstance(child := getattr(module, part, None), nn.Module):
+            last = part
+            break
+        module = child
+        way.append(part)
+    owner = f"{type(module).__name__} ({'.'.join(way)})" if way else type(module).__name__
+    names = ", ".join(name for name, _ in module.named_children()) or "none"
+    return f"{owner} has no submodule {last!r}; its children are {names}"
+
+
+def _dotted(suffix: str) -> str:
+    """Return ``layers[0].mlp``, as Shardformer's policies write it, as ``layers.0.mlp``."""
+    return re.sub(r"\[(\d+)\]", r".\1", suffix).lstrip(".")

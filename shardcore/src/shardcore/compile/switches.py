@@ -1,0 +1,149 @@
+"""The wishes of a configuration that a policy fulfils in its own way: the steps they become, and what was chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+
+from torch import nn
+
+from shardcore import _env
+from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.errors import ConfigError, NotSupportedError, Problem
+from shardcore.nn import Replicated
+from shardcore.plan.choice import Choice
+from shardcore.plan.steps import Compile, FreezeForInference, FuseNorm, Phase, Step, Swap
+from shardcore.policy import Policy
+
+__all__ = ["optimize"]
+
+
+def optimize(
+    policy: Policy, model: nn.Module, config: ShardConfig, device_type: str, planned: list[Step]
+) -> Iterator[Step | Choice | Problem]:
+    """Yield the steps that the switches of ``config`` add to those ``planned`` by the rows, and what they came to."""
+    if wish := config.enable_flash_attention:
+        yield from _flash_attention(policy, device_type, asked=wish is True)
+    if config.enable_fused_normalization:
+        yield Choice(wish="enable_fused_normalization", outcome=_fused(planned))
+    if config.enable_jit_fused:
+        yield from _compile(policy, model, config, device_type)
+    if config.gradient_checkpoint_config is not None:
+        yield from _recompute(policy, model, config.gradient_checkpoint_config)
+    if config.inference_only:
+        yield FreezeForInference(path="")
+    if config.enable_sequence_parallelism and not any(step.phase is Phase.SEQUENCE for step in planned):
+        yield Problem(
+            where="",
+            row="ShardConfig.enable_sequence_parallelism=True",
+            what="the policy does not say between which modules tokens may be split",
+            todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
+        )
+    yield from _unread(policy, config)
+
+
+def _flash_attention(policy: Policy, device_type: str, *, asked: bool) -> Iterator[Step | Choice | Problem]:
+    wish = "enable_flash_attention"
+    try:
+        step = policy.flash_attention(device_type, asked=asked)
+    except NotSupportedError as error:
+        if asked:
+            yield Problem(
+                where="",
+                row=f"ShardConfig.{wish}=True",
+                what=f"flash attention is impossible: {error}",
+                todo=f"mend that, or say {wish}='auto' to use it wherever it is possible",
+            )
+        else:
+            yield Choice(wish=wish, outcome=f"off: {error}")
+    else:
+        yield step
+        yield Choice(wish=wish, outcome=step.describe())
+
+
+def _fused(planned: list[Step]) -> str:
+    ours = sum(isinstance(step, FuseNorm) for step in planned)
+    brought = sorted(
+        {
+            step.target.__name__
+            for step in planned
+            if isinstance(step, Swap) and issubclass(step.target, Replicated) and step.target is not Replicated
+        }
+    )
+    said = [f"torch's rms_norm for {ours} modules"] if ours else []
+    said += [f"{', '.join(brought)} of a pack"] if brought else []
+    return ", ".join(said) or "nothing to do: torch's own norms are fused"
+
+
+def _compile(
+    policy: Policy, model: nn.Module, config: ShardConfig, device_type: str
+) -> Iterator[Step | Choice | Problem]:
+    """Compile all blocks if it was asked for: on the CPU nothing was gained, and elsewhere it was not measured."""
+    wish = "enable_jit_fused"
+    if config.enable_jit_fused is not True:
+        yield Choice(wish=wish, outcome="off: compiling gained nothing where it was measured, on the CPU")
+        return
+    row = f"ShardConfig.{wish}=True"
+    found = _blocks(policy, model, row)
+    if reason := _no_graphs(config, device_type):
+        yield Problem(where="", row=row, what=reason, todo=f"mend that, or leave {wish} alone")
+    elif isinstance(found, Problem):
+        yield found
+    else:
+        blocks = [f"{name}.{index}" for name, children in found.items() for index, _ in children]
+        yield from (Compile(path=path) for path in blocks)
+        yield Choice(wish=wish, outcome=f"{len(blocks)} blocks are compiled while training")
+
+
+def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
+    """Say why blocks cannot be compiled, or return None."""
+    if config.inference_only:
+        return "blocks are compiled while training, and inference_only=True rules that out"
+    if device_type == "cpu" and not any(map(shutil.which, _env.compilers())):
+        return "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)"
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs triton on CUDA, which is not installed (pip install triton)"
+    return None
+
+
+def _blocks(policy: Policy, model: nn.Module, row: str) -> Problem | dict[str, list[tuple[str, nn.Module]]]:
+    """Return the named blocks of each of the policy's lists."""
+    lists = policy.stages.lists if policy.stages else ()
+    if not lists:
+        what = f"{type(policy).__qualname__} does not say where the model's blocks are"
+        return Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")
+    try:
+        return {name: list(model.get_submodule(name).named_children()) for name in lists}
+    except AttributeError as error:
+        todo = f"correct stages of {type(policy).__qualname__}"
+        return Problem(where=", ".join(lists), row=row, what=str(error), todo=todo)
+
+
+def _recompute(policy: Policy, model: nn.Module, wish: GradientCheckpointConfig) -> Iterator[Step | Problem]:
+    row = f"ShardConfig.gradient_checkpoint_config={wish}"
+    found = _blocks(policy, model, row)
+    if isinstance(found, Problem):
+        yield found
+        return
+    where = ", ".join(found)
+    try:
+        # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
+        for name, blocks in found.items():
+            for index, block in blocks[: wish.blocks(len(blocks))]:
+                yield policy.recompute(f"{name}.{index}", block)
+    except (ConfigError, NotSupportedError) as error:
+        yield Problem(where=where, row=row, what=str(error), todo="change or remove gradient_checkpoint_config")
+
+
+def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:
+    """Report settings that nothing would read."""
+    for name in sorted(set(config.extra_kwargs) - policy.extra_kwargs, key=str):
+        known = ", ".join(sorted(policy.extra_kwargs)) or "none"
+        yield Problem(
+            where="",
+            row=f"ShardConfig.extra_kwargs[{name!r}]",
+            what=f"{type(policy).__qualname__} does not read it; what it reads: {known}",
+            todo="remove it, or correct the name",
+        )

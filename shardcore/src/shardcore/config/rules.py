@@ -1,0 +1,199 @@
+"""What a `shardcore.config.ShardConfig` may say, and how its sizes follow from each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, get_args
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardcore
+from shardcore import _planned
+from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.mesh import AXES, DATA_AXES, PartialGradients, axis_name
+
+if TYPE_CHECKING:
+    from shardcore.config import ShardConfig
+
+__all__ = ["SIZES", "SWITCHES", "check", "fill_in", "sizes_of_place"]
+
+# Values that a field can have at all, where that is a short list.
+_CHOICES = {
+    "tensor_parallel_mode": ("1d", "2d", "2.5d", "3d"),
+    "sequence_parallelism_mode": (None, "split_gather", "ring", "all_to_all", "ring_attn"),
+    "partial_gradients": get_args(PartialGradients),
+}
+
+SWITCHES = ("enable_flash_attention", "enable_fused_normalization", "enable_jit_fused")
+
+_FLAGS = (
+    "enable_tensor_parallelism",
+    "inference_only",
+    "parallel_output",
+    "enable_sequence_parallelism",
+    "sequence_keep_gathered",
+    "enable_sequence_overlap",
+    "enable_all_optimization",
+    "fp8_communication",
+)
+
+SIZES = ("tensor_parallel_size", "data_parallel_size", "dp_replicate_size", "dp_shard_size")
+
+
+def check(config: ShardConfig) -> None:
+    """Refuse a configuration that is wrong, contradicts itself, or asks for what a later release will bring.
+
+    Raises:
+        ConfigError: a value is of the wrong kind, or fields contradict each other.
+        NotSupportedError: a later release will support the value.
+    """
+    _check_kinds(config)
+    _check_planned(config)
+    _check_contradictions(config)
+    _check_place(config)
+
+
+def _check_kinds(config: ShardConfig) -> None:
+    """Refuse values of the wrong kind."""
+
+    def require(name: str, fits: bool, wanted: str) -> None:
+        if not fits:
+            raise ConfigError(f"ShardConfig.{name} must be {wanted}, got {getattr(config, name)!r}")
+
+    for entry in dataclasses.fields(config):
+        name, value = entry.name, getattr(config, entry.name)
+        if name.endswith("_size") or name == "make_vocab_size_divisible_by":
+            require(name, value is None or (type(value) is int and value >= 1), "a positive integer or None")
+        if name in _FLAGS:
+            require(name, isinstance(value, bool), "True or False")
+        if name in SWITCHES and (name, value) != ("enable_flash_attention", "xformers"):
+            require(name, value is None or value == "auto" or isinstance(value, bool), "True, False, 'auto' or None")
+        if name in _CHOICES:
+            require(name, value in _CHOICES[name], f"one of {', '.join(map(repr, _CHOICES[name]))}")
+    require("device_mesh", isinstance(config.device_mesh, DeviceMesh | None), "a DeviceMesh or None")
+    require(
+        "gradient_checkpoint_config",
+        isinstance(config.gradient_checkpoint_config, GradientCheckpointConfig | None),
+        "a GradientCheckpointConfig or None",
+    )
+    require("extra_kwargs", isinstance(config.extra_kwargs, Mapping), "a mapping of names to values")
+    require(
+        "tensor_parallel_process_group",
+        isinstance(config.tensor_parallel_process_group, ProcessGroup | None),
+        "a process group that this rank belongs to, or None",
+    )
+
+
+def _check_planned(config: ShardConfig) -> None:
+    for name, planned in _planned.FIELDS.items():
+        if (value := getattr(config, name)) not in planned.works:
+            raise NotSupportedError(
+                f"ShardConfig.{name}={value!r} is not supported by shardcore {shardcore.__version__}; it is planned "
+                f"for release {planned.release}. Until then: {planned.instead}."
+            )
+
+
+def _check_contradictions(config: ShardConfig) -> None:
+    data, replicate, shard = config.data_parallel_size, config.dp_replicate_size, config.dp_shard_size
+    if data and replicate and shard and data != replicate * shard:
+        raise ConfigError(
+            f"ShardConfig.data_parallel_size {data} is not dp_replicate_size {replicate} times dp_shard_size "
+            f"{shard}; leave one of the three None"
+        )
+    if not config.enable_tensor_parallelism and (config.tensor_parallel_size or 1) > 1:
+        raise ConfigError(
+            f"ShardConfig.enable_tensor_parallelism=False contradicts tensor_parallel_size="
+            f"{config.tensor_parallel_size}; leave the size None"
+        )
+    if config.loss_chunk_size is not None and not config.parallel_output:
+        raise ConfigError(
+            f"ShardConfig.loss_chunk_size={config.loss_chunk_size} without parallel_output=True: logits that are whole "
+            "on every rank are not computed in chunks; give both or neither"
+        )
+    if config.sequence_parallelism_mode is not None and not config.enable_sequence_parallelism:
+        raise ConfigError(
+            f"ShardConfig.sequence_parallelism_mode={config.sequence_parallelism_mode!r} without "
+            "enable_sequence_parallelism=True says nothing; give both or neither"
+        )
+    if config.inference_only and config.gradient_checkpoint_config is not None:
+        raise ConfigError(
+            "ShardConfig.gradient_checkpoint_config contradicts inference_only=True: without a backward there is "
+            "nothing to recompute; give one of them"
+        )
+
+
+def _check_place(config: ShardConfig) -> None:
+    """Check a mesh or a process group of the caller against the sizes."""
+    mesh, group = config.device_mesh, config.tensor_parallel_process_group
+    if mesh is not None and group is not None:
+        raise ConfigError(
+            "ShardConfig.device_mesh and tensor_parallel_process_group both say which ranks are tensor-parallel; give "
+            "the mesh, whose axis 'tp' has a process group of its own"
+        )
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ()
+        if "tp" not in names or names != tuple(name for axis in AXES if (name := axis_name(mesh, axis))):
+            raise ConfigError(
+                f"ShardConfig.device_mesh has the axes {names or '(unnamed)'}; wanted 'tp' and, before it, whichever "
+                f"there are of {AXES[:-1]}, in this order ('dp' is another name for 'dp_shard'): "
+                "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp'))"
+            )
+        if mesh.get_coordinate() is None:
+            raise ConfigError("ShardConfig.device_mesh does not hold this rank; only the ranks of a mesh shard over it")
+        for axis, planned in (
+            ("pp", _planned.FIELDS["pipeline_parallel_size"]),
+            ("cp", _planned.FIELDS["context_parallel_size"]),
+        ):
+            if axis in names and mesh[axis].size() > 1:
+                raise NotSupportedError(
+                    f"ShardConfig.device_mesh has {mesh[axis].size()} ranks on its axis {axis!r}, which is not "
+                    f"supported by shardcore {shardcore.__version__}; it is planned for release {planned.release}. "
+                    f"Until then: {planned.instead}."
+                )
+    source = "device_mesh" if mesh is not None else "tensor_parallel_process_group"
+    for name, size in sizes_of_place(config).items():
+        given = getattr(config, name)
+        if given is not None and given != size:
+            raise ConfigError(f"ShardConfig.{name} is {given}, but {source} says {size}; leave the size None")
+    if not config.enable_tensor_parallelism and sizes_of_place(config).get("tensor_parallel_size", 1) > 1:
+        raise ConfigError(f"ShardConfig.enable_tensor_parallelism=False contradicts {source}; leave it None")
+
+
+def sizes_of_place(config: ShardConfig) -> dict[str, int]:
+    """Return the sizes that a mesh or a process group of the caller determines, or that the switch of ``tp`` does."""
+    if (mesh := config.device_mesh) is not None:
+        found = {axis: axis_name(mesh, axis) for axis in (*DATA_AXES, "tp")}
+        sizes = {axis: mesh[name].size() if name else 1 for axis, name in found.items()}
+        replicate, shard = sizes["dp_replicate"], sizes["dp_shard"]
+        return dict(zip(SIZES, (sizes["tp"], replicate * shard, replicate, shard), strict=True))
+    if (group := config.tensor_parallel_process_group) is not None:
+        return dict(zip(SIZES, (group.size(), 1, 1, 1), strict=True))
+    return {} if config.enable_tensor_parallelism else {"tensor_parallel_size": 1}
+
+
+def fill_in(given: Mapping[str, int | None], world_size: int) -> dict[str, int]:
+    """Derive the sizes that are None from the others and the number of ranks."""
+    tensor, data, replicate, shard = (given[name] for name in SIZES)
+    if data is None and shard:
+        data = shard * (replicate or 1)
+    if tensor is None:
+        tensor = max(1, world_size // (data or replicate or 1))
+    if data is None:
+        data = max(1, world_size // tensor)
+    if tensor * data != world_size:
+        raise ConfigError(
+            f"tensor_parallel_size {tensor} times data_parallel_size {data} is {tensor * data}, but there "
+            f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}; "
+            f"start {tensor * data} ranks (torchrun --nproc-per-node {tensor * data} ...) or change the sizes"
+        )
+    replicate = replicate or (data // shard if shard else 1)
+    shard = shard or data // replicate
+    if replicate * shard != data:
+        raise ConfigError(
+            f"dp_replicate_size {replicate} times dp_shard_size {shard} is {replicate * shard}, but "
+            f"data_parallel_size is {data}"
+        )
+    return dict(zip(SIZES, (tensor, data, replicate, shard), strict=True))

@@ -1,0 +1,251 @@
+"""How a model is to be sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.config.rules import SIZES, SWITCHES, check, fill_in, sizes_of_place
+from shardcore.errors import ConfigError
+from shardcore.mesh import PartialGradients, build_mesh, group_of, mesh_of_group
+
+__all__ = ["ShardConfig", "Switch"]
+
+#: Short names of `shardcore.shard`, and the fields they stand for.
+SHORT_NAMES = {
+    "tp": "tensor_parallel_size",
+    "dp": "data_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+}
+
+#: Off, on, or on wherever it is possible. None is off, and ``"auto"`` under ``enable_all_optimization``.
+Switch = bool | Literal["auto"] | None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _opposite(value: Any) -> Any:
+    return not value if isinstance(value, bool) else value
+
+
+# Second name -> (field, how one value follows from the other).
+_SECOND_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "gather_output": ("parallel_output", _opposite),
+    "use_flash_attention": ("enable_flash_attention", _same),
+}
+
+
+def _takes_second_names(cls: type[ShardConfig]) -> type[ShardConfig]:
+    """Let the constructor take the second names, and read them from the fields they stand for.
+
+    They are no fields of their own, so that ``dataclasses.replace`` never sees one setting twice.
+    """
+    native = cls.__init__
+    signature = inspect.signature(native)
+    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in _SECOND_NAMES]
+
+    @functools.wraps(native)
+    def init(self: ShardConfig, **fields: Any) -> None:
+        native(self, **_first_names(fields))
+
+    init.__signature__ = signature.replace(  # type: ignore[attr-defined]  # read by inspect and help()
+        parameters=[*signature.parameters.values(), *extra]
+    )
+    cls.__init__ = init  # type: ignore[method-assign]  # takes what the generated one takes, and two names more
+    for name, (first, value) in _SECOND_NAMES.items():
+        setattr(cls, name, property(_reader(first, value), doc=f"Another name for ``{first}``."))
+    return cls
+
+
+def _reader(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda config: value(getattr(config, name))
+
+
+def _first_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``fields`` with second names resolved; None leaves the field alone."""
+    first = {name: value for name, value in fields.items() if name not in _SECOND_NAMES}
+    for name in [name for name in fields if name in _SECOND_NAMES]:
+        if (value := fields[name]) is None:
+            continue
+        target, other = _SECOND_NAMES[name]
+        if target in first and first[target] is not None and first[target] != other(value):
+            raise ConfigError(
+                f"ShardConfig.{name}={value!r} contradicts {target}={first[target]!r}: they are one setting; give one"
+            )
+        first[target] = other(value)
+    return first
+
+
+@_takes_second_names
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardConfig:
+    """How a model is to be sharded. Sizes count ranks; ``None`` is derived from the number of ranks.
+
+    Every field works, or raises `NotSupportedError` with the release that it is planned for. ``gather_output`` is
+    another name for ``not parallel_output``, and ``use_flash_attention`` for ``enable_flash_attention``. After
+    Shardformer's ``ShardConfig`` (ColossalAI).
+
+    Attributes:
+        tensor_parallel_size: ranks that share every layer. Derived: all ranks that no data axis takes; what remains
+            has to be a whole number.
+        data_parallel_size: model replicas, each with other data; the product of the two fields below.
+        dp_replicate_size: replicas that hold whole parameters. Derived: what ``dp_shard_size`` leaves of the
+            data-parallel ranks, else 1.
+        dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded by FSDP2. Derived: all
+            data-parallel ranks.
+        pipeline_parallel_size: stages of a pipeline; 1 in this release, more from 0.4.
+        context_parallel_size: ranks that share each sequence; 1 in this release, more from 0.5.
+        enable_tensor_parallelism: False is ``tensor_parallel_size=1``.
+        tensor_parallel_mode: ``"1d"``; ``"2d"``, ``"2.5d"`` and ``"3d"`` are not planned before 1.0.
+        tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
+            Only its members call `shardcore.shard`; data parallelism is the caller's.
+        device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``dp_replicate``, ``dp_shard`` besides.
+        inference_only: for evaluation: parameters need no gradient, the model is in eval mode, and what only a backward
+            needs is left out.
+        parallel_output: in calls with labels, logits stay split over the vocabulary, and the loss is computed from the
+            parts; ``logits`` of the output is a DTensor (on one rank a plain tensor). False: they are whole on every
+            rank.
+        loss_chunk_size: with ``parallel_output``: compute logits within the loss, for so many tokens at a time, and
+            again in the backward; they never exist as a whole, and the output has none. None keeps them.
+        enable_flash_attention: flash attention (the flash-attn package, through transformers). True raises with the
+            reason where it is impossible; ``"auto"`` takes it where it is possible. ``"xformers"`` from 0.3.
+        enable_fused_normalization: torch's fused norms. True raises where a norm has none; ``"auto"`` leaves it alone.
+        enable_jit_fused: blocks are compiled by `torch.compile` while training, which makes one kernel of bias and
+            GELU and one of bias, dropout and residual. Needs what torch's compiler needs (on the CPU a C++ compiler).
+            True raises where they are missing, or the policy does not name its blocks; ``"auto"`` is False.
+        enable_sequence_parallelism: activations are split along the sequence outside regions, over the tensor-parallel
+            ranks; calls with fewer tokens than ranks are not split.
+        sequence_parallelism_mode: how; ``"split_gather"`` (None is the same), ``"all_to_all"`` and ``"ring_attn"`` from
+            0.5.
+        sequence_keep_gathered: what each region gathered is kept for its backward. False gathers it again: two more
+            all-gathers for each layer, and the memory of split activations only.
+        enable_sequence_overlap: overlap the communication of sequence parallelism; from 0.3.
+        enable_all_optimization: every switch above that is None becomes ``"auto"``: what is possible is used, what is
+            missing is no error. Never turns sequence parallelism on.
+        gradient_checkpoint_config: which blocks are recomputed in the backward.
+        fp8_communication: send activations as float8; from 0.5.
+        make_vocab_size_divisible_by: pad vocabularies; from 0.5. Not needed: parts may be uneven.
+        pipeline_stage_manager: ColossalAI's object for pipelines; from 0.4.
+        extra_kwargs: further settings for the policy; one that the policy does not read is an error.
+        partial_gradients: ``"in_backward"`` sums the partial gradients of replicated parameters inside each backward;
+            ``"deferred"`` leaves them to one `shardcore.reduce_partial_gradients` for each step.
+
+    Raises:
+        ConfigError: a value is of the wrong kind, or fields contradict each other.
+        NotSupportedError: a later release will support the value; names the field and the release.
+    """
+
+    tensor_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    enable_tensor_parallelism: bool = True
+    tensor_parallel_mode: str = "1d"
+    tensor_parallel_process_group: ProcessGroup | None = None
+    device_mesh: DeviceMesh | None = None
+    inference_only: bool = False
+    parallel_output: bool = False
+    loss_chunk_size: int | None = None
+    enable_flash_attention: Switch = None
+    enable_fused_normalization: Switch = None
+    enable_jit_fused: Switch = None
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    sequence_keep_gathered: bool = True
+    enable_sequence_overlap: bool = False
+    enable_all_optimization: bool = False
+    gradient_checkpoint_config: GradientCheckpointConfig | None = None
+    fp8_communication: bool = False
+    make_vocab_size_divisible_by: int | None = None
+    pipeline_stage_manager: Any = None
+    extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    partial_gradients: PartialGradients = "in_backward"
+
+    if TYPE_CHECKING:  # added by _takes_second_names
+        gather_output: bool | None = None
+        use_flash_attention: Switch = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def of(cls, config: ShardConfig | None = None, **fields: Any) -> ShardConfig:
+        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, cp) are understood.
+
+        Raises:
+            ConfigError: ``config`` is something else, or a field is unknown or given twice under two names.
+        """
+        if not isinstance(config, cls | None):
+            raise ConfigError(f"wanted a ShardConfig, got {config!r}; sizes are given by name: tp=2, dp=2")
+        known = {field.name for field in dataclasses.fields(cls)} | _SECOND_NAMES.keys()
+        full: dict[str, Any] = {}
+        for name, value in fields.items():
+            target = SHORT_NAMES.get(name, name)
+            if target not in known:
+                names = sorted(known | SHORT_NAMES.keys())
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown configuration field {name!r}.{hint} The fields are {', '.join(names)}")
+            if target in full:
+                raise ConfigError(f"{name!r} and another name for {target} were both given; give one of them")
+            full[target] = value
+        return dataclasses.replace(config or cls(), **_first_names(full))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that the sizes say; at least as many as they name where some are None."""
+        given = {**{name: getattr(self, name) for name in SIZES}, **sizes_of_place(self)}
+        tensor, data, replicate, shard = (given[name] for name in SIZES)
+        return (tensor or 1) * (data or (replicate or 1) * (shard or 1))
+
+    def mesh(self) -> DeviceMesh:
+        """Return the caller's mesh, or make the one that a resolved configuration describes.
+
+        Every rank of the caller's group, or of the default process group, makes the call.
+        """
+        if self.device_mesh is not None:
+            return self.device_mesh
+        if self.tensor_parallel_process_group is not None:
+            return mesh_of_group(self.tensor_parallel_process_group)
+        sizes = {
+            "dp_replicate": self.dp_replicate_size,
+            "dp_shard": self.dp_shard_size,
+            "tp": self.tensor_parallel_size,
+        }
+        return build_mesh({axis: size or 1 for axis, size in sizes.items()})
+
+    def group(self) -> ProcessGroup | None:
+        """Return the ranks that shard a model together; None for the default process group.
+
+        Every one of them makes the call: for a mesh it may have to make the group.
+        """
+        if self.device_mesh is not None:
+            return group_of(self.device_mesh)
+        return self.tensor_parallel_process_group
+
+    def resolve(self, world_size: int) -> ShardConfig:
+        """Return the configuration with every size and switch filled in for ``world_size`` ranks.
+
+        Raises:
+            ConfigError: the sizes do not multiply to ``world_size``.
+        """
+        given = {**{name: getattr(self, name) for name in SIZES}, **sizes_of_place(self)}
+        values: dict[str, Any] = {**fill_in(given, world_size)}
+        for name in SWITCHES:
+            if getattr(self, name) is None:
+                values[name] = "auto" if self.enable_all_optimization else False
+        return dataclasses.replace(self, **values)

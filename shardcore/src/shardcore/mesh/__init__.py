@@ -1,0 +1,52 @@
+"""The device mesh, what this rank is on it, and the random stream that a sharded model owns.
+
+May import `shardcore.errors`.
+"""
+
+from __future__ import annotations
+
+from shardcore.mesh.axes import AXES, DATA_AXES, axis_name
+from shardcore.mesh.context import PartialGradients, ShardContext, as_context
+from shardcore.mesh.groups import ProcessGroupManager
+from shardcore.mesh.marks import (
+    context_of,
+    is_alone,
+    nearest_context,
+    set_alone,
+    set_context,
+    set_part_of,
+    unwrapped,
+)
+from shardcore.mesh.meshes import (
+    accelerator,
+    build_mesh,
+    device_type_here,
+    device_type_of,
+    group_of,
+    mesh_of_group,
+    shared_groups,
+)
+
+__all__ = [
+    "AXES",
+    "DATA_AXES",
+    "PartialGradients",
+    "ProcessGroupManager",
+    "ShardContext",
+    "accelerator",
+    "as_context",
+    "axis_name",
+    "build_mesh",
+    "context_of",
+    "device_type_here",
+    "device_type_of",
+    "group_of",
+    "is_alone",
+    "mesh_of_group",
+    "nearest_context",
+    "set_alone",
+    "set_context",
+    "set_part_of",
+    "shared_groups",
+    "unwrapped",
+]

@@ -1,0 +1,171 @@
+"""What a rank is on the device mesh: this rank's groups, and the state that a sharded model shares."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, get_backend
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.mesh.axes import DATA_AXES, axis_name
+from shardcore.mesh.meshes import default_group, mesh_of_group, neighbours_on
+from shardcore.mesh.random_stream import RandomStream, mix
+
+__all__ = [
+    "PartialGradients",
+    "ShardContext",
+    "as_context",
+]
+
+
+#: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.
+PartialGradients = Literal["in_backward", "deferred"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardContext:
+    """This rank's place on the mesh, passed to everything that runs inside one sharded model.
+
+    Attributes:
+        mesh: the mesh of the whole model; at least the axis ``tp``.
+        tp: its one-dimensional ``tp`` axis, on which every parameter is a DTensor.
+        group: the process group of ``tp``.
+        rank: this rank's position on ``tp``.
+        size: the number of ranks on ``tp``.
+        random: the random stream of the model.
+        partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
+            ``"deferred"`` leaves them partial until `shardcore.reduce_partial_gradients`.
+        keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
+        neighbours: this rank's group of so many neighbouring ranks of ``tp``, as far as `join_neighbours` made them.
+    """
+
+    mesh: DeviceMesh
+    tp: DeviceMesh
+    group: ProcessGroup
+    rank: int
+    size: int
+    random: RandomStream
+    partial_gradients: PartialGradients = "in_backward"
+    keeps_gathered: bool = True
+    neighbours: dict[int, ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        seed: int = 0,
+        partial_gradients: PartialGradients = "in_backward",
+        keeps_gathered: bool = True,
+        forks: bool = True,
+    ) -> ShardContext:
+        """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
+
+        With ``forks=False``, for modules alone, dropouts on split activations draw from the user's generators.
+        """
+        tp = mesh["tp"] if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh
+        device = torch.device(mesh.device_type)
+        context = cls(
+            mesh=mesh,
+            tp=tp,
+            group=tp.get_group(),
+            rank=tp.get_local_rank(),
+            size=tp.size(),
+            random=RandomStream(seed, tp.get_local_rank(), device, forks=forks),
+            partial_gradients=partial_gradients,
+            keeps_gathered=keeps_gathered,
+            neighbours=neighbours_on(tp.get_group()),
+        )
+        context.reseed(seed)
+        return context
+
+    def join_neighbours(self, count: int) -> None:
+        """Make the groups of ``count`` neighbouring ranks that ``tp`` consists of; once for all models on its group.
+
+        Every rank of ``tp`` makes the call, with the same counts in the same order.
+
+        Args:
+            count: divides the number of ranks; all of them are the group of ``tp`` itself.
+        """
+        if count in self.neighbours:
+            return
+        if count == self.size:
+            self.neighbours[count] = self.group
+            return
+        first = self.rank // count * count
+        ranks = [int(rank) for rank in self.tp.mesh.flatten()[first : first + count]]
+        backend = get_backend(self.group)
+        # Other ranks of the default group may be busy with something else.
+        self.neighbours[count] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+    def reseed(self, seed: int) -> None:
+        """Restart the random stream from a ``seed`` that all ranks share; each data-parallel replica draws others."""
+        self.random.seed(mix(seed, self.replica))
+
+    @property
+    def replica(self) -> int:
+        """Which data-parallel replica this rank belongs to, counted over all data axes.
+
+        Where the mesh has none, because the caller arranges data parallelism, the first global rank of ``tp`` stands
+        for the replica.
+        """
+        axes = [name for axis in DATA_AXES if (name := axis_name(self.mesh, axis))]
+        if not axes:
+            return int(self.tp.mesh.flatten()[0])
+        index = 0
+        for axis in axes:
+            index = index * self.mesh[axis].size() + self.mesh[axis].get_local_rank()
+        return index
+
+    def axis_size(self, axis: str) -> int:
+        """Return the number of ranks on an axis; 1 if the mesh does not have it."""
+        name = axis_name(self.mesh, axis)
+        return self.mesh[name].size() if name else 1
+
+    @property
+    def device(self) -> torch.device:
+        """The device that parameters of this rank live on."""
+        kind = self.tp.device_type
+        return (
+            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardContext:
+        # A copy of a sharded model runs on the same ranks, with a random stream of its own.
+        return dataclasses.replace(self, random=copy.deepcopy(self.random, memo))
+
+
+def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None) -> ShardContext:
+    """Return the context for whatever `ParallelModule.from_native_module` was given as its process group.
+
+    None is the default process group.
+
+    Raises:
+        ConfigError: None was given, and there is no default process group.
+        NotSupportedError: several process groups were given (multi-dimensional tensor parallelism).
+    """
+    if isinstance(where, ShardContext):
+        return where
+    if isinstance(where, DeviceMesh):
+        return ShardContext.of(where, forks=False)
+    if isinstance(where, list | tuple):
+        if len(where) != 1:
+            raise NotSupportedError(
+                f"{len(where)} process groups were given; tensor parallelism here has one axis. Pass the one process "
+                "group of the tensor-parallel ranks."
+            )
+        where = where[0]
+    if where is None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "no process group was given, and there is no default one; call shardcore.launch_from_torch() or "
+                "torch.distributed.init_process_group() first, or give process_group="
+            )
+        where = default_group()
+    return ShardContext.of(mesh_of_group(where), forks=False)

@@ -1,0 +1,132 @@
+"""Device meshes over process groups: one for all models that are sharded alike."""
+
+from __future__ import annotations
+
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, get_backend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardcore.mesh.axes import AXES
+
+__all__ = [
+    "accelerator",
+    "build_mesh",
+    "default_group",
+    "device_type_here",
+    "device_type_of",
+    "group_of",
+    "mesh_of_group",
+    "neighbours_on",
+    "shared_groups",
+]
+
+
+def accelerator() -> str | None:
+    """Return the kind of accelerator that this process can use (``"cuda"``, ``"xpu"``, ...), or None."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def device_type_of(group: ProcessGroup | None = None) -> str:
+    """Return where tensors of a process group live: on the accelerator if the group has a backend of its own for it."""
+    return _device_type(dist.get_backend_config(group), accelerator())
+
+
+def _device_type(backends: str, accelerator: str | None) -> str:
+    """Return the device type of a group with ``backends``, as torch prints them: ``"cpu:gloo,cuda:nccl"``.
+
+    A group that was started without a backend has one for each kind of device, and those of the CPU (gloo, mpi) claim
+    to serve accelerators too.
+    """
+    by_device = dict(pair.split(":", 1) for pair in backends.split(",") if ":" in pair)
+    if accelerator is None or by_device.get(accelerator, "undefined") in ("fake", "gloo", "mpi", "undefined"):
+        return "cpu"
+    return accelerator
+
+
+def device_type_here() -> str:
+    """Return where a model would run: where the default process group does, or else would if it were started."""
+    return device_type_of() if dist.is_initialized() else accelerator() or "cpu"
+
+
+class _SharedMeshes:
+    """The meshes over all ranks of one default process group, by device type and shape; the next group starts anew."""
+
+    def __init__(self) -> None:
+        self._of: ReferenceType[ProcessGroup] | None = None
+        self._known: dict[tuple[str, tuple[int, ...]], DeviceMesh] = {}
+
+    def of(self, world: ProcessGroup) -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:
+        if self._of is None or self._of() is not world:
+            self._of, self._known = ref(world), {}  # a mesh holds its groups, and they their threads
+        return self._known
+
+
+_shared = _SharedMeshes()
+
+
+#: The groups of neighbours by the group of ``tp`` and their size; they end with it.
+_neighbours: WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = WeakKeyDictionary()
+
+
+def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    """Return the mesh of the default process group with `AXES` of the given ``sizes`` (absent axes have size 1).
+
+    Every rank of the default process group has to call this. Models that are sharded alike share one mesh: each new one
+    would cost four process groups, with their threads and connections.
+    """
+    known = _shared.of(default_group())
+    key = device_type_of(), tuple(sizes.get(axis, 1) for axis in AXES)
+    if key not in known:
+        known[key] = init_device_mesh(*key, mesh_dim_names=AXES)
+    return known[key]
+
+
+def shared_groups() -> set[ProcessGroup]:
+    """Return the process groups of the meshes that `build_mesh` keeps for the default process group.
+
+    The groups of neighbours on them, and on the default process group, are among them.
+    """
+    groups = {group for mesh in _shared.of(default_group()).values() for group in mesh.get_all_groups()}
+    return groups.union(*(_neighbours.get(group, {}).values() for group in (*groups, default_group())))
+
+
+def default_group() -> ProcessGroup:
+    """Return the default process group.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no default process group; call torch.distributed.init_process_group() first")
+    return world
+
+
+def mesh_of_group(group: ProcessGroup) -> DeviceMesh:
+    """Return the one-dimensional mesh, with the axis ``tp``, of the ranks of ``group``."""
+    return DeviceMesh.from_group(group, device_type_of(group), mesh_dim_names=("tp",))
+
+
+def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
+    """Return a process group of all ranks of ``mesh``; None for the default one.
+
+    Every rank of the mesh makes the call: where there is no such group yet, it makes one.
+    """
+    if mesh.size() == dist.get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = [int(rank) for rank in mesh.mesh.flatten()]
+    backend = str(get_backend(mesh.get_group(0)))
+    given = None if backend == "undefined" else backend  # groups that were started without one have the default
+    group: ProcessGroup = dist.new_group(ranks, backend=given, use_local_synchronization=True)
+    return group
+
+
+def neighbours_on(group: ProcessGroup) -> dict[int, ProcessGroup]:
+    """Return the groups of neighbouring ranks on ``group`` by their size, for all models on it; they end with it."""
+    return _neighbours.setdefault(group, {})

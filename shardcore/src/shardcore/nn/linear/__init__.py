@@ -1,0 +1,1 @@
+"""Linears and embeddings whose weights are split."""

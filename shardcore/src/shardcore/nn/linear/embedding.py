@@ -1,0 +1,105 @@
+"""The vocabulary-parallel embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
+from shardcore.comm.reads import held, read_local
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule, own_computation
+from shardcore.nn.costs import Collective, Site, forward
+from shardcore.nn.layout import Layout, Split, last_rank_is_empty
+from shardcore.nn.linear.functional import can_look_at
+
+__all__ = ["VocabEmbedding"]
+
+
+class VocabEmbedding(SwappedModule, nn.Embedding):
+    """An embedding whose rows are split: weight (V/tp, H), the last part smaller if V does not divide.
+
+    Input (...) of token ids, the same on all ranks; output (..., H), whole on every rank. Each rank looks up the ids it
+    holds, puts zeros elsewhere, and the ranks are summed. ``padding_idx`` keeps its meaning: that row gets no gradient.
+    """
+
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
+
+    #: The rows of the whole table that this rank holds.
+    rows: tuple[int, int]
+    _shard_context: ShardContext
+
+    @classmethod
+    def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
+        """See `SwappedModule.problem`."""
+        if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Embedding):
+            return problem
+        if problem := own_computation(module, nn.Embedding, frozenset({"weight"})):
+            return problem
+        if last_rank_is_empty(module.num_embeddings, ranks):
+            return (
+                f"num_embeddings {module.num_embeddings} leaves the last of {ranks} ranks without any row; "
+                "replicate the module"
+            )
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, name):
+                return f"an embedding with {name} cannot be split: the rows of other ranks would be needed"
+        return None
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
+        """See `SwappedModule.layouts`."""
+        return {"weight": Split(0)}
+
+    @classmethod
+    def sums_gradients(cls, **options: Any) -> bool:
+        """See `SwappedModule.sums_gradients`."""
+        return False
+
+    @classmethod
+    def on_split_tokens(cls, **options: Any) -> str | None:
+        """See `SwappedModule.on_split_tokens`."""
+        return "an embedding between split tokens would look up other ids on each rank"
+
+    @classmethod
+    def collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        """See `SwappedModule.collectives`."""
+        yield forward(site.path, "all_reduce", "(B, S, H) output")
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        new.rows = chunk_bounds(new.num_embeddings, context.size, context.rank)
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
+        """Return (..., H) for ids (...).
+
+        Raises:
+            IndexError: an id is not in the table (checked on the CPU, as the native module does).
+        """
+        if can_look_at(input):
+            self._check(input)
+        (weight,) = read_local(held(self.weight), fresh=True)
+        start, stop = self.rows
+        elsewhere = (input < start) | (input >= stop)
+        local_ids = (input - start).masked_fill(elsewhere, 0)
+        padding = self.padding_idx
+        own_padding = padding - start if padding is not None and start <= padding < stop else None
+        out = F.embedding(local_ids, weight, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return reduce_from_tp(out, self._shard_context.group, fresh=True)
+
+    def _check(self, ids: Tensor) -> None:
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
+            raise IndexError(
+                f"token id out of range: got ids from {int(ids.min())} to {int(ids.max())}, the table has "
+                f"{self.num_embeddings} rows"
+            )
+
+    def extra_repr(self) -> str:
+        """Describe the whole, this rank's rows and the number of ranks."""
+        return f"{super().extra_repr()}, tp={self._shard_context.size}, rows={self.rows[0]}:{self.rows[1]}"

@@ -1,0 +1,106 @@
+"""A column-parallel linear that computes several projections at once, such as queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore.comm.strided import install, segment_runs, torch_lacks
+from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext
+from shardcore.nn.layout import Layout, Segments, Whole, last_rank_is_empty
+from shardcore.nn.linear.parallel import ColumnLinear
+
+__all__ = ["FusedColumnLinear"]
+
+
+class FusedColumnLinear(ColumnLinear):
+    """A linear whose output features are n equal segments, [q|k|v], of which each is split: weight (out/tp, in).
+
+    Input (..., in), the same on all ranks; output (..., out/tp), which is [q_r|k_r|v_r] on rank r. It enters its region
+    by itself or as a member, as `ColumnLinear` does.
+
+    The weight is one DTensor of the native shape, so that checkpoints fit any number of ranks. The bias (out) is held
+    whole by every rank, which uses its own rows; its gradient is summed, together with those of the region's other
+    such parameters. See ``docs/adr/0001-fused-column-placement.md``. Under FSDP2, `shardcore.nn.fsdp_placement` is
+    needed.
+
+    Options:
+        segments: the number of segments.
+        enters: False if activations enter elsewhere (the linear is a member of a region).
+    """
+
+    option_names: ClassVar[frozenset[str]] = ColumnLinear.option_names | {"segments"}
+
+    segments: int
+
+    @classmethod
+    def problem(
+        cls, module: nn.Module, ranks: int, *, copies: int = 1, segments: Any = None, **options: Any
+    ) -> str | None:
+        """See `SwappedModule.problem`."""
+        if problem := super().problem(module, ranks) or _unsupported(segments, copies, **options):
+            return problem
+        if not isinstance(segments, int) or segments < 2:
+            return f"segments is {segments!r}; say how many equal segments out_features consists of, at least 2"
+        if not isinstance(module, nn.Linear) or module.out_features % segments:
+            return f"out_features {module.out_features} is not {segments} equal segments"
+        size = module.out_features // segments
+        if last_rank_is_empty(size, ranks):
+            return (
+                f"{type(module).__name__} has {segments} segments of {size} output features, which leaves the last of "
+                f"{ranks} ranks without any; replicate the module, or use at most {size} ranks"
+            )
+        return None
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, *, segments: int = 0, **options: Any) -> Mapping[str, Layout]:
+        """See `SwappedModule.layouts`."""
+        layouts: dict[str, Layout] = {"weight": Segments(segments)}
+        if module._parameters.get("bias") is not None:
+            layouts["bias"] = Whole(partial=True)
+        return layouts
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, *, segments: int = 0, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        install()
+        new = super().adopt(module, context, **options)
+        new.segments = segments
+        new.bias_rows = segment_runs(new.out_features, segments, context.size, context.rank)
+        return new
+
+    @classmethod
+    def from_native_module(
+        cls,
+        module: nn.Module,
+        process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None = None,
+        **options: Any,
+    ) -> Self:
+        """See `SwappedModule.from_native_module`.
+
+        Raises:
+            NotSupportedError: unequal segments, ``gather_output``, ``copies``, or a torch before 2.12.
+        """
+        if problem := _unsupported(**options):
+            raise NotSupportedError(problem)
+        return super().from_native_module(module, process_group, **options)
+
+    def extra_repr(self) -> str:
+        """Describe the whole, its segments and the number of ranks."""
+        return f"{nn.Linear.extra_repr(self)}, tp={self._shard_context.size}, segments={self.segments}"
+
+
+def _unsupported(segments: Any = None, copies: int = 1, gather_output: bool = False, **options: Any) -> str | None:
+    """Say what a later release may support, or return None."""
+    if isinstance(segments, tuple | list):
+        return f"unequal segments {tuple(segments)} are not supported yet; give the number of equal ones"
+    if copies != 1:
+        return f"copies={copies}: a fused linear splits its segments over all ranks; sharing rows is not supported yet"
+    if gather_output:
+        return "gather_output of a fused linear is not supported yet; let the linears that follow take the parts"
+    return torch_lacks()

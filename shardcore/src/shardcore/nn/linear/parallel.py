@@ -1,0 +1,308 @@
+"""Column- and row-parallel linears (Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
+from shardcore.comm.reads import read_local, read_partial
+from shardcore.comm.sequence import leave_to_sequence
+from shardcore.comm.strided import Runs
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule, own_computation
+from shardcore.nn.costs import Collective, Site, backward, forward
+from shardcore.nn.layout import Layout, SharedSplit, Split, Whole, last_rank_is_empty
+from shardcore.nn.linear.entrance import require_entered
+from shardcore.nn.linear.functional import local_linear, multiply
+from shardcore.nn.linear.together import Reading, read_together
+from shardcore.nn.region.region import Region, deferred_linear
+from shardcore.nn.region.sole import SoleRegion
+from shardcore.nn.sequence.tokens import TokenSplit
+
+__all__ = ["ColumnLinear", "RowLinear", "shared_parameters"]
+
+# Key under which column linears that enter by themselves fork the random stream, and row linears join it.
+_OWN_FORK = "linears"
+
+
+def _empty_part(module: nn.Module, name: str, size: int, ranks: int) -> str:
+    return (
+        f"{type(module).__name__} has {name} {size}, which leaves the last of {ranks} ranks without any; "
+        f"replicate the module, or use at most {size} ranks"
+    )
+
+
+def _divides(module: nn.Module, ranks: int) -> bool:
+    """Tell whether the rows of a linear divide evenly by ``ranks``, so that no part has rows of two heads."""
+    rows: int = module.out_features  # type: ignore[assignment]  # of an nn.Linear, as `problem` has made sure
+    return rows % ranks == 0
+
+
+class ColumnLinear(SwappedModule, nn.Linear):
+    """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
+
+    Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it enters
+    its region by itself, one all-reduce of its input's gradient for each such linear; as member of a region (see
+    `shardcore.nn.Region`) the region's entry does, once for all members.
+
+    Options:
+        gather_output: return the whole output on every rank.
+        copies: this many neighbouring ranks use the same rows (fewer KV heads than ranks); 1 splits over all ranks.
+            Above 1 each of them holds a part of those rows, and they gather them for use. Where the rows do not divide
+            by ``copies``, every rank holds the whole parameter, uses its rows, and the gradient is summed.
+        in_parts: False if ranks shall hold the whole parameter wherever ``copies`` is above 1, and send nothing in the
+            forward.
+        enters: False if activations enter elsewhere (the linear is a member of a region).
+    """
+
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    option_names: ClassVar[frozenset[str]] = frozenset({"copies", "enters", "gather_output", "in_parts"})
+
+    #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
+    gathers: int
+    #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
+    opened: Reading | None
+    #: The rows of the weight that this rank uses if it holds others too, else None.
+    rows: Runs | None
+    #: Likewise of the bias.
+    bias_rows: Runs | None
+    gather_output: bool
+    enters_alone: bool
+    #: The region that is entered here, of which this linear is the only member; None for any other.
+    opens: SoleRegion | None
+    _shard_context: ShardContext
+
+    @classmethod
+    def problem(cls, module: nn.Module, ranks: int, *, copies: int = 1, **options: Any) -> str | None:
+        """See `SwappedModule.problem`."""
+        if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+            return problem
+        if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
+            return problem
+        if ranks % copies or module.out_features % (ranks // copies) * (copies > 1):
+            return f"out_features {module.out_features} cannot be shared by groups of {copies} of {ranks} ranks"
+        if copies == 1 and last_rank_is_empty(module.out_features, ranks):
+            return _empty_part(module, "out_features", module.out_features, ranks)
+        return None
+
+    @classmethod
+    def layouts(
+        cls, module: nn.Module, ranks: int, *, copies: int = 1, in_parts: bool = True, **options: Any
+    ) -> Mapping[str, Layout]:
+        """See `SwappedModule.layouts`."""
+        layout: Layout = Split(0)
+        if copies > 1:
+            layout = SharedSplit(0, copies) if in_parts and _divides(module, ranks) else Whole(partial=True)
+        return {name: layout for name, p in module._parameters.items() if p is not None}
+
+    @classmethod
+    def enters(cls, *, enters: bool = True, **options: Any) -> bool:
+        """See `SwappedModule.enters`."""
+        return enters
+
+    @classmethod
+    def on_split_tokens(cls, *, enters: bool = True, **options: Any) -> str | None:
+        """See `SwappedModule.on_split_tokens`."""
+        return "it enters by itself, after its module has read the number of tokens" if enters else None
+
+    @classmethod
+    def collectives(
+        cls, site: Site, *, gather_output: bool = False, enters: bool = True, **options: Any
+    ) -> Iterator[Collective]:
+        """See `SwappedModule.collectives`."""
+        if gather_output and not site.splits_logits:
+            yield forward(site.path, "all_gather", "(B, S, V) output")
+        if enters:
+            yield backward(site.path, "all_reduce", "(B, S, H) input gradient")
+            yield from shared_parameters(site.path, [site])
+
+    @classmethod
+    def adopt(
+        cls,
+        module: nn.Module,
+        context: ShardContext,
+        *,
+        gather_output: bool = False,
+        copies: int = 1,
+        enters: bool = True,
+        in_parts: bool = True,
+        **options: Any,
+    ) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        new.gathers, new.opened, new.rows = 1, None, None
+        if copies > 1 and in_parts and _divides(new, context.size):
+            context.join_neighbours(copies)
+            new.gathers = copies
+        elif copies > 1:
+            step = new.out_features * copies // context.size
+            start = context.rank // copies * step
+            new.rows = ((start, start + step),)
+        new.bias_rows = new.rows
+        new.gather_output = gather_output
+        new.enters_alone = enters
+        new.opens = None
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
+        """Return (..., out/tp), or (..., out) with ``gather_output``."""
+        out = self._local_forward(input)
+        return gather_from_tp(out, self._shard_context.group, -1, self.out_features) if self.gather_output else out
+
+    def _local_forward(self, x: Tensor) -> Tensor:
+        if self.opens is not None:
+            return self.opens.multiply(x)
+        if self.enters_alone:
+            # One enter for each linear, though several may be called with one tensor: whether it is one is nothing that
+            # all ranks agree on (a backward hook makes another object of it).
+            if torch.is_grad_enabled():
+                x = copy_to_tp(x, self._shard_context.group)
+            if not self.gather_output:
+                self._fork()
+            return self.product(x)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if (out := deferred_linear(self, x)) is not None:
+                return out
+            require_entered(self, x)
+        return self.product(x)
+
+    @property
+    def uses_what_it_holds(self) -> bool:
+        """Tell whether this rank holds the rows that it uses, and no others."""
+        return self.gathers == 1 and self.rows is None and self.bias_rows is None
+
+    @property
+    def own_parameters(self) -> tuple[Tensor, ...]:
+        """The weight, and the bias if there is one, as this rank holds them."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply by this rank's rows, outside the fast path of a region: (..., in) to (..., out/tp)."""
+        if self.uses_what_it_holds:
+            return local_linear(x, self.weight, self.bias)
+        # A compiled graph can pass nothing from one module to another.
+        if not torch.compiler.is_compiling() and self.opened is not None and self.opened.is_of(self):
+            return multiply(x, *self.opened.parameters)
+        return multiply(x, *read_together(self._shard_context, [self])[0])
+
+    def _fork(self) -> None:
+        # Dropouts up to the row linear act on split activations. Nothing is known about them here; a compiled graph
+        # cannot hold this (regions find their dropouts and can tell).
+        random = self._shard_context.random
+        if not torch.compiler.is_compiling() and (self.training or random.in_use) and not random.forked(_OWN_FORK):
+            random.fork(_OWN_FORK)
+
+    def extra_repr(self) -> str:
+        """Describe the whole and the number of ranks."""
+        kind = f"gather_output={self.gather_output}"
+        if self.gathers > 1:
+            kind = f"gathered by {self.gathers} ranks"
+        elif self.rows:
+            kind = "rows=" + ",".join(f"{start}:{stop}" for start, stop in self.rows)
+        return f"{super().extra_repr()}, tp={self._shard_context.size}, {kind}"
+
+
+class RowLinear(SwappedModule, nn.Linear):
+    """A linear whose input features are split: weight (out, in/tp), bias (out), replicated.
+
+    Input (..., in/tp); output (..., out), summed over the ranks, then the bias is added once.
+
+    Options:
+        parallel_input: False if the input is whole, (..., in), and has to be split first.
+    """
+
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+    option_names: ClassVar[frozenset[str]] = frozenset({"parallel_input"})
+
+    parallel_input: bool
+    #: The region that this linear ends; None if it stands alone.
+    region: Region | None
+    #: Set where the activations that it returns are split along the sequence.
+    tokens: TokenSplit | None
+    _shard_context: ShardContext
+
+    @classmethod
+    def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
+        """See `SwappedModule.problem`."""
+        if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+            return problem
+        if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
+            return problem
+        if last_rank_is_empty(module.in_features, ranks):
+            return _empty_part(module, "in_features", module.in_features, ranks)
+        return None
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
+        """See `SwappedModule.layouts`."""
+        layouts: dict[str, Layout] = {"weight": Split(1)}
+        if module._parameters.get("bias") is not None:
+            layouts["bias"] = Whole()
+        return layouts
+
+    @classmethod
+    def collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        """See `SwappedModule.collectives`."""
+        yield forward(site.path, "reduce_scatter" if site.split else "all_reduce", "(B, S, H) output")
+        if site.split:
+            yield backward(site.path, "all_gather", "(B, S/tp, H) output gradient")
+        if site.split and site.sums_at_once and site.layout("bias") is not None:
+            yield backward(site.path, "all_reduce", "gradient of its bias")
+
+    def split_tokens(self, tokens: TokenSplit | None) -> None:
+        """See `SwappedModule.split_tokens`."""
+        self.tokens = tokens
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        new.parallel_input = parallel_input
+        new.region = new.tokens = None
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
+        """Return (..., out), the same on all ranks; or this rank's tokens of it, where the sequence is split."""
+        if self.region is not None:
+            self.region.leave()
+        elif not torch.compiler.is_compiling():
+            self._shard_context.random.join(_OWN_FORK)
+        x = input if self.parallel_input else split_to_tp(input, self._shard_context.group, -1)
+        length = None if self.tokens is None else self.tokens.length
+        # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
+        # nothing, and so repeats one collective less for each block.
+        out = local_linear(x, self.weight)
+        if self.tokens is None or length is None:
+            out = reduce_from_tp(out, self._shard_context.group, fresh=True)
+        else:
+            self.tokens.expect(out, length, type(self).__name__)
+            out = leave_to_sequence(out, self._shard_context.group)
+        if self.bias is None:
+            return out
+        (bias,) = read_local(self.bias) if length is None else read_partial(self._shard_context, self.bias)
+        return out + bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        """Describe the whole and the number of ranks."""
+        return f"{super().extra_repr()}, tp={self._shard_context.size}"
+
+
+def shared_parameters(where: str, members: Sequence[Site]) -> Iterator[Collective]:
+    """Yield the collectives of parameters of column linears that several ranks use and none has to itself.
+
+    Args:
+        where: the entry of their region, which sends for all of them.
+        members: the places of the linears.
+    """
+    layouts = {site.path: {site.layout(short) for short in ("weight", "bias")} for site in members}
+    for copies in sorted({x.copies for found in layouts.values() for x in found if isinstance(x, SharedSplit)}):
+        names = ", ".join(name for name, found in layouts.items() if SharedSplit(0, copies) in found)
+        yield forward(where, "all_gather", f"parts of {names} among {copies} ranks")
+        yield backward(where, "reduce_scatter", f"gradients of {names} among {copies} ranks")
+    summed = [name for name, found in layouts.items() if Whole(partial=True) in found]
+    if summed and members[0].sums_at_once:
+        yield backward(where, "all_reduce", f"gradients of {', '.join(summed)}")

@@ -1,0 +1,1 @@
+"""Heads, logits that stay split over the vocabulary, and losses of them."""

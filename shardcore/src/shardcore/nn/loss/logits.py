@@ -1,0 +1,307 @@
+"""Logits that stay split over the vocabulary, as the model's own forward sees them.
+
+A model's forward takes the logits of its head, computes a loss from them in its own way, and returns both. What the
+head hands it here is no tensor, but understands what losses do with logits: other shapes, wider numbers, a scale, and
+`torch.nn.functional.cross_entropy`, which is computed where the parts are (`shardcore.nn.loss.cross_entropy`). So no
+forward is overridden, whether the loss is in it, in ``model.loss_function`` or in a rule of the policy. Everything else
+raises.
+At the end of the forward the caller gets a DTensor, split over the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardcore.errors import NotSupportedError, SplitLogitsError
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.linear.functional import can_look_at, flat
+from shardcore.nn.linear.parallel import ColumnLinear
+from shardcore.nn.loss.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
+
+__all__ = ["SplitLogits", "SplitsLogits", "UncomputedLogits"]
+
+_ELSE = (
+    "the logits are split over the vocabulary (parallel_output=True), and {what} is not computed on parts of them. "
+    "Compute the loss with torch.nn.functional.cross_entropy, take model(...).logits.full_tensor() afterwards, or "
+    "shard with parallel_output=False."
+)
+
+Share = float  # SplitLogits.float hides the name inside its class
+
+
+class SplitLogits:
+    """Logits (..., V) of which this rank has (..., V/tp).
+
+    Args:
+        local: this rank's part.
+        vocabulary: how V is split.
+    """
+
+    def __init__(self, local: Tensor, vocabulary: Vocabulary) -> None:
+        self._local = local
+        self._vocabulary = vocabulary
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole."""
+        return torch.Size((*self._local.shape[:-1], self._vocabulary.size))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parts."""
+        return self._local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+        return self._local.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return self._local.ndim
+
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return self._local.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape of the whole, or one dim of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def float(self) -> Self:
+        """Return the same: sums are in float32, or wider, anyway."""
+        return self
+
+    def contiguous(self) -> Self:
+        """Return the same."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same, if it is to stay where it is; another dtype makes no difference to sums."""
+        for value in (*args, kwargs.get("device")):
+            if isinstance(value, torch.device | str) and torch.device(value).type != self.device.type:
+                self._refuse(f"a move to {value}")
+        return self
+
+    def view(self, *shape: Any) -> Self:
+        """Return the same logits in another shape, whose last dim is V."""
+        wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        vocabulary = self._vocabulary.size
+        # A last dim of -1 stands for the vocabulary only where all others are those that there are.
+        keeps = bool(wanted) and (wanted[-1] == vocabulary or (wanted[-1] == -1 and wanted[:-1] == self.shape[:-1]))
+        if not keeps:
+            self._refuse(f"a view as {wanted}")
+        return self._with(self._local.reshape(*wanted[:-1], self._local.size(-1)))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """Return the same logits with some dims joined, but for the last."""
+        if end_dim % self.ndim == self.ndim - 1 and start_dim % self.ndim != self.ndim - 1:
+            self._refuse("flattening the vocabulary")
+        return self._with(self._local.flatten(start_dim, end_dim))
+
+    def __getitem__(self, index: Any) -> Self:
+        parts = index if isinstance(index, tuple) else (index,)
+        reaches = any(part is Ellipsis for part in parts) or len(parts) >= self.ndim
+        # A mask takes as many dims as it has.
+        masks = any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+        whole_last = _is_all(parts[-1]) or (len(parts) == 1 and masks)
+        if any(part is None for part in parts) or ((reaches or masks) and not whole_last):
+            self._refuse(f"the selection {index!r}")
+        return self._with(self._local[index])
+
+    def __mul__(self, factor: Any) -> Self:
+        return self._elementwise(torch.mul, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Self:
+        return self._elementwise(torch.div, divisor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise SplitLogitsError(_ELSE.format(what=f"{name!r}"))  # hasattr() and getattr() with a default catch it
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute cross entropies, and what acts on every logit by itself; refuse the rest."""
+        first, options = args[0] if args else None, dict(kwargs or {})
+        first = options.pop("input", first) if not isinstance(first, SplitLogits) else first
+        if isinstance(first, SplitLogits):
+            if func is F.cross_entropy:
+                return first.cross_entropy(*args[1:], **options)
+            if func in (torch.tanh, torch.mul, torch.div):
+                return first._elementwise(func, *args[1:], **options)
+        raise NotSupportedError(_ELSE.format(what=f"{getattr(func, '__name__', func)}()"))
+
+    def cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: Share = 0.0,
+    ) -> Tensor:
+        """Return what `torch.nn.functional.cross_entropy` would of logits (N, V) or (V) and their labels.
+
+        Raises:
+            NotSupportedError: weights of classes, probabilities as targets, or logits (N, V, d) with dims after V.
+            IndexError: a label is neither in [0, V) nor ignored (checked on the CPU).
+        """
+        if weight is not None or size_average is not None or reduce is not None:
+            self._refuse("a cross entropy with weights, size_average or reduce")
+        if target.is_floating_point() or target.shape != self.shape[:-1]:
+            self._refuse(f"a cross entropy with targets {tuple(target.shape)} of {target.dtype}")
+        if reduction not in ("none", "mean", "sum"):
+            raise ValueError(f"{reduction} is not a valid value for reduction")
+        labels = target.reshape(-1).long()
+        counted = labels != ignore_index
+        labels = labels.masked_fill(~counted, 0)
+        self._check(labels)
+        losses = self._losses(labels, label_smoothing).masked_fill(~counted, 0)
+        if reduction == "none":
+            return losses.view(target.shape)
+        return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+    def whole(self) -> Any:
+        """Return the logits as the caller of the model gets them: a DTensor split over its last dim.
+
+        A compiled model returns them without a gradient: torch takes for granted that each DTensor which leaves a graph
+        is differentiated.
+        """
+        shape = self.shape
+        local = self._local.detach() if torch.compiler.is_compiling() else self._local
+        return DTensor.from_local(
+            local.contiguous(),
+            self._vocabulary.context.tp,
+            [Shard(self.ndim - 1)],
+            run_check=False,
+            shape=shape,
+            stride=tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))),
+        )
+
+    def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
+        return split_cross_entropy(flat(self._local), labels, self._vocabulary, smoothing)
+
+    def _check(self, labels: Tensor) -> None:
+        if not can_look_at(labels) or not labels.numel():
+            return
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= self._vocabulary.size:
+            raise IndexError(f"labels from {low} to {high}, but the vocabulary has {self._vocabulary.size} words")
+
+    def _elementwise(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> Self:
+        others = [arg for arg in (*args, *options.values()) if isinstance(arg, Tensor)]
+        if any(arg.numel() > 1 for arg in others):
+            self._refuse("arithmetic with other tensors")
+        if any(arg.requires_grad for arg in others):  # its gradient would be a summand
+            self._refuse("arithmetic with a number that needs a gradient")
+        return self._with(function(self._local, *args, **options))
+
+    def _with(self, local: Tensor) -> Self:
+        return type(self)(local, self._vocabulary)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise NotSupportedError(_ELSE.format(what=what))
+
+
+def _is_all(part: Any) -> bool:
+    return part is Ellipsis or part == slice(None)
+
+
+class UncomputedLogits(SplitLogits):
+    """Logits that are computed within the loss, some tokens at a time, and never exist as a whole.
+
+    Args:
+        x: what the head would multiply, (..., H), inside its region.
+        vocabulary: how V is split.
+        head: the head.
+        chunk: the number of tokens whose logits are computed at a time.
+    """
+
+    def __init__(self, x: Tensor, vocabulary: Vocabulary, head: ColumnLinear, chunk: int) -> None:
+        super().__init__(x, vocabulary)  # its own shape but for the last dim is what the logits' would be
+        self._head = head
+        self._chunk = chunk
+
+    def whole(self) -> Any:
+        """Return itself: whatever is asked of it raises."""
+        return self
+
+    def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
+        head, x = self._head, flat(self._local)
+        return chunked_cross_entropy(x, head.weight, head.bias, labels, self._vocabulary, smoothing, chunk=self._chunk)
+
+    def _elementwise(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> NoReturn:
+        self._refuse(f"{function.__name__}() of logits that are computed within the loss (loss_chunk_size)")
+
+    def _with(self, local: Tensor) -> Self:
+        return type(self)(local, self._vocabulary, self._head, self._chunk)
+
+
+class SplitsLogits(SwappedModule):
+    """A model whose head keeps its logits split in calls with labels (hazard H37: without them they are whole).
+
+    Options:
+        labels: name and position of the argument with labels.
+        heads: the heads.
+        chunk: the number of tokens whose logits are computed at a time, within the loss; None keeps all logits.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    _split_labels: tuple[str, int]
+    _split_heads: tuple[nn.Module, ...]
+    _split_chunk: int | None
+
+    @classmethod
+    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.adopt`."""
+        new = super().adopt(module, context)
+        new.__dict__["_split_labels"] = options["labels"]
+        new.__dict__["_split_heads"] = tuple(options["heads"])
+        new.__dict__["_split_chunk"] = options["chunk"]
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward; with labels, its logits are DTensors split over the vocabulary."""
+        name, place = self._split_labels
+        labels = kwargs.get(name, args[place] if place < len(args) else None)
+        heads: Any = self._split_heads
+        before = [head.keeps_split for head in heads]  # True where this is called inside a call with labels
+        for head in heads:
+            head.keeps_split, head.chunk = labels is not None, self._split_chunk
+        try:
+            out = super().forward(*args, **kwargs)
+        finally:
+            for head, kept in zip(heads, before, strict=True):
+                head.keeps_split = kept
+        return out if labels is None else _for_the_caller(out)
+
+
+def _for_the_caller(out: Any) -> Any:
+    """Replace split logits in what a forward returned."""
+    if isinstance(out, SplitLogits):
+        return out.whole()
+    if isinstance(out, tuple) and not isinstance(out, Mapping):
+        return tuple(_for_the_caller(item) for item in out)
+    if isinstance(out, Mapping):
+        for name, value in list(out.items()):
+            if isinstance(value, SplitLogits):
+                out[name] = value.whole()  # type: ignore[index]  # outputs of models are ordered dicts
+    return out

@@ -1,0 +1,1 @@
+"""The model's random stream, and who draws from it."""

@@ -1,0 +1,51 @@
+"""A tensor that several regions take besides what enters them, such as the encoder's states: it enters once for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcore.comm.collectives import copy_to_tp
+from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext
+from shardcore.nn.region.contents import needs_gradient
+
+__all__ = ["EnteredArgument"]
+
+
+class EnteredArgument:
+    """A forward pre-hook that lets one argument into all regions below its module: identity, and one sum backwards.
+
+    Args:
+        context: of the sharded model.
+        argument: name of the argument of the module's ``forward``, and its position.
+    """
+
+    def __init__(self, context: ShardContext, argument: tuple[str, int]) -> None:
+        self.context = context
+        self._name, self._position = argument
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the entering one entered, if it is there and needs a gradient."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        if self._name in kwargs:
+            return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
+        if (place := self._position) < len(args):
+            return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
+        return args, kwargs
+
+    def _enter(self, value: Any) -> Any:
+        place = needs_gradient(value)
+        if isinstance(value, Tensor):
+            return value if place is None else copy_to_tp(value, self.context.group)
+        if place is not None:
+            raise NotSupportedError(
+                f"the argument {self._name!r} that enters the regions is a {type(value).__name__} whose {place} needs "
+                "a gradient; wanted one tensor"
+            )
+        return value

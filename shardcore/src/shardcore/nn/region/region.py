@@ -1,0 +1,349 @@
+"""Regions: the part of a block in which activations are split over ``tp``.
+
+All column linears of a region share one *enter* (Megatron's *f*), so that a block costs one backward all-reduce instead
+of one for each linear. In eager mode *enter* also takes the weights of its members: a member's backward only leaves its
+output gradient behind, and *enter*'s backward sums the input gradient of all members, starts its all-reduce, computes
+the weight gradients meanwhile, and waits.
+
+The running region hangs on the tensor that *enter* returns and dies with it; no module holds any of it. A member that
+is called with another tensor, as hooks on one rank may do, computes the same gradients, without the overlap, and sends
+the same: nothing is summed in *enter* but its input's gradient. The entered tensor itself has no gradient to ask for:
+torch says that it is not used. What was measured, and the variants that lost, are in
+``docs/adr/0002-regions.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
+from shardcore.comm.reads import local_tensor, refuse_assigned, spec_of, with_spec
+from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
+from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext
+from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, weight_gradient
+from shardcore.nn.linear.together import Reading, read_together
+from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.region.contents import needs_gradient
+from shardcore.nn.sequence.tokens import TokenSplit
+
+if TYPE_CHECKING:
+    from shardcore.nn.linear.parallel import ColumnLinear
+
+__all__ = ["Region", "deferred_linear"]
+
+# The number of the backward that is running; torch has no public name for it.
+_backward_task = torch._C._current_graph_task_id
+
+OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
+
+
+class _Member(NamedTuple):
+    """What this rank uses of a member's parameters while the region is open."""
+
+    place: int  # of the weight among the parameters of the region; the bias has the next one
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Call(NamedTuple):
+    """One call of a member, as its backward left it."""
+
+    member: _Member
+    grad: Tensor  # (..., out/tp)
+    x: Tensor | None  # (..., in); None where enter gathers it again
+    weight: Tensor  # (out/tp, in), in the dtype of the product
+
+
+class _Open:
+    """An open region: its calls fill up during a backward and are taken by enter's."""
+
+    def __init__(self, context: ShardContext, *, again: bool = False) -> None:
+        self.context = context
+        self.again = again  # what members multiply is gathered again in the backward, not kept
+        self.members: dict[int, _Member] = {}
+        self.known: set[int] = set()  # ids of those outside the fast path too
+        self.parameters: list[Tensor] = []  # of all members
+        self._calls: list[_Call] = []
+        self._task: int | None = None
+
+    def add(self, member: ColumnLinear) -> None:
+        """Let a column linear take part."""
+        self.known.add(id(member))
+        if not _is_readable(member.weight):
+            return
+        # The gradient of what was read together is a plain one: the node that read it sums and places it.
+        parameters = member.own_parameters if member.opened is None else member.opened.parameters
+        used = [_used(parameter) for parameter in parameters]
+        self.members[id(member)] = _Member(len(self.parameters), used[0], used[1] if len(used) > 1 else None)
+        self.parameters += parameters
+
+    def put(self, call: _Call) -> None:
+        """Leave a call for the backward of enter."""
+        task = _backward_task()
+        if task != self._task:  # a backward that raised half-way left its calls behind
+            self._task, self._calls = task, []
+        self._calls.append(call)
+
+    def take(self) -> list[_Call]:
+        """Return the calls of the backward that is running."""
+        calls, self._calls = self._calls, []
+        return calls if self._task == _backward_task() else []
+
+
+def _is_readable(parameter: Tensor) -> bool:
+    """Tell whether this rank has its whole part: FSDP2 on a linear itself gathers it only when the linear is called."""
+    return (spec := spec_of(parameter)) is not None and spec.mesh.ndim == 1
+
+
+def _used(parameter: Tensor) -> Tensor:
+    refuse_assigned(parameter)
+    held = local_tensor(parameter)
+    return held.detach() if held.requires_grad else held
+
+
+class _Enter(Function):
+    """Identity forward; backward: the all-reduce of the input gradient, beside all parameter gradients.
+
+    Where the sequence is split (``length`` tokens): all-gather forward, reduce-scatter backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, region: _Open, length: int | None, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.region, ctx.length, ctx.dtype = region, length, x.dtype
+        if region.again:
+            ctx.save_for_backward(x)
+        return x.view_as(x) if length is None else all_gather_tokens(x, region.context.group, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_double_backward()
+        region: _Open = ctx.region
+        calls = region.take()
+        needs = ctx.needs_input_grad  # of (region, length, x, *parameters)
+        gathering = Gathering(ctx.saved_tensors[0], region.context.group, ctx.length) if region.again else None
+        gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
+        if gx is None:
+            return None, None, None, *_parameter_gradients(region, calls, needs[3:], gathering)
+        if ctx.length is None:
+            work = start_all_reduce(gx, region.context.group)
+            finished = _parameter_gradients(region, calls, needs[3:], gathering)
+            work.wait()
+        else:
+            scattering = start_reduce_scatter(gx, region.context.group)
+            finished = _parameter_gradients(region, calls, needs[3:], gathering)
+            gx = scattering.wait()
+        return None, None, gx, *finished
+
+
+def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.dtype) -> Tensor | None:
+    """Sum the input gradients of all calls, and of whoever else used the tensor, into a tensor of its own."""
+    if not calls:
+        return None if extra is None else extra.clone(memory_format=torch.contiguous_format)
+    total = cast(calls[0].grad @ calls[0].weight, dtype)
+    for call in calls[1:]:
+        if dtype == call.grad.dtype:
+            flat(total).addmm_(flat(call.grad), call.weight)
+        else:
+            total += call.grad @ call.weight
+    return total if extra is None else total.add_(extra)
+
+
+def _parameter_gradients(
+    region: _Open, calls: Sequence[_Call], needed: Sequence[bool], gathering: Gathering | None
+) -> list[Tensor | None]:
+    """Return the gradients of all parameters, summed over the calls, as DTensors."""
+    grads: list[Tensor | None] = [None] * len(needed)
+    gathered = None if gathering is None else gathering.wait()
+    for member, grad, kept, weight in calls:
+        i = member.place
+        x = gathered if kept is None else kept
+        if needed[i] and x is not None:
+            grads[i] = _plus(grads[i], weight_gradient(grad, cast(x, weight.dtype), member.weight.dtype))
+        if member.bias is not None and needed[i + 1]:
+            grads[i + 1] = _plus(grads[i + 1], bias_gradient(grad, member.bias.dtype))
+    return [None if g is None else with_spec(g, spec_of(p)) for g, p in zip(grads, region.parameters, strict=True)]
+
+
+def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
+    return grad if total is None else total + grad
+
+
+class _Deferred(Function):
+    """A member's product; its backward leaves (gradient, input, weight) for enter's."""
+
+    @staticmethod
+    def forward(ctx: Any, region: _Open, member: _Member, x: Tensor) -> Tensor:
+        ctx.region, ctx.member = region, member
+        weight, bias = member.weight, member.bias
+        if torch.is_autocast_enabled(x.device.type):
+            x, weight, bias = autocast(x, weight, bias)
+        ctx.save_for_backward(weight, *(() if region.again else (x,)))
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        weight, *kept = ctx.saved_tensors
+        # Detached: x leads to enter's node, which holds the region.
+        ctx.region.put(_Call(ctx.member, grads[0], kept[0].detach() if kept else None, weight))
+        return None, None, None
+
+
+def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
+    """Compute a member inside the open region of ``x``, or return None if ``x`` carries none that knows it."""
+    region: _Open | None = getattr(x, OPEN, None)
+    if region is None or (found := region.members.get(id(member))) is None:
+        return None
+    out: Tensor = _Deferred.apply(region, found, x)  # type: ignore[no-untyped-call]
+    return out
+
+
+def entered_for(node: Any, member: ColumnLinear) -> bool:
+    """Tell whether ``node``, of an autograd graph, is the entry of a region of ``member``."""
+    return getattr(type(node), "_forward_cls", None) is _Enter and id(member) in node.region.known
+
+
+def backward_is_running() -> bool:
+    """Tell whether this thread is inside a backward."""
+    return _backward_task() != -1
+
+
+class Region:
+    """The entry of one region in one block: a forward pre-hook on the module where the activations enter.
+
+    Args:
+        context: of the sharded model.
+        argument: name of the entering argument of the module's ``forward``, and its position.
+        members: the column linears that share the enter.
+        dropouts: where numbers may be drawn for split activations; None if no row linear ends the region. From entry to
+            row linear the random stream is forked: always in eager mode, and in a compiled graph, which that breaks,
+            while one of the places is live.
+        also: names and positions of arguments that have entered elsewhere (`EnteredArgument`).
+    """
+
+    def __init__(
+        self,
+        context: ShardContext,
+        argument: tuple[str, int],
+        members: Sequence[ColumnLinear],
+        dropouts: DropoutSites | None,
+        also: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.context = context
+        self.members = list(members)
+        self._sharing = [member for member in self.members if not member.uses_what_it_holds]
+        #: Set where the activations outside are split along the sequence.
+        self.tokens: TokenSplit | None = None
+        self._name, self._position = argument
+        self._dropouts = dropouts
+        #: Set while the stream is forked by an entry in eager mode; the row linear may be in a compiled graph.
+        self._is_forked = False
+        self._also = {name for name, _ in also}
+        self._also_at = {position for _, position in also}
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Enter: return the arguments with the entering one in its region."""
+        if self._sharing and not torch.compiler.is_compiling():
+            self._read()
+        length = None if self.tokens is None else self.tokens.length
+        if length is None:
+            self._fork()  # where tokens are split, the whole block is forked
+        if torch.is_grad_enabled():
+            if len(args) + len(kwargs) > 1:
+                self._refuse_others(module, args, kwargs)
+        elif length is None:
+            return args, kwargs
+        if self._name in kwargs:
+            return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
+        if self._position >= len(args):
+            raise TypeError(
+                f"{type(module).__name__}.forward was called without the argument {self._name!r}, which enters its "
+                f"tensor-parallel region; got {len(args)} positional arguments and {sorted(kwargs)}"
+            )
+        place = self._position
+        return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
+
+    def _read(self) -> None:
+        ready = [member for member in self._sharing if _is_readable(member.weight)]
+        for member, parameters in zip(ready, read_together(self.context, ready), strict=True):
+            member.opened = Reading(member, parameters)
+
+    def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
+        for i, value in enumerate(args):
+            if (i != self._position or self._name in kwargs) and i not in self._also_at:
+                self._refuse(module, f"at position {i}", needs_gradient(value))
+        for name, value in kwargs.items():
+            if name != self._name and name not in self._also:
+                self._refuse(module, repr(name), needs_gradient(value))
+
+    def _refuse(self, module: nn.Module, other: str, place: str | None) -> None:
+        if place is None:
+            return
+        inside = f" (its {place})" if place else ""
+        raise NotSupportedError(
+            f"{type(module).__name__}: the argument {other} needs a gradient{inside}, but only {self._name!r} enters "
+            "its tensor-parallel region: the gradient of another would be this rank's summand. Detach it, or keep this "
+            "module unsharded."
+        )
+
+    def leave(self) -> None:
+        """Called by the row linear: the members are done, and numbers drawn from here on agree on all ranks again."""
+        if not torch.compiler.is_compiling():
+            for member in self._sharing:
+                member.opened = None
+            self._is_forked = False
+            self.context.random.join(id(self))
+        elif self._is_forked or (self._dropouts is not None and self._dropouts.live()):
+            _join(self)
+
+    def _fork(self) -> None:
+        if self._dropouts is None:
+            return
+        if torch.compiler.is_compiling():
+            if self._dropouts.live():
+                _fork(self)
+            return
+        random = self.context.random
+        # What draws numbers inside need not be known. Outside of the stream the user's generators would move on.
+        self._is_forked = random.in_use or self._dropouts.live()
+        if self._is_forked:
+            random.fork(id(self))
+        else:
+            random.drop(id(self))
+
+    def _enter(self, x: Tensor) -> Tensor:
+        length = None
+        if self.tokens is not None and (length := self.tokens.length) is not None:
+            self.tokens.expect(x, self.tokens.local, "a tensor-parallel region")
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return enter_from_sequence(x, self.context.group, length)
+        elif torch.compiler.is_compiling():
+            return copy_to_tp(x, self.context.group)
+        region = _Open(self.context, again=length is not None and not self.context.keeps_gathered)
+        for member in self.members:
+            region.add(member)
+        new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
+        setattr(new, OPEN, region)
+        return new  # type: ignore[no-any-return]  # Function.apply is untyped
+
+
+# Generator states cannot be traced: these two are the only graph breaks, and only where a dropout is live.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
+def _fork(region: Region) -> None:
+    region.context.random.fork(id(region))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
+def _join(region: Region) -> None:
+    region._is_forked = False
+    region.context.random.join(id(region))

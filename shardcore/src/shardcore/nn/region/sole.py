@@ -1,0 +1,116 @@
+"""A region that is entered at its only column linear: enter and product are one autograd node.
+
+The MLPs of encoders have one column linear, which nothing else shares its input with. The member's backward computes
+the input gradient, starts its collective, computes the weight gradient meanwhile, and waits; nothing is left behind for
+another node, and no hook runs. See `shardcore.nn.region.region` for what a region is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
+from shardcore.comm.reads import held, local_tensor, spec_of, with_spec
+from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
+from shardcore.mesh import ShardContext
+from shardcore.nn.linear.functional import autocast, bias_gradient, cast, weight_gradient
+from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.region.region import Region
+
+if TYPE_CHECKING:
+    from shardcore.nn.linear.parallel import ColumnLinear
+
+__all__ = ["SoleRegion"]
+
+
+class _EnteredLinear(Function):
+    """Gather the tokens, where they are split, and multiply; backward: all gradients, beside one collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, context: ShardContext, length: int | None, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.context, ctx.length, ctx.dtype, ctx.weight, ctx.bias = context, length, x.dtype, weight, bias
+        kept = x
+        if length is not None:
+            x = all_gather_tokens(x, context.group, length)
+            kept = x if context.keeps_gathered else kept
+        w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
+        if torch.is_autocast_enabled(x.device.type):
+            same = kept is x
+            x, w, b = autocast(x, w, b)
+            kept = x if same else kept
+        ctx.save_for_backward(kept, w)
+        return F.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        (grad,) = grads
+        x, w = ctx.saved_tensors
+        context, length, weight, bias = ctx.context, ctx.length, ctx.weight, ctx.bias
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:]
+        gathering = None
+        if length is not None and needs_weight and not context.keeps_gathered:
+            gathering = Gathering(x, context.group, length)
+        gx = gw = gb = work = scattering = None
+        if needs_x:
+            gx = cast(grad @ w, ctx.dtype)
+            if length is None:
+                work = start_all_reduce(gx, context.group)
+            else:
+                scattering = start_reduce_scatter(gx, context.group)
+        if needs_bias:
+            gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias))
+        if needs_weight:
+            x = x if gathering is None else cast(gathering.wait(), w.dtype)
+            gw = with_spec(weight_gradient(grad, x, weight.dtype), spec_of(weight))
+        if work is not None:
+            work.wait()
+        elif scattering is not None:
+            gx = scattering.wait()
+        return None, None, gx, gw, gb
+
+
+class SoleRegion(Region):
+    """The region of one column linear, entered at the linear itself.
+
+    Args:
+        context: of the sharded model.
+        member: the linear, which calls `multiply`.
+        dropouts: see `Region`.
+    """
+
+    def __init__(self, context: ShardContext, member: ColumnLinear, dropouts: DropoutSites | None) -> None:
+        super().__init__(context, ("input", 0), [member], dropouts)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Enter with ``x`` and return its product: (..., in), or this rank's tokens of it, to (..., out/tp)."""
+        (member,) = self.members
+        length = None if self.tokens is None else self.tokens.length
+        if length is None or self.tokens is None:
+            self._fork()
+        else:
+            self.tokens.expect(x, self.tokens.local, "a tensor-parallel region")
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            if length is not None:
+                x = enter_from_sequence(x, self.context.group, length)
+            elif torch.is_grad_enabled():
+                x = copy_to_tp(x, self.context.group)
+            return member.product(x)
+        held(member.weight)
+        out: Tensor = _EnteredLinear.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+            self.context, length, x, member.weight, member.bias
+        )
+        return out
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Enter with ``x``, for a member that multiplies later and in parts."""
+        (_, kwargs) = self(self.members[0], (), {self._name: x})
+        entered: Tensor = kwargs[self._name]
+        return entered

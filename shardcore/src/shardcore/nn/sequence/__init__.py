@@ -1,0 +1,1 @@
+"""Activations that are split along the sequence between blocks."""

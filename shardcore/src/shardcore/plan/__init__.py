@@ -1,0 +1,9 @@
+"""The plan as data: its steps, where a model can be cut, how it is printed and compared."""
+
+from __future__ import annotations
+
+from shardcore.plan.choice import Choice
+from shardcore.plan.shard_plan import ParameterPlan, ShardPlan
+from shardcore.plan.stages import Stages
+
+__all__ = ["Choice", "ParameterPlan", "ShardPlan", "Stages"]

@@ -1,0 +1,87 @@
+"""A compiled policy: what becomes of every parameter and module of one model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.config import ShardConfig
+from shardcore.nn import Layout
+from shardcore.plan.choice import Choice
+from shardcore.plan.digest import to_data
+from shardcore.plan.render import render
+from shardcore.plan.stages import Stages
+from shardcore.plan.steps import Step
+
+__all__ = [
+    "ParameterPlan",
+    "ShardPlan",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """One parameter of the model.
+
+    Attributes:
+        name: its first name in the model.
+        aliases: further names of the same parameter (tied weights).
+        shape: the whole shape.
+        dtype: as torch prints it.
+        layout: how it lies on ``tp``; None if a user's callable decides.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """A policy compiled against one model and one configuration: pure data, printable, hashable, comparable.
+
+    Attributes:
+        model: qualified name of the model's class.
+        policy: qualified name of the policy's class.
+        origin: the distribution and version that the policy comes from; empty if it was passed by hand.
+        config: the configuration it was compiled for.
+        parameters: every parameter of the model.
+        steps: what is done to the model, in order. At a tensor-parallel size of 1, only what splits nothing.
+        stages: where the model can be cut.
+        choices: what became of the wishes of the configuration that leave a choice.
+    """
+
+    model: str
+    policy: str
+    origin: str
+    config: ShardConfig
+    parameters: tuple[ParameterPlan, ...]
+    steps: tuple[Step, ...]
+    stages: Stages | None
+    choices: tuple[Choice, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON data, the same in every process."""
+        data = to_data(self)
+        assert isinstance(data, dict)  # a dataclass becomes a dict; narrows the type
+        return {**data, "layouts": {p.name: str(p.layout) for p in self.parameters}}
+
+    def __hash__(self) -> int:
+        # Values that a policy sets may be unhashable; the digest covers all of them.
+        return hash(self.digest)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan, equal for equal plans in every process."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def render(self) -> str:
+        """Return the plan as text: every module that changes, with its parameters; equal blocks are shown once."""
+        return render(self)
+
+    def __str__(self) -> str:
+        return self.render()

@@ -1,0 +1,40 @@
+"""The steps of a plan: what is done to a model, as data that knows how it is done.
+
+Each names a module by its full name and says what becomes of it. A new kind of step is a class here: nothing else lists
+them.
+"""
+
+from __future__ import annotations
+
+from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
+from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
+from shardcore.plan.steps.modules import CallByMethods, SetAttribute, Swap
+from shardcore.plan.steps.outputs import GatherOutputs, SplitLogits, TakeLoss
+from shardcore.plan.steps.regions import EnterArgument, OpenRegion
+from shardcore.plan.steps.sequence import SplitTokens
+from shardcore.plan.steps.shardformer import ReplaceMethods, ReplaceModule, ReplaceParameters
+
+__all__ = [
+    "Bench",
+    "CallByMethods",
+    "Commit",
+    "Compile",
+    "EnterArgument",
+    "FreezeForInference",
+    "FuseNorm",
+    "GatherOutputs",
+    "OpenRegion",
+    "Phase",
+    "PlanView",
+    "Recompute",
+    "ReplaceMethods",
+    "ReplaceModule",
+    "ReplaceParameters",
+    "SetAttribute",
+    "SplitLogits",
+    "SplitTokens",
+    "Step",
+    "Swap",
+    "TakeLoss",
+    "above",
+]

@@ -1,0 +1,151 @@
+"""What every step of a plan knows of itself: when it is carried out, with what it conflicts, what it costs, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from shardcore.errors import Problem
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.costs import Collective, Site
+from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.plan.digest import to_data
+
+__all__ = ["Bench", "Commit", "Options", "Phase", "PlanView", "Step", "above"]
+
+#: Keyword arguments as a hashable value.
+Options = tuple[tuple[str, Any], ...]
+
+#: Changes the model; cannot fail, and what it returns is not used.
+Commit = Callable[[], object]
+
+
+class Phase(enum.IntEnum):
+    """When a step is carried out: each phase builds on what those before it made of the model."""
+
+    #: A norm is fused before it is made to read replicated parameters.
+    FUSE = enum.auto()
+    #: Modules become parallel.
+    SWAP = enum.auto()
+    #: What builds on parallel modules, or on nothing, in the order of the policy.
+    CHANGE = enum.auto()
+    #: Regions are opened between parallel modules.
+    ENTER = enum.auto()
+    #: Tokens are split between regions.
+    SEQUENCE = enum.auto()
+    #: Logits are split around whatever else a model does with its labels.
+    LOGITS = enum.auto()
+    #: What is compiled, or recomputed, splits and draws as it did before.
+    COMPILE = enum.auto()
+    RECOMPUTE = enum.auto()
+
+
+class PlanView(Protocol):
+    """What a step may ask about the plan that it is in, while the plan is checked."""
+
+    model: nn.Module
+
+    def at(self, path: str) -> Sequence[Step]:
+        """Return the steps at one module."""
+
+    def at_module(self, module: nn.Module) -> Sequence[Step]:
+        """Return the steps at one module, whatever its name."""
+
+    def rule_of(self, parameter: str) -> str | None:
+        """Return the line of the policy that claims a parameter, as its author wrote it."""
+
+
+class Bench(Protocol):
+    """What there is to work with while steps are carried out."""
+
+    model: nn.Module
+    #: None where one rank is all there is; then only steps that split nothing are carried out.
+    context: ShardContext | None
+
+    @property
+    def shared(self) -> ShardContext:
+        """The context, for steps that split."""
+
+    def tokens_at(self, path: str) -> TokenSplit | None:
+        """Return how the tokens at a module are split; None where they never are."""
+
+    def tokens_below(self, path: str) -> TokenSplit | None:
+        """Return how the tokens of the last stack in or below a module are split; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(ABC):
+    """One thing done to the module ``path`` (its full name in the model)."""
+
+    #: Whether the step splits something over ranks, so that one rank alone has no use for it.
+    splits: ClassVar[bool] = True
+    #: When it is carried out.
+    phase: ClassVar[Phase] = Phase.CHANGE
+
+    path: str
+
+    def describe(self) -> str:
+        """Return the step in a few words, without its path."""
+        values = (f"{f.name}={to_data(getattr(self, f.name))!r}" for f in dataclasses.fields(self) if f.name != "path")
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    def in_full(self) -> str:
+        """Return the step with its path and everything that it says, the same in every process."""
+        return f"{self.path or 'the model'} {Step.describe(self)}"
+
+    @property
+    def behaviour(self) -> type[SwappedModule] | None:
+        """What it adds to the behaviours of the module; None if it changes something else."""
+        return None
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether activations are split over the ranks below the module, between its entry and a row linear."""
+        return False
+
+    @property
+    def splits_tokens(self) -> tuple[str, ...]:
+        """The modules below which activations are split along the sequence, in the order in which they run."""
+        return ()
+
+    def same_as(self, other: Step) -> bool:
+        """Tell whether ``other``, at the same path, says the same, so that one of the two is enough."""
+        return self == other
+
+    def conflict(self, other: Step) -> str | None:
+        """Say why this step and ``other``, at the same path, cannot both be carried out, or return None."""
+        return None
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        """Yield what does not fit between this step and the rest of the plan."""
+        return iter(())
+
+    def on_split_tokens(self) -> str | None:
+        """Say why the step cannot be carried out between split tokens, or return None."""
+        return None
+
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        """Yield what one training step sends because of it."""
+        return iter(())
+
+    @abstractmethod
+    def prepare(self, bench: Bench) -> Commit:
+        """Do everything about the step that can fail, and return the call that changes the model."""
+
+    def problem(self, what: str, todo: str) -> Problem:
+        """Return a problem with this step."""
+        return Problem(where=self.path, row=self.describe(), what=what, todo=todo)
+
+
+def above(path: str) -> Iterator[str]:
+    """Yield the paths of the modules that hold the module ``path``, from the nearest to the model (``""``)."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

@@ -1,0 +1,115 @@
+"""Steps at single modules: another class, another attribute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.calls import CalledByMethods
+from shardcore.nn.costs import Collective, Site
+from shardcore.plan.digest import to_data
+from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step
+
+__all__ = ["CallByMethods", "SetAttribute", "Swap"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap(Step):
+    """The module becomes a parallel one."""
+
+    phase: ClassVar[Phase] = Phase.SWAP
+
+    target: type[SwappedModule]
+    options: Options = ()
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.target.__name__}({options})" if options else self.target.__name__
+
+    def in_full(self) -> str:
+        """See `Step.in_full`."""
+        options = ", ".join(f"{name}={to_data(value)}" for name, value in self.options)
+        return f"{self.path or 'the model'} becomes {to_data(self.target)}({options})"
+
+    @property
+    def behaviour(self) -> type[SwappedModule]:
+        """See `Step.behaviour`."""
+        return self.target
+
+    @property
+    def splits_heads(self) -> bool:
+        """See `Step.splits_heads`."""
+        options = dict(self.options)
+        return self.target.enters(**options) and not options.get("gather_output", False)
+
+    def on_split_tokens(self) -> str | None:
+        """See `Step.on_split_tokens`."""
+        return self.target.on_split_tokens(**dict(self.options))
+
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        """See `Step.collectives`."""
+        return self.target.collectives(site, **dict(self.options))
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        module, tokens = bench.model.get_submodule(self.path), bench.tokens_at(self.path)
+
+        def commit() -> None:
+            self.target.adopt(module, bench.shared, **dict(self.options)).split_tokens(tokens)
+
+        return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAttribute(Step):
+    """An attribute gets the value for one rank."""
+
+    name: str
+    value: Any
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"{self.name} = {self.value!r}"
+
+    def conflict(self, other: Step) -> str | None:
+        """See `Step.conflict`."""
+        if isinstance(other, SetAttribute) and self.name == other.name:
+            return f"the attribute {self.path}.{self.name} would be set to {other.value!r} and to {self.value!r}"
+        return None
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        return functools.partial(setattr, bench.model.get_submodule(self.path), self.name, self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallByMethods(Step):
+    """The module is run by methods besides its forward.
+
+    Attributes:
+        methods: their names.
+    """
+
+    splits: ClassVar[bool] = False
+
+    methods: tuple[str, ...]
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"is run by {', '.join(self.methods)} too"
+
+    @property
+    def behaviour(self) -> type[SwappedModule]:
+        """See `Step.behaviour`."""
+        return CalledByMethods
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        if bench.context is None:
+            return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
+        module = bench.model.get_submodule(self.path)
+        return functools.partial(CalledByMethods.adopt, module, bench.context, methods=self.methods)

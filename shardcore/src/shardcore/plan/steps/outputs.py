@@ -1,0 +1,121 @@
+"""Steps around the forward of a whole model: what it returns, and its loss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.costs import Collective, Site, forward
+from shardcore.nn.loss.after_forward import TakesLoss
+from shardcore.nn.loss.logits import SplitsLogits
+from shardcore.nn.outputs import GathersOutputs
+from shardcore.plan.steps.base import Bench, Commit, Phase, Step
+
+__all__ = ["GatherOutputs", "SplitLogits", "TakeLoss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherOutputs(Step):
+    """Captured outputs of the module are made whole.
+
+    Attributes:
+        dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
+        by_tokens: outputs that are split along the sequence where sequence parallelism is on.
+        places: outputs that have their place in a tuple (``return_dict=False``) also when they are None.
+    """
+
+    dims: tuple[tuple[str, int, int], ...]
+    by_tokens: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        gathered = [f"{name} on dim {dim} to {size}" for name, dim, size in self.dims]
+        return "gathers " + ", ".join([*gathered, *(f"{name} along the sequence" for name in self.by_tokens)])
+
+    @property
+    def behaviour(self) -> type[SwappedModule]:
+        """See `Step.behaviour`."""
+        return GathersOutputs
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        module, tokens = bench.model.get_submodule(self.path), bench.tokens_below(self.path)
+        options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
+
+        def commit() -> None:
+            GathersOutputs.adopt(module, bench.shared, **options).split_tokens(tokens)
+
+        return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeLoss(Step):
+    """The loss is computed from what the module's forward returns, not inside it.
+
+    Attributes:
+        function: called with the model, the outputs ``logits`` and the arguments ``labels``.
+        labels: the arguments that are taken out.
+        logits: the outputs that the function takes.
+    """
+
+    function: Callable[..., Any]
+    labels: tuple[str, ...]
+    logits: tuple[str, ...]
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
+
+    @property
+    def behaviour(self) -> type[SwappedModule]:
+        """See `Step.behaviour`."""
+        return TakesLoss
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        module = bench.model.get_submodule(self.path)
+        options: dict[str, Any] = {"function": self.function, "labels": self.labels, "logits": self.logits}
+        return functools.partial(TakesLoss.adopt, module, bench.shared, **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLogits(Step):
+    """In calls of the module with labels, logits stay split over the vocabulary.
+
+    Attributes:
+        labels: name and position of the argument with labels.
+        heads: the heads, by their full names.
+        chunk: the number of tokens whose logits are computed at a time, within the loss; None keeps all of them.
+    """
+
+    phase: ClassVar[Phase] = Phase.LOGITS
+
+    labels: tuple[str, int]
+    heads: tuple[str, ...]
+    chunk: int | None = None
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        how = "stay split" if self.chunk is None else f"are computed within the loss, {self.chunk} tokens at a time,"
+        return f"logits of {', '.join(self.heads)} {how} where {self.labels[0]!r} are given"
+
+    @property
+    def behaviour(self) -> type[SwappedModule]:
+        """See `Step.behaviour`."""
+        return SplitsLogits
+
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        """See `Step.collectives`."""
+        for what in ("largest logits", "sums and the labels' logits"):
+            yield forward(self.path, "all_reduce", f"(B, S) {what}")
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        model = bench.model
+        heads = [model.get_submodule(path) for path in self.heads]
+        options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}
+        return functools.partial(SplitsLogits.adopt, model.get_submodule(self.path), bench.shared, **options)

@@ -1,0 +1,203 @@
+"""Steps by which activations enter regions, where each rank's gradient is a summand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from shardcore.errors import Problem
+from shardcore.nn.costs import Collective, Site, backward, forward
+from shardcore.nn.linear.parallel import ColumnLinear, RowLinear, shared_parameters
+from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.region.argument import EnteredArgument
+from shardcore.nn.region.region import Region
+from shardcore.nn.region.sole import SoleRegion
+from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
+from shardcore.plan.steps.modules import Swap
+
+__all__ = ["EnterArgument", "OpenRegion"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRegion(Step):
+    """Activations enter a region where the module ``path`` is called.
+
+    Attributes:
+        argument: name and position of the entering argument.
+        members: the column linears that share the enter.
+        row: the row linear that ends the region; None if the region ends in its only member.
+        block: the module that the region was declared for.
+        also: names and positions of arguments that an `EnterArgument` has let in.
+        after: modules and bare parameters below ``path`` that act on what the row linear returns.
+    """
+
+    phase: ClassVar[Phase] = Phase.ENTER
+
+    argument: tuple[str, int]
+    members: tuple[str, ...]
+    row: str | None
+    block: str
+    also: tuple[tuple[str, int], ...] = ()
+    after: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        end = f", leaves at {self.short(self.row)}" if self.row else ""
+        end += f" before {', '.join(map(self.short, self.after))}" if self.after else ""
+        also = f" beside {', '.join(repr(name) for name, _ in self.also)}" if self.also else ""
+        return f"enters with {self.argument[0]!r}{also} for {', '.join(map(self.short, self.members))}{end}"
+
+    @property
+    def splits_heads(self) -> bool:
+        """See `Step.splits_heads`."""
+        return self.row is not None
+
+    def short(self, name: str) -> str:
+        """Return a full name relative to the block."""
+        return name.removeprefix(f"{self.block}.")
+
+    def same_as(self, other: Step) -> bool:
+        """See `Step.same_as`; a shared module may be reached from several blocks."""
+        return isinstance(other, OpenRegion) and (self.members, self.row) == (other.members, other.row)
+
+    def conflict(self, other: Step) -> str | None:
+        """See `Step.conflict`."""
+        if isinstance(other, OpenRegion):
+            return f"two regions would enter at {self.path}, so its input gradient would be summed twice"
+        return None
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        """See `Step.check`."""
+        entered = any(isinstance(step, EnterArgument) for path in above(self.path) for step in plan.at(path))
+        if self.also and not entered:
+            yield self.problem(
+                f"{', '.join(repr(name) for name, _ in self.also)} would arrive in the region without having entered "
+                "it: each rank would have a summand of its gradient",
+                "add an enter_arg rule for a module above, or name the argument with arg=",
+            )
+        for module in plan.model.get_submodule(self.path).modules():
+            for step in plan.at_module(module):
+                below = self.path in above(step.path)
+                if below and isinstance(step, Swap) and step.target.enters(**dict(step.options)):
+                    yield step.problem(
+                        f"it would enter again what entered the region at {self.path}: gradients are summed twice",
+                        "make it one of the region's col=, or move the region's enter",
+                    )
+        if self.row is not None:
+            for module in self._inside(plan.model):
+                for step in plan.at_module(module):
+                    if isinstance(step, Swap) and not step.target.sums_gradients(**dict(step.options)):
+                        yield from self._replicated(plan, step, module)
+
+    def _inside(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules that are provably inside of the region.
+
+        Whatever runs between the entry and the row linear sees the activations of its rank, or hands its output to what
+        does: its gradient is this rank's summand, and without a sum replicas drift apart.
+        """
+        entry = model.get_submodule(self.path)
+        if self.path not in self.members:
+            own = (*self.members, self.row or "")
+            known = [m for name in (*own, *self.after) if (m := _module(model, name)) is not None]
+            outside = {id(m) for module in known for m in module.modules()}
+            return [m for m in entry.modules() if id(m) not in outside]
+        # Nothing marks where a linear that enters by itself is called, but in a Sequential.
+        return [m for module in _between(model, self.path, self.row or "") for m in module.modules()]
+
+    def _replicated(self, plan: PlanView, step: Step, module: nn.Module) -> Iterator[Problem]:
+        for name, parameter in module._parameters.items():
+            full = ".".join(filter(None, (step.path, name)))
+            if parameter is not None and full not in self.after:
+                yield Problem(
+                    where=full,
+                    row=plan.rule_of(full) or step.describe(),
+                    what=f"it is inside the region that is entered at {self.path or 'the model itself'} and left at "
+                    f"{self.row}: its gradient would be this rank's summand, and the replicas would drift apart",
+                    todo=f"say partial({self.short(step.path)!r}), which sums it; or after={self.short(full)!r} in the "
+                    f"region's rule, if it acts on what {self.short(self.row or '')} returns",
+                )
+
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        """See `Step.collectives`."""
+        if site.split:
+            yield forward(self.path, "all_gather", "(B, S/tp, H) input")
+            if not site.keeps_gathered:
+                yield backward(self.path, "all_gather", "(B, S/tp, H) input, again")
+            yield backward(self.path, "reduce_scatter", "(B, S, H) input gradient")
+        else:
+            yield backward(self.path, "all_reduce", "(B, S, H) input gradient")
+        yield from shared_parameters(self.path, [site.member(path) for path in self.members])
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        model, tokens = bench.model, bench.tokens_at(self.path)
+        module, block = model.get_submodule(self.path), model.get_submodule(self.block)
+        members = [model.get_submodule(name) for name in self.members]
+        last = model.get_submodule(self.row) if self.row else None
+
+        def commit() -> None:
+            # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
+            trees = [] if isinstance(module, ColumnLinear) else [module]
+            dropouts = DropoutSites(trees, [block]) if last is not None else None
+            columns = [m for m in members if isinstance(m, ColumnLinear)]
+            region: Region
+            if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
+                region = module.opens = SoleRegion(bench.shared, module, dropouts)
+            else:
+                region = Region(bench.shared, self.argument, columns, dropouts, self.also)
+                module.register_forward_pre_hook(region, with_kwargs=True)
+            region.tokens = tokens
+            if isinstance(last, RowLinear):
+                last.region = region
+
+        return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterArgument(Step):
+    """A further tensor enters the regions below the module ``path``, once for all of them.
+
+    Attributes:
+        argument: name and position of the entering argument.
+    """
+
+    argument: tuple[str, int]
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"lets {self.argument[0]!r} into the regions below"
+
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        """See `Step.collectives`."""
+        yield backward(self.path, "all_reduce", f"gradient of {self.argument[0]}")
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        module, hook = bench.model.get_submodule(self.path), EnteredArgument(bench.shared, self.argument)
+
+        def commit() -> None:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+        return commit
+
+
+def _between(model: nn.Module, first: str, last: str) -> Iterator[nn.Module]:
+    """Yield the modules that a Sequential with both linears calls after the one and before the other."""
+    parent, _, start = first.rpartition(".")
+    other, _, stop = last.rpartition(".")
+    sequence = model.get_submodule(parent)
+    if parent != other or type(sequence).forward is not nn.Sequential.forward:
+        return
+    names = list(sequence._modules)
+    for name in names[names.index(start) + 1 : names.index(stop)]:
+        yield sequence.get_submodule(name)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:  # a bare parameter
+        return None

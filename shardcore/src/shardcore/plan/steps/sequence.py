@@ -1,0 +1,79 @@
+"""The step that splits activations along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardcore.errors import Problem
+from shardcore.nn.costs import Collective, Site, backward, forward
+from shardcore.nn.sequence.tokens import TokenBlock, TokenEnd, TokenStack
+from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
+
+__all__ = ["SplitTokens"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTokens(Step):
+    """Activations between the blocks of the module ``path`` are split along the sequence.
+
+    Attributes:
+        blocks: its blocks; the first one that is called splits them.
+        argument: name and position of the argument of a block that holds them.
+        end: the module after which they are whole again.
+    """
+
+    phase: ClassVar[Phase] = Phase.SEQUENCE
+
+    blocks: tuple[str, ...]
+    argument: tuple[str, int]
+    end: str
+
+    @property
+    def places(self) -> frozenset[str]:
+        """The modules that work on split tokens, with all that is below them."""
+        return frozenset((*self.blocks, self.end))
+
+    @property
+    def splits_tokens(self) -> tuple[str, ...]:
+        """See `Step.splits_tokens`."""
+        return (*self.blocks, self.end)
+
+    def covers(self, path: str) -> bool:
+        """Tell whether the module ``path`` works on split tokens, or inside regions between them."""
+        return not self.places.isdisjoint((path, *above(path)))
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return f"tokens of {self.argument[0]!r} split from {self.blocks[0]} to {self.end}"
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        """See `Step.check`."""
+        below = {id(m): m for place in self.places for m in plan.model.get_submodule(place).modules()}
+        for module in below.values():
+            for step in plan.at_module(module):
+                if what := step.on_split_tokens():
+                    yield step.problem(
+                        f"under sequence parallelism {what}",
+                        "declare a region(enter=...) whose entry is the module that reads them, or turn it off",
+                    )
+
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        """See `Step.collectives`."""
+        yield forward(self.end, "all_gather", "(B, S/tp, H) output")
+        yield backward(self.blocks[0], "all_gather", "(B, S/tp, H) gradient")
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        blocks = [bench.model.get_submodule(path) for path in self.blocks]
+        stack, end = bench.model.get_submodule(self.path), bench.model.get_submodule(self.end)
+        tokens = bench.tokens_at(self.end)
+
+        def commit() -> None:
+            TokenStack.adopt(stack, bench.shared, tokens=tokens)
+            for block in blocks:
+                TokenBlock.adopt(block, bench.shared, tokens=tokens, argument=self.argument)
+            TokenEnd.adopt(end, bench.shared, tokens=tokens)
+
+        return commit

@@ -1,0 +1,80 @@
+"""Steps that run code of a user: the replacements of Shardformer's descriptions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.errors import ConfigError, PartlyShardedError
+from shardcore.nn.base import ParallelModule, with_methods
+from shardcore.nn.foreign import adopt_local_parameters, local_problem
+from shardcore.plan.steps.base import Bench, Commit, Options, Step
+
+__all__ = ["ReplaceMethods", "ReplaceModule", "ReplaceParameters"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceMethods(Step):
+    """Methods of this instance are replaced by a user's functions."""
+
+    methods: tuple[tuple[str, Callable[..., Any]], ...]
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        return functools.partial(with_methods, bench.model.get_submodule(self.path), dict(self.methods))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceParameters(Step):
+    """A user's function replaces parameters of the module in place."""
+
+    function: Callable[..., Any]
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        module, context = bench.model.get_submodule(self.path), bench.shared
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+
+        def commit() -> None:
+            try:
+                self.function(module, context.group)
+            except Exception as error:
+                raise PartlyShardedError(
+                    f"param_replacement {getattr(self.function, '__qualname__', self.function)} failed at "
+                    f"{self.path!r}: {type(error).__name__}: {error}. The model is unusable; build it anew."
+                ) from error
+            if problem := local_problem(module, shapes, context, recurse=False):
+                raise PartlyShardedError(f"param_replacement at {self.path!r}: {problem}. Build the model anew.")
+            adopt_local_parameters(module, shapes, context, recurse=False)
+
+        return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceModule(Step):
+    """The module is replaced by what a user's `ParallelModule` makes of it."""
+
+    target: type[ParallelModule]
+    options: Options = ()
+
+    def on_split_tokens(self) -> str | None:
+        """See `Step.on_split_tokens`."""
+        return f"{self.target.__name__} would be called with a part of the tokens"
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        context = bench.shared
+        native = bench.model.get_submodule(self.path)
+        new = self.target.from_native_module(native, context.group, **dict(self.options))
+        shapes = {name: tuple(p.shape) for name, p in native.named_parameters(remove_duplicate=False)}
+        if problem := local_problem(new, shapes, context):
+            raise ConfigError(f"{self.target.__name__}.from_native_module at {self.path}: {problem}")
+        owner, _, name = self.path.rpartition(".")
+
+        def commit() -> None:
+            adopt_local_parameters(new, shapes, context)
+            setattr(bench.model.get_submodule(owner), name, new)
+
+        return commit

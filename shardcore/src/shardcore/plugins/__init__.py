@@ -1,0 +1,1 @@
+"""Discover and resolve: which installed packs there are, and which policy serves a model. Imports no torch."""

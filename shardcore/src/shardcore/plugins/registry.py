@@ -1,0 +1,306 @@
+"""Find the installed packs, and the policy that serves a model class.
+
+    entry points --discover--> Registry of Packs --resolve(class)--> Match --load()--> policy class
+
+Discovery handles strings only: neither torch nor transformers is imported before `Match.load`, and then only what the
+one pack that matched imports. The packs are loaded by `shardcore.plugins.loading`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import importlib_metadata
+from packaging.requirements import Requirement
+
+from shardcore import _env
+from shardcore.errors import (
+    AmbiguousPolicyError,
+    BrokenPackWarning,
+    NoPolicyError,
+    PackError,
+    UntestedVersionWarning,
+)
+from shardcore.hooks import ParallelModuleSpec, PolicySpec
+from shardcore.plugins.isolation import attempt, in_one_line
+from shardcore.plugins.loading import GROUP, Pack, as_text, complaint, load_packs
+from shardcore.plugins.versions import installed, is_met, tested
+
+__all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry", "first_party"]
+
+Spec = TypeVar("Spec", PolicySpec, ParallelModuleSpec)
+
+# Start of a class's full name -> the pack of this project that serves the family.
+_FIRST_PARTY = {
+    "transformers.models.llama.": "shard-llama",
+    "transformers.models.bert.": "shard-bert",
+    "transformers.models.vit.": "shard-vit",
+    "transformers.models.whisper.": "shard-whisper",
+    "timm.": "shard-vit",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The outcome of a resolution.
+
+    Attributes:
+        spec: the spec that won.
+        pack: the pack that offers it.
+        cls: the class that the spec names: the model's own, or the nearest of its bases that is served.
+    """
+
+    spec: PolicySpec
+    pack: Pack
+    cls: type
+
+    def load(self) -> type:
+        """Import the policy class.
+
+        Warns with `UntestedVersionWarning` if a library is outside of the range that the pack was tested with.
+
+        Raises:
+            PackError: there is no such class, or it is no `shardcore.Policy`; or, under `SHARDCORE_STRICT=1`, a
+                library is outside of that range.
+        """
+        found = _load_class(self.pack, "policy", self.spec.policy)
+        from shardcore.policy import Policy  # not above: finding a policy must not import torch
+
+        if not issubclass(found, Policy):
+            raise PackError(
+                f"pack {self.pack}: policy {self.spec.policy!r} is {found.__qualname__}, which is no subclass of "
+                "shardcore.policy.Policy; derive it from that class, or correct policy= of its PolicySpec"
+            )
+        return found
+
+
+class Registry:
+    """The packs of this environment, and the search for a policy among them.
+
+    Attributes:
+        packs: every pack that was found, whatever became of it, in the order of (name, value, distribution).
+
+    Example:
+        >>> Registry.discover(entry_points=[]).packs
+        ()
+    """
+
+    def __init__(self, packs: Iterable[Pack]) -> None:
+        self.packs = tuple(packs)
+        # Full name of a class -> who offers what for it, in the order of `packs`.
+        self._offers: dict[str, list[tuple[PolicySpec, Pack]]] = {}
+        # Full name of a native class, name of what is replaced -> who brings what.
+        self._brought: dict[tuple[str, str], list[tuple[ParallelModuleSpec, Pack]]] = {}
+        self._classes: dict[str, type] = {}
+        for pack in self.packs:
+            for spec in pack.specs:
+                self._offers.setdefault(spec.target, []).append((spec, pack))
+            for module in pack.modules:
+                self._brought.setdefault((module.target, module.replaces), []).append((module, pack))
+
+    @classmethod
+    def discover(cls, entry_points: Iterable[importlib_metadata.EntryPoint] | None = None) -> Registry:
+        """Load every pack that is installed and allowed, each in isolation.
+
+        A pack that fails is recorded as broken and reported in a `BrokenPackWarning`; under `SHARDCORE_STRICT=1` the
+        first one raises `PackError`.
+
+        Args:
+            entry_points: where to look; every entry point of the group `shardcore.packs` if not given.
+        """
+        packs = load_packs(entry_points)
+        # One warning after all packs are loaded: with warnings as errors, a broken pack must not hide the next one.
+        broken = [complaint(pack) for pack in packs if pack.status == "broken"]
+        if broken:
+            warnings.warn("\n".join(broken), BrokenPackWarning, stacklevel=2)
+        return cls(packs)
+
+    def resolve(self, cls: type) -> Match:
+        """Find the policy for a model class.
+
+        The nearest class in the MRO that has an offer wins, then the highest priority. Offers whose `requires` is not
+        met do not count. Classes are compared by full name, so that nothing has to be imported to compare them, and a
+        class that was swapped for a subclass of the same name is still found.
+
+        Raises:
+            AmbiguousPolicyError: different policies are offered for the same class with equal priority.
+            NoPolicyError: no loaded pack serves the class.
+        """
+        for base in cls.__mro__:
+            offers = [offer for offer in self._offers.get(_full_name(base), ()) if is_met(offer[0].requires)]
+            if not offers:
+                continue
+            best = _highest(offers)
+            if len({spec.policy for spec, _ in best}) > 1:
+                raise AmbiguousPolicyError(_ambiguous("policies serve", cls, [(s, s.policy, p) for s, p in best]))
+            spec, pack = best[0]
+            return Match(spec=spec, pack=pack, cls=base)
+        raise NoPolicyError("\n".join(self._nothing_found(cls)))
+
+    def parallel_module(self, native: type, replaces: type, enabled: Callable[[str], bool]) -> type | None:
+        """Find the class that a pack brings for a native module, or return None if there is none.
+
+        The nearest class in the MRO for which something is brought wins, then the highest priority. What is brought for
+        a base counts only if the native class runs that base's ``forward``: the brought one computes nothing else.
+
+        Args:
+            native: the class of the native module.
+            replaces: the class of shardcore that would be used.
+            enabled: whether a switch of the configuration is on, by its name.
+
+        Raises:
+            AmbiguousPolicyError: different modules are brought for the same class with equal priority.
+            PackError: the brought class cannot be loaded, or is no subclass of ``replaces``.
+        """
+        forward = getattr(native, "forward", None)
+        for base in native.__mro__:
+            offers = [
+                (spec, pack)
+                for spec, pack in self._brought.get((_full_name(base), replaces.__name__), ())
+                if (spec.option is None or enabled(spec.option)) and is_met(spec.requires)
+            ]
+            if not offers or getattr(base, "forward", None) is not forward:
+                continue
+            best = _highest(offers)
+            if len({spec.module for spec, _ in best}) > 1:
+                what = f"modules replace {replaces.__name__} for"
+                raise AmbiguousPolicyError(_ambiguous(what, native, [(s, s.module, p) for s, p in best]))
+            spec, pack = best[0]
+            return self._load_module(spec, pack, replaces)
+        return None
+
+    def modules_for(self, config: object) -> Callable[[type, type], Any]:
+        """Return `parallel_module` for a configuration, whose attributes are the switches; ``"auto"`` counts as on."""
+        return functools.partial(self.parallel_module, enabled=lambda option: bool(getattr(config, option, False)))
+
+    def observe(self, when: Literal["before", "after"], model: object, plan: object) -> None:
+        """Call ``shardcore_before_shard`` or ``shardcore_after_shard`` of every pack, in their order.
+
+        Raises:
+            PackError: a pack raised; the packs after it were not called.
+        """
+        hook = f"shardcore_{when}_shard"
+        for pack in self.packs:
+            if hook not in pack.observers:
+                continue
+            call = functools.partial(pack.observers[hook], model=model, plan=plan)
+            try:
+                attempt(call, hook)
+            except Exception as error:
+                raise PackError(
+                    f"pack {pack}: {hook} failed for a {type(model).__name__}: {in_one_line(error)}. Report it to the "
+                    f"pack, or leave the pack out with SHARDCORE_DISABLE_PACKS={_switch(pack)}"
+                ) from error
+
+    @property
+    def active(self) -> tuple[Pack, ...]:
+        """The packs that take part whatever model is sharded: those that observe or bring modules."""
+        return tuple(pack for pack in self.packs if pack.observers or pack.modules)
+
+    def _load_module(self, spec: ParallelModuleSpec, pack: Pack, replaces: type) -> type:
+        if spec.module not in self._classes:
+            self._classes[spec.module] = _load_class(pack, "parallel module", spec.module)
+        found = self._classes[spec.module]
+        if not issubclass(found, replaces):
+            raise PackError(
+                f"pack {pack}: parallel module {spec.module!r} is no subclass of {_full_name(replaces)}, which it "
+                f"replaces for {spec.target}; derive it from that class, or correct replaces="
+            )
+        return found
+
+    def _nothing_found(self, cls: type) -> Iterator[str]:
+        """Yield the lines of a `NoPolicyError`."""
+        names = [_full_name(base) for base in cls.__mro__ if base is not object]
+        yield f"no installed pack serves {names[0]}."
+        yield f"  looked for: {', '.join(names)}"
+        yield "  installed packs:" if self.packs else "  installed packs: none"
+        for pack in self.packs:
+            said = f": {in_one_line(pack.error)}" if pack.error else ""
+            by = " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS" if pack.status == "blocked" else ""
+            yield f"    {pack}: {pack.status}{by}{said}"
+        for spec, pack in (offer for name in names for offer in self._offers.get(name, ())):
+            if spec.requires is not None:
+                have = installed(Requirement(spec.requires).name) or "not installed"
+                yield f"  left out: {spec.policy} of pack {pack} requires {spec.requires} (here: {have})"
+        first_party = (pack for name in names for start, pack in _FIRST_PARTY.items() if name.startswith(start))
+        if family := next(first_party, None):
+            yield f"  the first-party pack for this family is {family}"
+        else:
+            yield f"  way out: have a pack drafted: shardcore new-pack shard-mine --model {names[0]}"
+        yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
+
+
+@functools.cache
+def default_registry() -> Registry:
+    """Return the registry of everything that is installed, discovered on the first call.
+
+    A process keeps one result, because loading the packs is work and because what serves a model should not change in
+    the middle of a run. After a change of the environment, `default_registry.cache_clear()` makes the next call look
+    again.
+    """
+    return Registry.discover()
+
+
+def first_party() -> frozenset[str]:
+    """Return the names of the packs of this project."""
+    return frozenset(_FIRST_PARTY.values())
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _load_class(pack: Pack, what: str, reference: str) -> type:
+    """Import a class that a pack names, after a look at what the pack was tested with."""
+    _check_tested(pack)
+    module, _, qualname = reference.partition(":")
+    try:
+        found = attempt(lambda: operator.attrgetter(qualname)(importlib.import_module(module)), reference)
+    except Exception as error:
+        raise PackError(f"pack {pack}: {what} {reference!r} failed to load: {in_one_line(error)}") from error
+    if not isinstance(found, type):
+        raise PackError(f"pack {pack}: {what} {reference!r} is {as_text(found)}; wanted a class")
+    return found
+
+
+def _check_tested(pack: Pack) -> None:
+    """Warn of libraries outside of the range that the pack's tests prove; under strict, raise."""
+    outside = [t for t in tested(pack.distribution) if t.installed is not None and not t.inside]
+    if not outside:
+        return
+    found = ", ".join(f"{t.library} {t.installed} is installed, tested is {t.range}" for t in outside)
+    ways = " or ".join(f"{t.library}{t.range}" for t in outside)
+    message = (
+        f"pack {pack} was not tested with what is installed: {found}. Install {ways}, or a release of "
+        f"{pack.distribution} that was tested with it"
+    )
+    if _env.strict():
+        raise PackError(f"{message}; or unset SHARDCORE_STRICT, which makes this a warning.")
+    warnings.warn(f"{message}; or go on, and check the results.", UntestedVersionWarning, stacklevel=4)
+
+
+def _highest(offers: list[tuple[Spec, Pack]]) -> list[tuple[Spec, Pack]]:
+    highest = max(spec.priority for spec, _ in offers)
+    return [offer for offer in offers if offer[0].priority == highest]
+
+
+def _switch(pack: Pack) -> str:
+    return f"{pack.distribution}:{pack.name}"
+
+
+def _ambiguous(what: str, cls: type, offers: list[tuple[PolicySpec | ParallelModuleSpec, str, Pack]]) -> str:
+    """Say who offers what for a class, and how to choose."""
+    target, priority = offers[0][0].target, offers[0][0].priority
+    lines = [f"several {what} {_full_name(cls)}, all for {target} with priority {priority}:"]
+    lines += [f"  {reference} of pack {pack}" for _, reference, pack in offers]
+    names = list(dict.fromkeys(_switch(pack) for _, _, pack in offers))
+    lines.append("  way out: pass policy= (a Policy class or an instance)")
+    if len(names) > 1:
+        lines.append(f"  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS={' or '.join(names)}")
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""The words that rows of a policy are written with.
+
+    "LlamaDecoderLayer": [
+        norm("input_layernorm", "post_attention_layernorm"),
+        region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj"),
+    ]
+
+All names are relative to the module that the row is listed under; ``""`` is that module itself. Sizes that leave a rank
+without any element are replicated by themselves; what cannot be split otherwise is reported when the plan is compiled.
+A new word is a constructor with its `shardcore.policy.Rule`, both in one module of this folder.
+"""
+
+from __future__ import annotations
+
+from shardcore.styles.attributes import attribute, local_groups, local_heads, per_rank
+from shardcore.styles.calls import calls
+from shardcore.styles.conditions import layer_drop, refuse, when_divisible
+from shardcore.styles.heads import head
+from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
+from shardcore.styles.outputs import loss, outputs
+from shardcore.styles.randomness import shared_numpy, shared_rng
+from shardcore.styles.regions import enter_arg, region, segments
+from shardcore.styles.sequence import sequence
+
+__all__ = [
+    "attribute",
+    "calls",
+    "col",
+    "enter_arg",
+    "head",
+    "layer_drop",
+    "local_groups",
+    "local_heads",
+    "loss",
+    "norm",
+    "outputs",
+    "partial",
+    "per_rank",
+    "refuse",
+    "region",
+    "replicate",
+    "row",
+    "segments",
+    "sequence",
+    "shared_numpy",
+    "shared_rng",
+    "vocab",
+    "when_divisible",
+]

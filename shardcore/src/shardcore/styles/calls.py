@@ -1,0 +1,44 @@
+"""The word for methods besides ``forward`` that run a module."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from shardcore.plan.steps import CallByMethods
+from shardcore.policy import Rule, Scope
+from shardcore.styles._text import written
+
+__all__ = [
+    "calls",
+]
+
+
+def calls(*methods: str) -> Rule:
+    """Methods besides ``forward`` that people run the module by (``forward_features``, ``get_image_features``).
+
+    They are those of the module that the row is listed under. In them the random stream of the model is in use, the
+    bare parameters of the module that are replicated are whole tensors, and FSDP2 has gathered what it would for a
+    forward. They may call each other and the forward.
+    """
+    return CallsRule(text=written("calls", *methods), methods=methods)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallsRule(Rule):
+    """`shardcore.styles.calls`."""
+
+    methods: tuple[str, ...]
+
+    def plan(self, scope: Scope) -> None:
+        """See `Rule.plan`."""
+        kind = type(scope.module)
+        missing = [name for name in self.methods if not inspect.isfunction(getattr(kind, name, None))]
+        own = [name for name in self.methods if name in vars(scope.module)]
+        if missing:
+            scope.problem(f"{kind.__name__} has no method {', '.join(missing)}", "correct the names")
+        elif own:
+            what = f"this {kind.__name__} has {', '.join(own)} on the instance, which would be called in its place"
+            scope.problem(what, "set it on a subclass, or after shard()")
+        else:
+            scope.add(CallByMethods(path=scope.name(""), methods=self.methods))

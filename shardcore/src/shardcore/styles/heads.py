@@ -1,0 +1,77 @@
+"""The word for output heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardcore.nn import ColumnLinear, Replicated, Split, VocabHead, Whole
+from shardcore.nn.layout import last_rank_is_empty
+from shardcore.plan.steps import OpenRegion, SplitLogits
+from shardcore.policy import Rule, Scope
+from shardcore.styles._finding import argument_of, is_parameter
+from shardcore.styles._text import written
+
+__all__ = [
+    "head",
+]
+
+
+def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:
+    """Split output heads over the vocabulary; the logits are gathered.
+
+    Args:
+        *names: the linears.
+        bias: a bare parameter that only stands for their bias, as in BERT, where a module holds it beside the decoder.
+        optional: they may be absent.
+    """
+    return HeadRule(text=written("head", *names, bias=bias), optional=optional, names=names, bias=bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRule(Rule):
+    """`shardcore.styles.head`."""
+
+    names: tuple[str, ...]
+    bias: str | None = None
+
+    def plan(self, scope: Scope) -> None:
+        """See `Rule.plan`."""
+        for name in self.names:
+            module = scope.find(name)
+            if not isinstance(module, nn.Linear):
+                if module is not None:
+                    scope.swap(name, ColumnLinear)  # records what is wrong with it
+                continue
+            if self.bias is not None:
+                self._plan_bias(scope, self.bias, module)
+            if last_rank_is_empty(module.out_features, scope.ranks):
+                scope.swap(name, Replicated)
+            elif scope.config.inference_only:
+                scope.swap(name, ColumnLinear, gather_output=True)
+            else:
+                target = VocabHead if scope.config.parallel_output else ColumnLinear
+                scope.swap(name, target, gather_output=True, enters=False)
+                path = scope.name(name)
+                scope.add(OpenRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
+                if scope.config.parallel_output:
+                    self._split(scope, path)
+
+    def _split(self, scope: Scope, head: str) -> None:
+        """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""
+        for path, module in scope.above():
+            if labels := argument_of(module, "labels"):
+                scope.add(SplitLogits(path=path, labels=labels, heads=(head,), chunk=scope.config.loss_chunk_size))
+                return
+        what = "parallel_output=True, but no module that holds the head takes labels"
+        scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
+
+    def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
+        """Let the bare parameter lie as the bias of ``module`` does: mostly both are one object."""
+        owner, _, parameter = name.rpartition(".")
+        if not is_parameter(scope.module, owner, parameter):
+            scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
+            return
+        small = last_rank_is_empty(module.out_features, scope.ranks)
+        scope.claim(owner, parameter, Whole() if small else Split(0))

@@ -1,0 +1,111 @@
+"""Words for what a model returns: captured outputs, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardcore.plan.steps import GatherOutputs, TakeLoss
+from shardcore.policy import Rule, Scope
+from shardcore.styles._finding import argument_of, number_of
+from shardcore.styles._text import names_of, written
+
+__all__ = [
+    "loss",
+    "outputs",
+]
+
+
+def outputs(
+    *,
+    attentions: Literal["heads"] | None = None,
+    cross_attentions: Literal["heads"] | None = None,
+    hidden_states: Literal["sequence"] | None = None,
+    places: str | tuple[str, ...] = (),
+    heads: str | None = None,
+    optional: bool = False,
+) -> Rule:
+    """Make captured outputs of the module that collects them whole again.
+
+    Args:
+        attentions: ``"heads"`` if attention weights (B, heads, S, S) hold this rank's heads only.
+        cross_attentions: likewise of the attention to another sequence, (B, heads, S, T).
+        hidden_states: ``"sequence"`` if hidden states of blocks hold this rank's tokens under sequence parallelism.
+        places: outputs that keep their place when they are None and the module returns a tuple (``return_dict=False``);
+            most modules leave them out.
+        heads: the attribute that counts the heads, where not all stacks of the model have equally many.
+        optional: the module may be absent.
+    """
+    captured = {"attentions": attentions, "cross_attentions": cross_attentions}
+    by_heads = tuple(name for name, what in captured.items() if what == "heads")
+    text = written("outputs", **captured, hidden_states=hidden_states, places=places or None, heads=heads)
+    by_tokens = ("hidden_states",) if hidden_states == "sequence" else ()
+    return OutputsRule(
+        text=text, optional=optional, by_heads=by_heads, by_tokens=by_tokens, places=names_of(places), heads=heads
+    )
+
+
+def loss(
+    fn: Callable[..., Any], *, labels: str | tuple[str, ...] = "labels", logits: str | tuple[str, ...] = "logits"
+) -> Rule:
+    """Compute the loss of a model that computes it inside its ``forward``, from the outputs of that forward.
+
+    The labels are taken out of the arguments, the model's own forward runs without them, and ``fn(model, *logits,
+    *labels)`` is put first into what it returns.
+
+    Args:
+        fn: returns the loss; called with the model, the named outputs and the named labels.
+        labels: the arguments with labels; without the first of them the model runs as it is.
+        logits: the outputs that ``fn`` takes.
+    """
+    text = written("loss", labels=labels, logits=logits)
+    return LossRule(text=text, function=fn, labels=names_of(labels), logits=names_of(logits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputsRule(Rule):
+    """`shardcore.styles.outputs`."""
+
+    by_heads: tuple[str, ...]
+    by_tokens: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    heads: str | None = None
+
+    def plan(self, scope: Scope) -> None:
+        """See `Rule.plan`."""
+        by_tokens = self.by_tokens if scope.config.enable_sequence_parallelism else ()
+        if not self.by_heads and not by_tokens:
+            return
+        if "forward" in vars(scope.module):
+            scope.problem(
+                f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
+                "instead of the one that gathers outputs",
+                "set it on a subclass, or after shard()",
+            )
+            return
+        dims: tuple[tuple[str, int, int], ...] = ()
+        if self.by_heads:
+            heads = scope.heads.query if self.heads is None and scope.heads else None
+            count = heads if self.heads is None else number_of(scope, self.heads)
+            if count is None:
+                return
+            dims = tuple((name, 1, count) for name in self.by_heads)
+        scope.add(GatherOutputs(path=scope.name(""), dims=dims, by_tokens=by_tokens, places=self.places))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRule(Rule):
+    """`shardcore.styles.loss`."""
+
+    function: Callable[..., Any]
+    labels: tuple[str, ...]
+    logits: tuple[str, ...]
+
+    def plan(self, scope: Scope) -> None:
+        """See `Rule.plan`."""
+        for name in self.labels:
+            if argument_of(scope.module, name) is None:
+                scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")
+                return
+        scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=self.labels, logits=self.logits))

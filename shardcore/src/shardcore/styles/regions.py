@@ -1,0 +1,312 @@
+"""Words for regions: where activations are split over the ranks, and where they are whole again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
+from shardcore.nn.layout import last_rank_is_empty
+from shardcore.plan.steps import EnterArgument, OpenRegion
+from shardcore.policy import HeadCounts, Rule, Scope
+from shardcore.styles._finding import argument_of, is_parameter, number_of
+from shardcore.styles._text import names_of, written
+
+__all__ = [
+    "Fused",
+    "enter_arg",
+    "region",
+    "segments",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """`shardcore.styles.segments`."""
+
+    name: str
+    segments: int
+    by: str = "projection"
+
+    def __repr__(self) -> str:
+        by = "" if self.by == "projection" else f", by={self.by!r}"
+        return f"segments({self.name!r}, {self.segments}{by})"
+
+
+#: A column linear by its name, or one that computes several projections.
+Columns = str | Fused
+
+
+def region(
+    *,
+    col: Columns | tuple[Columns, ...],
+    row: str,
+    enter: str | None = None,
+    arg: str | None = None,
+    also: str | tuple[str, ...] = (),
+    after: str | tuple[str, ...] = (),
+    kv: str | tuple[str, ...] = (),
+    unit: Literal["column", "head"] = "column",
+    heads: str | None = None,
+    optional: bool = False,
+) -> Rule:
+    """A pair of column linears and a row linear between which activations are split.
+
+    Args:
+        col: linears split over their output features; `segments` for one that computes several projections.
+        row: the linear, split over its input features, that ends the region.
+        enter: the module whose call enters the region, which must not contain the residual connection; ``None`` lets
+            the column linears enter, each at its own call and with a sum of its own.
+        arg: the entering argument of that module's ``forward``; by default the first.
+        also: further arguments that arrive in the region because an `enter_arg` above let them in.
+        after: modules or bare parameters inside the module ``enter`` that act on what ``row`` returns, and so need no
+            `partial`: a norm or a scale at its end.
+        kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks share copies of a head.
+        unit: what must stay whole: single columns, or attention heads as the policy's ``Heads`` check counts them.
+        heads: the attribute that counts the heads of this one module, in place of the policy's check.
+        optional: the region may be absent.
+    """
+    text = written(
+        "region",
+        enter=enter,
+        arg=arg,
+        also=also or None,
+        after=after or None,
+        col=col,
+        kv=kv or None,
+        row=row,
+        unit=None if unit == "column" else unit,
+        heads=heads,
+    )
+    columns = col if isinstance(col, tuple) else (col,)
+    return RegionRule(
+        text=text,
+        optional=optional,
+        enter=enter,
+        arg=arg,
+        also=names_of(also),
+        after=names_of(after),
+        col=tuple(str(c.name if isinstance(c, Fused) else c) for c in columns),
+        segments=tuple(c for c in columns if isinstance(c, Fused)),
+        kv=names_of(kv),
+        row=row,
+        unit="head" if heads else unit,
+        heads=heads,
+    )
+
+
+def segments(name: str, count: int, *, by: Literal["projection", "head"] = "projection") -> Fused:
+    """A linear that computes ``count`` equal projections at once; for ``col=`` of a `region`.
+
+    Args:
+        name: the linear.
+        count: the number of projections.
+        by: the order of its output features: projection after projection, [q|k|v], each of which is split; or head by
+            head, [q0 k0 v0|q1 k1 v1|...], which is split between heads.
+    """
+    return Fused(name, count, by)
+
+
+def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
+    """Let a further tensor into the regions of a whole stack of blocks, once: the states that all of them attend to.
+
+    One backward all-reduce for the model, instead of one in each block. The regions that it arrives in say ``also=``.
+
+    Args:
+        module: the module whose call the tensor enters with (``""`` for the one that the row is listed under).
+        name: the argument of its ``forward``; None and tensors without a gradient pass.
+        optional: the module may be absent.
+    """
+    return EnterArgRule(text=written("enter_arg", module, name), optional=optional, module=module, name=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionRule(Rule):
+    """`shardcore.styles.region`."""
+
+    enter: str | None
+    arg: str | None
+    col: tuple[str, ...]
+    kv: tuple[str, ...]
+    row: str
+    unit: str
+    also: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    segments: tuple[Fused, ...] = ()
+    heads: str | None = None
+
+    def plan(self, scope: Scope) -> None:
+        """See `Rule.plan`."""
+        found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
+        linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
+        for name, module in found.items():
+            if module is not None and name not in linears:
+                scope.swap(name, ColumnLinear)  # records what is wrong with it
+        missing = [name for name, module in found.items() if module is None]
+        if self.optional and 0 < len(missing) < len(found):
+            what = f"only a part of the region is there, without {', '.join(missing)}"
+            scope.problem(what, "correct the names: with optional=True the whole region may be absent")
+        if len(linears) < len(found) or not self._fits(scope, linears):
+            for name, linear in linears.items():
+                for parameter in linear._parameters:
+                    scope.claim(name, parameter, None)  # said already: not "covered by no row" too
+            return
+        width = linears[self.row].in_features
+        if self.unit == "column" and last_rank_is_empty(width, scope.ranks):
+            for name in linears:
+                scope.swap(name, Replicated)
+            return
+        entry = self._entry(scope)
+        self._check_after(scope)
+        fused = {part.name: part.segments for part in self.segments if part.by == "projection"}
+        for name in self.col:
+            if name in fused:
+                scope.swap(name, FusedColumnLinear, enters=entry is None, segments=fused[name])
+            else:  # head after head: cut between heads, like a linear that computes one projection
+                scope.swap(name, ColumnLinear, enters=entry is None)
+        for name in self.kv:
+            heads = self._heads(scope)
+            options: dict[str, Any] = {"copies": heads.copies if heads else 1}
+            if scope.config.inference_only and options["copies"] > 1:
+                # No optimizer state to save: a collective less for each token is worth more.
+                options["in_parts"] = False
+            scope.swap(name, ColumnLinear, enters=entry is None, **options)
+        scope.swap(self.row, RowLinear)
+        if entry is not None:
+            scope.add(entry)
+
+    def _fits(self, scope: Scope, linears: dict[str, nn.Linear]) -> bool:
+        """Record what does not fit together; sizes of heads were checked by the policy's ``Heads``."""
+        last = linears[self.row]
+        fits = True
+        parts = {part.name: part.segments for part in self.segments}
+        if self.unit != "head" and any(part.by == "head" for part in self.segments):
+            scope.problem("segments that lie head by head are cut between heads", 'say unit="head" or heads=')
+            return False
+        for name in self.col:
+            count = parts.get(name, 1)
+            if linears[name].out_features != count * last.in_features:
+                fits = False
+                scope.problem(
+                    f"it has out_features {linears[name].out_features}"
+                    + (f" in {count} segments" if count > 1 else "")
+                    + f", but {self.row} at the end of its region has in_features {last.in_features}; equal sizes are "
+                    "needed so that both are cut at the same places",
+                    "check which linears belong to this region",
+                    name,
+                )
+        if self.unit != "head" and not self.kv:
+            return fits
+        heads = self._heads(scope)
+        if heads is None:
+            return False
+        for names, count in ((self.col, heads.query), (self.kv, heads.kv)):
+            for name in names:
+                if linears[name].out_features % count:
+                    fits = False
+                    scope.problem(
+                        f"its {linears[name].out_features} output features are not whole heads: the configuration "
+                        f"counts {count}",
+                        "check Heads(...) in the policy's checks, or unit=",
+                        name,
+                    )
+        return fits
+
+    def _heads(self, scope: Scope) -> HeadCounts | None:
+        """Return the head counts of the policy, or of this one module; record what is wrong with the latter."""
+        if self.heads is None:
+            return scope.heads
+        count = number_of(scope, self.heads)
+        if count is None:
+            return None
+        if count % scope.ranks:
+            scope.problem(
+                f"{count} heads ({self.heads}) cannot be split over {scope.ranks} ranks: whole heads are needed on "
+                "each rank, and uneven heads are not supported yet",
+                f"use a tensor_parallel_size that divides {count}, or say when_divisible in the policy",
+            )
+            return None
+        return HeadCounts(query=count, kv=count, ranks=scope.ranks)
+
+    def _entry(self, scope: Scope) -> OpenRegion | None:
+        """Return where the region is entered, or None if its several column linears enter by themselves.
+
+        Without a backward there is nothing to do at the entry, unless tokens are gathered there; linears that enter by
+        themselves cost nothing then, and are right if somebody asks for a gradient all the same.
+        """
+        members = tuple(scope.name(name) for name in (*self.col, *self.kv))
+        place = self.enter if self.enter is not None else self.col[0]
+        if self.enter is None and len(members) > 1:
+            return None
+        if _needs_no_entry(scope):
+            return None
+        module = scope.find(place)
+        argument = None if module is None else argument_of(module, self.arg)
+        if module is not None and argument is None:
+            scope.problem(
+                f"{type(module).__name__}.forward has no argument {self.arg!r}"
+                if self.arg
+                else f"{type(module).__name__}.forward names no argument",
+                "name the entering argument with arg=",
+                place,
+            )
+        if argument is None:
+            return None
+        also = []
+        for name in self.also:
+            if module is not None and (found := argument_of(module, name)):
+                also.append(found)
+            else:
+                scope.problem(f"{type(module).__name__}.forward has no argument {name!r}", "correct also=", place)
+        return OpenRegion(
+            path=scope.name(place),
+            argument=argument,
+            members=members,
+            row=scope.name(self.row),
+            block=scope.name(""),
+            also=tuple(also),
+            after=tuple(scope.name(name) for name in self.after),
+        )
+
+    def _check_after(self, scope: Scope) -> None:
+        """Record what cannot be meant by ``after=``."""
+        todo = "name modules or bare parameters inside the module of enter=, which run after the row linear"
+        if self.after and self.enter is None:
+            scope.problem("after= without enter=: nothing else is taken to be inside of the region", todo)
+            return
+        for name in self.after:
+            owner, _, parameter = name.rpartition(".")
+            below = f"{scope.name(name)}.".startswith(f"{scope.name(self.enter or '')}.".lstrip("."))
+            own = [n for n in (*self.col, *self.kv, self.row) if f"{n}.".startswith(f"{name}.")]
+            if not is_parameter(scope.module, owner, parameter) and scope.find(name) is None:
+                continue  # recorded
+            if not below or name == self.enter:
+                scope.problem(f"after={name!r} is not inside of {self.enter!r}, where the region is entered", todo)
+            elif own:
+                scope.problem(f"after={name!r} is or holds {own[0]!r} of the region itself", todo)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterArgRule(Rule):
+    """`shardcore.styles.enter_arg`."""
+
+    module: str
+    name: str
+
+    def plan(self, scope: Scope) -> None:
+        """See `Rule.plan`."""
+        module = scope.find(self.module)
+        if module is None or _needs_no_entry(scope):
+            return
+        argument = argument_of(module, self.name)
+        if argument is None:
+            scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
+        else:
+            scope.add(EnterArgument(path=scope.name(self.module), argument=argument))
+
+
+def _needs_no_entry(scope: Scope) -> bool:
+    """Tell whether nothing happens where activations enter: no backward, and no tokens that are gathered there."""
+    return scope.config.inference_only and not scope.config.enable_sequence_parallelism

@@ -1,0 +1,1 @@
+"""What goes around a sharded model: data parallelism."""
