@@ -28,7 +28,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
-from shardcore.nn.base import swapped_class
+from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
@@ -370,7 +370,7 @@ def _group(group: ProcessGroup | None) -> ProcessGroup:
 
 def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
     model.__dict__["_shardcore_failure"] = str(error)
-    model.__class__ = swapped_class(type(model), _Broken)
+    add_behaviour(model, _Broken)
 
 
 class _Broken(SwappedModule):

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from shardcore.errors import NotSupportedError
 from shardcore.integrations._placing import Staging
-from shardcore.nn.base import native_class
+from shardcore.nn.behaviour import native_class
 
 __all__ = ["OVERRIDDEN", "Call", "refuse_renamed"]
 

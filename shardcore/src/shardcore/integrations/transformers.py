@@ -17,7 +17,7 @@ from shardcore.integrations._checkpointing import recompute_layer
 from shardcore.integrations._stopping import with_agreed_criteria
 from shardcore.mesh import nearest_context
 from shardcore.nn import SwappedModule
-from shardcore.nn.base import once
+from shardcore.nn.behaviour import once
 from shardcore.nn.calls import running
 from shardcore.plan.steps import Step
 from shardcore.policy import Policy

@@ -1,13 +1,11 @@
-"""ParallelModule, and the class swap by which ours keep the native module's identity."""
+"""`ParallelModule`, and those of ours that are the native object with a further behaviour."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,6 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore._planned import LAYER_OPTIONS
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import ShardContext, as_context
+from shardcore.nn.behaviour import (
+    add_behaviour,
+    behaviours,
+    name_in_tracebacks,
+    native_class,
+    once,
+    sharded_class,
+)
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout, distribute
 from shardcore.nn.loading import take_full_tensors
@@ -23,45 +29,7 @@ from shardcore.nn.loading import take_full_tensors
 if TYPE_CHECKING:
     from shardcore.nn.sequence.tokens import TokenSplit
 
-__all__ = [
-    "NO_PICKLE",
-    "LocalModule",
-    "ParallelModule",
-    "SwappedModule",
-    "native_class",
-    "once",
-    "swapped_class",
-    "with_methods",
-]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def once(function: Function) -> Function:
-    """Remember the class or function that ``function`` makes of its arguments, for as long as somebody uses it.
-
-    It is made of classes of users. One that is made anew for each trial of a search, and dropped with its model, has to
-    be freed, so neither the arguments nor the result are kept alive.
-    """
-    made: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
-
-    @functools.wraps(function)
-    def remembered(*arguments: Any) -> Any:
-        # The result holds its arguments, so that their ids are nobody else's as long as it is known here.
-        key = _identity(arguments)
-        result = made.get(key)
-        if result is None:
-            result = made[key] = function(*arguments)
-        return result
-
-    return remembered  # type: ignore[return-value]  # same arguments, same result
-
-
-def _identity(value: Any) -> Hashable:
-    if isinstance(value, tuple):
-        return tuple(map(_identity, value))
-    return value if isinstance(value, str) else id(value)
-
+__all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "SwappedModule", "with_methods"]
 
 #: What to do instead of pickling, for every object that refuses it.
 NO_PICKLE = (
@@ -104,10 +72,12 @@ def own_computation(module: nn.Module, native: type[nn.Module], parameters: froz
 
 
 class SwappedModule(ParallelModule):
-    """A parallel module that is the native object itself, its class swapped for a subclass of the native class.
+    """A parallel module that is the native object itself, with a further behaviour.
 
-    So ``isinstance``, hooks, attributes, buffers and the module's place in the model stay. Subclasses say how their
-    parameters lie (`layouts`) and what they remember (`adopt`).
+    The object gets a generated class, which lists all of its behaviours before its native class
+    (`shardcore.nn.behaviour`). So ``isinstance``, hooks, attributes, buffers and the module's place in the model stay.
+    Subclasses say how their parameters lie (`layouts`) and what they remember (`adopt`); what they do around the
+    forward, they do around ``super().forward``.
     """
 
     #: Native classes that this module can stand in for.
@@ -117,6 +87,10 @@ class SwappedModule(ParallelModule):
 
     #: The names of the options that `layouts` and `adopt` understand.
     option_names: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_in_tracebacks(cls)
 
     @classmethod
     def refusal(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
@@ -192,8 +166,11 @@ class SwappedModule(ParallelModule):
 
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """Turn ``module``, whose parameters are DTensors already, into this class; cannot fail after `problem`."""
-        module.__class__ = swapped_class(type(module), cls)
+        """Give ``module``, whose parameters are DTensors already, this behaviour.
+
+        Precondition: `problem` returned None.
+        """
+        add_behaviour(module, cls)
         module.__dict__["_shard_context"] = context
         return cast("Self", module)
 
@@ -249,76 +226,33 @@ class LocalModule(SwappedModule):
     """A swapped module that splits nothing: on one rank alone it can be pickled, and comes back as what it is."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        mixin, *natives = type(self).__bases__
-        if not issubclass(mixin, LocalModule) or "_shard_context" in self.__dict__:
+        own = behaviours(self)
+        if "_shard_context" in self.__dict__ or not all(issubclass(behaviour, LocalModule) for behaviour in own):
             return super().__reduce_ex__(protocol)
-        return _restored, (*natives, mixin), self.__dict__
+        return _restored, (native_class(type(self)), own), self.__dict__
 
 
-def _restored(native: type[nn.Module], mixin: type[SwappedModule]) -> nn.Module:
-    cls = swapped_class(native, mixin)
+def _restored(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> nn.Module:
+    cls = sharded_class(native, own)
     return cls.__new__(cls)
 
 
-# In the namespace of a swapped class: the class that it was made from.
-_SWAPPED_FROM = "_shardcore_swapped_from"
+class _Replaced(SwappedModule):
+    """Methods of a user in place of the native ones."""
 
-
-def native_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that modules of ``cls`` had before all swaps; one that others put on top may stay."""
-    for base in cls.__mro__:
-        if _SWAPPED_FROM in vars(base):
-            return native_class(vars(base)[_SWAPPED_FROM])
-        if "forward" in vars(base) or "__call__" in vars(base):
-            break
-    return cls
+    keeps_name: ClassVar[bool] = True
+    replaces_forward: ClassVar[bool] = True
 
 
 @once
-def swapped_class(native: type[nn.Module], mixin: type[SwappedModule]) -> type[nn.Module]:
-    """Return the subclass of ``native`` that behaves as ``mixin``; one per pair, so that instances share it."""
-    if issubclass(mixin, native):
-        return mixin
-    named = native if mixin.keeps_name else mixin
-    namespace: dict[str, Any] = {
-        "__module__": named.__module__,
-        "__qualname__": named.__qualname__,
-        "__doc__": named.__doc__,
-        _SWAPPED_FROM: native,
-    }
-    if mixin.keeps_name and mixin.forward is not nn.Module.forward:
-        # Libraries look at the signature of a model's forward to decide which arguments it takes.
-        namespace["forward"] = _with_signature(mixin, native)
-    return type(named.__name__, (mixin, native), namespace)
-
-
-def _with_signature(mixin: type[SwappedModule], native: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(native.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mixin.forward(self, *args, **kwargs)
-
-    return forward
-
-
-@once
-def _class_with_methods(
-    native: type[nn.Module], methods: tuple[tuple[str, Callable[..., Any]], ...]
-) -> type[nn.Module]:
-    namespace: dict[str, Any] = {
-        "__module__": native.__module__,
-        "__qualname__": native.__qualname__,
-        "__doc__": native.__doc__,
-        "__deepcopy__": SwappedModule.__deepcopy__,
-        "__reduce_ex__": SwappedModule.__reduce_ex__,
-        **dict(methods),
-    }
-    return type(native.__name__, (native,), namespace)
+def _replaced(methods: tuple[tuple[str, Callable[..., Any]], ...]) -> type[nn.Module]:
+    return type("ReplacedMethods", (_Replaced,), dict(methods))
 
 
 def with_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Give one instance other methods by swapping its class; other instances of the class are not affected.
+    """Give one instance other methods; other instances of its class are not affected.
 
-    A class, not an instance attribute, so that libraries which wrap ``forward`` in ``__init_subclass__`` (transformers'
-    gradient checkpointing) wrap the new one too.
+    They are a behaviour, not attributes of the instance, so that libraries which wrap ``forward`` in
+    ``__init_subclass__`` (transformers' gradient checkpointing) wrap the new one too.
     """
-    module.__class__ = _class_with_methods(type(module), tuple(sorted(methods.items())))
+    add_behaviour(module, _replaced(tuple(sorted(methods.items()))))

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import once, with_methods
+from shardcore.nn.base import with_methods
+from shardcore.nn.behaviour import once
 from shardcore.nn.randomness.guard import StreamGuarded
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.units import unit_of

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn.base import SwappedModule, native_class, swapped_class
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.behaviour import add_behaviour
 
 __all__ = ["Unit", "prepare_units", "require_known_fsdp", "unit_of"]
 
@@ -50,8 +51,9 @@ class Unit:
         """Take over from FSDP2, which has been applied to the module by now."""
         # FSDP2 has made a class of the module's own. transformers finds what a model can capture by what its class
         # prints as, and under another name captures nothing, without a word.
-        wrapped, native = type(self.module), native_class(type(self.module))
-        wrapped.__module__, wrapped.__qualname__ = native.__module__, native.__qualname__
+        wrapped = type(self.module)
+        ours = next(c for c in wrapped.__mro__[1:] if issubclass(c, UnitModule))
+        wrapped.__module__, wrapped.__qualname__ = ours.__module__, ours.__qualname__
         self._idle = self._state()._training_state
         register_fsdp_forward_method(self.module, "_as_unit")
 
@@ -167,7 +169,7 @@ class _OfUnit(SwappedModule):
     @classmethod
     def join(cls, module: nn.Module, unit: Unit) -> Self:
         """Turn ``module`` into this class; see `SwappedModule.adopt`."""
-        module.__class__ = swapped_class(type(module), cls)
+        add_behaviour(module, cls)
         module.__dict__[_UNIT] = unit
         return module  # type: ignore[return-value]  # its class was swapped
 

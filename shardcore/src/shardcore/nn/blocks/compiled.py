@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from shardcore.nn.base import LocalModule, swapped_class
+from shardcore.nn.base import LocalModule
+from shardcore.nn.behaviour import add_behaviour
 
 __all__ = ["Compiled"]
 
@@ -26,7 +27,7 @@ class Compiled(LocalModule):
     @classmethod
     def compile_block(cls, module: nn.Module) -> None:
         """Make ``module`` such a block, in place."""
-        module.__class__ = swapped_class(type(module), cls)
+        add_behaviour(module, cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, compiled while training."""

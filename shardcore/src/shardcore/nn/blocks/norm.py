@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardcore.nn.base import LocalModule, swapped_class
+from shardcore.nn.base import LocalModule
+from shardcore.nn.behaviour import add_behaviour
 
 __all__ = ["FusedRMSNorm"]
 
@@ -28,7 +29,7 @@ class FusedRMSNorm(LocalModule):
     @classmethod
     def fuse(cls, module: nn.Module, eps: str) -> None:
         """Make ``module`` such a norm, in place; ``eps`` is its attribute with the constant below the root."""
-        module.__class__ = swapped_class(type(module), cls)
+        add_behaviour(module, cls)
         module.__dict__["_shard_eps"] = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardcore.nn.base import LocalModule, swapped_class
+from shardcore.nn.base import LocalModule
+from shardcore.nn.behaviour import add_behaviour
 
 __all__ = ["Recomputed"]
 
@@ -26,7 +27,7 @@ class Recomputed(LocalModule):
     @classmethod
     def recompute(cls, module: nn.Module) -> None:
         """Make ``module`` such a block, in place."""
-        module.__class__ = swapped_class(type(module), cls)
+        add_behaviour(module, cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, keeping its inputs only."""

@@ -12,7 +12,8 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule, once, with_methods
+from shardcore.nn.base import SwappedModule, with_methods
+from shardcore.nn.behaviour import once
 
 __all__ = ["SharedNumpy", "SharedRandom"]
 

@@ -1,0 +1,137 @@
+"""The class of a sharded module: its native class, and before it an ordered list of behaviours.
+
+A module that becomes parallel stays the same object. It gets one generated class, a subclass of its native class, whose
+bases are what it does beyond the native one: *behaviours*, outermost first. Each calls ``super().forward`` for what is
+inside of it, and the last of them the native forward. `behaviours` lists them; a traceback names each by its class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from torch import nn
+
+__all__ = ["add_behaviour", "behaviours", "name_in_tracebacks", "native_class", "once", "sharded_class"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# In the namespace of a generated class: what it was generated from.
+_NATIVE = "_shardcore_native"
+_BEHAVIOURS = "_shardcore_behaviours"
+
+
+def once(function: Function) -> Function:
+    """Remember the class or function that ``function`` makes of its arguments, for as long as somebody uses it.
+
+    It is made of classes of users. One that is made anew for each trial of a search, and dropped with its model, has to
+    be freed, so neither the arguments nor the result are kept alive.
+    """
+    made: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+
+    @functools.wraps(function)
+    def remembered(*arguments: Any) -> Any:
+        # The result holds its arguments, so that their ids are nobody else's as long as it is known here.
+        key = _identity(arguments)
+        result = made.get(key)
+        if result is None:
+            result = made[key] = function(*arguments)
+        return result
+
+    return remembered  # type: ignore[return-value]  # same arguments, same result
+
+
+def _identity(value: Any) -> Hashable:
+    if isinstance(value, tuple):
+        return tuple(map(_identity, value))
+    return value if isinstance(value, str) else id(value)
+
+
+def behaviours(module: nn.Module | type[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Return what a module of a sharded model does beyond its native class, outermost first; () if it does nothing."""
+    cls = module if isinstance(module, type) else type(module)
+    found: list[type[nn.Module]] = []
+    for base in cls.__mro__:
+        if _BEHAVIOURS in vars(base):
+            return (*found, *vars(base)[_BEHAVIOURS], *behaviours(vars(base)[_NATIVE]))
+    return _itself(cls)
+
+
+def native_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that modules of ``cls`` had before all behaviours; one that others put on top may stay."""
+    for base in cls.__mro__:
+        if _NATIVE in vars(base):
+            return native_class(vars(base)[_NATIVE])
+        if "forward" in vars(base) or "__call__" in vars(base):
+            break
+    return cls
+
+
+def add_behaviour(module: nn.Module, behaviour: type[nn.Module]) -> None:
+    """Put ``behaviour`` around what ``module`` does already; nothing changes if it has it."""
+    cls = type(module)
+    if issubclass(cls, behaviour):
+        return
+    if _BEHAVIOURS in vars(cls):
+        module.__class__ = sharded_class(vars(cls)[_NATIVE], (behaviour, *vars(cls)[_BEHAVIOURS]))
+    else:
+        # A class that others have put on top of ours (FSDP2, a user's) is native to what comes after it.
+        module.__class__ = sharded_class(_below(cls), (behaviour, *_itself(cls)))
+
+
+def _itself(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Return ``cls`` if it is a behaviour that is complete without a generated class, such as `ColumnLinear`."""
+    return (cls,) if _below(cls) is not cls else ()
+
+
+def _below(cls: type[nn.Module]) -> type[nn.Module]:
+    if hasattr(cls, _BEHAVIOURS) or not hasattr(cls, "keeps_name"):
+        return cls
+    return next(base for base in cls.__mro__ if "forward" in vars(base) and not hasattr(base, "keeps_name"))
+
+
+@once
+def sharded_class(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    """Return the subclass of ``native`` with the behaviours ``own``, outermost first.
+
+    There is one for each combination, which instances share. It has the name of the native class, since libraries go by
+    class names, unless a behaviour replaces what the native class does (``keeps_name``).
+    """
+    if len(own) == 1 and issubclass(own[0], native):
+        return own[0]
+    named: Any = next((behaviour for behaviour in own if not behaviour.keeps_name), native)  # type: ignore[attr-defined]
+    namespace: dict[str, Any] = {
+        "__module__": named.__module__,
+        "__qualname__": named.__qualname__,
+        "__doc__": named.__doc__,
+        _NATIVE: native,
+        _BEHAVIOURS: own,
+    }
+    around = [behaviour for behaviour in own if behaviour.forward is not nn.Module.forward]
+    if named is native and around:
+        # Libraries look at the signature of a model's forward to decide which arguments it takes.
+        replaced = [b.forward for b in around if getattr(b, "replaces_forward", False)]
+        namespace["forward"] = _with_signature(around[0].forward, [*replaced, native.forward][0])
+    return type(named.__name__, (*own, native), namespace)
+
+
+def _with_signature(function: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return forward
+
+
+def name_in_tracebacks(behaviour: type[nn.Module]) -> None:
+    """Give the functions that run a behaviour its name: tracebacks show functions, and all would be ``forward``."""
+    if hasattr(behaviour, _BEHAVIOURS):
+        return  # a generated class, or one that somebody derived from it
+    for name in ("__call__", "forward"):
+        function = vars(behaviour).get(name)
+        if inspect.isfunction(function) and isinstance(function.__code__, types.CodeType):
+            function.__code__ = function.__code__.replace(co_name=f"{behaviour.__name__}.{name}")

@@ -1,0 +1,151 @@
+"""One generated class for each sharded module, with what it does in order."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from shardcore.nn import ColumnLinear, Replicated
+from shardcore.nn.base import LocalModule, SwappedModule, with_methods
+from shardcore.nn.behaviour import add_behaviour, behaviours, native_class
+
+ORDER: list[str] = []
+
+
+class Outer(LocalModule):
+    keeps_name = True
+
+    def forward(self, *args, **kwargs):
+        ORDER.append("outer")
+        return super().forward(*args, **kwargs)
+
+
+class Inner(LocalModule):
+    keeps_name = True
+
+    def forward(self, *args, **kwargs):
+        ORDER.append("inner")
+        return super().forward(*args, **kwargs)
+
+
+class Native(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: int, *, y: int = 2) -> int:
+        ORDER.append("native")
+        if self.fails:
+            raise RuntimeError("the native forward failed")
+        return x + y
+
+
+def made() -> nn.Module:
+    module = Native()
+    add_behaviour(module, Inner)
+    add_behaviour(module, Outer)
+    return module
+
+
+def test_one_class_runs_all_of_them_in_order():
+    module = made()
+    ORDER.clear()
+    assert module(1, y=3) == 4
+    assert ORDER == ["outer", "inner", "native"]
+    assert behaviours(module) == (Outer, Inner)
+    assert [c for c in type(module).__mro__ if c.__name__ == "Native"] == [type(module), Native]
+    assert native_class(type(module)) is Native
+
+
+def test_modules_with_the_same_behaviours_share_a_class():
+    assert type(made()) is type(made())
+
+
+def test_a_behaviour_is_added_once():
+    module = made()
+    before = type(module)
+    add_behaviour(module, Inner)
+    assert type(module) is before
+
+
+def test_the_signature_is_the_native_one():
+    import inspect
+
+    assert list(inspect.signature(made().forward).parameters) == ["x", "y"]
+
+
+def test_a_traceback_names_them():
+    module = made()
+    module.fails = True
+    with pytest.raises(RuntimeError) as error:
+        module(1)
+    frames = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert [name for name in frames if name.endswith(".forward")] == ["Outer.forward", "Inner.forward"]
+
+
+def test_a_complete_class_takes_part():
+    module = nn.Linear(2, 2)
+    module.__class__ = ColumnLinear
+    assert behaviours(module) == (ColumnLinear,)
+    add_behaviour(module, Outer)
+    assert behaviours(module) == (Outer, ColumnLinear)
+    assert type(module).__name__ == "ColumnLinear"
+    assert native_class(type(module)) is nn.Linear
+
+
+def test_what_others_put_on_top_stays_below_what_comes_later():
+    module = Native()
+    add_behaviour(module, Inner)
+
+    class Foreign(type(module)):  # type: ignore[misc]
+        pass
+
+    module.__class__ = Foreign
+    add_behaviour(module, Outer)
+    assert isinstance(module, Foreign)
+    assert behaviours(module) == (Outer, Inner)
+
+
+def test_users_methods_are_a_behaviour():
+    module = made()
+    with_methods(module, {"forward": lambda self, x: x})
+    ORDER.clear()
+    assert module(7) == 7
+    assert ORDER == []
+    assert [b.__name__ for b in behaviours(module)] == ["ReplacedMethods", "Outer", "Inner"]
+    add_behaviour(module, Replicated)
+    assert [b.__name__ for b in behaviours(module)] == ["Replicated", "ReplacedMethods", "Outer", "Inner"]
+
+
+def test_copies_and_pickles():
+    module = made()
+    assert type(copy.deepcopy(module)) is type(module)
+    again = pickle.loads(pickle.dumps(module))
+    assert behaviours(again) == (Outer, Inner)
+    assert type(again) is type(module)
+
+
+def test_classes_of_users_can_be_collected():
+    class Users(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    module: nn.Module = Users()
+    add_behaviour(module, Inner)
+    with_methods(module, {"extra": lambda self: 1})
+    seen = weakref.ref(Users)
+    del module, Users
+    gc.collect()
+    assert seen() is None
+
+
+def test_no_behaviours():
+    assert behaviours(Native()) == ()
+    assert behaviours(SwappedModule) == (SwappedModule,)
