@@ -49,7 +49,7 @@ def test_they_share_the_files_of_torch(tmp_path, pip):
     assert files[0].samefile(files[1])
     # As pip does it: what is replaced is a new file.
     files[0].unlink()
-    files[0].write_text("release = 2")
+    files[0].write_text("release = 2  # longer: bytecode is kept by size and second")
     assert [printed(python, "import torch; print(torch.release)") for python in (one, other)] == ["2", "1"]
 
 

@@ -81,7 +81,7 @@ def other_attention():
     config = reference.config
     twin, sharded = type(reference)(config), type(reference)(config)
     sharded.load_state_dict(reference.state_dict())
-    with _installed("sdpa"), mock.patch("shardcore.plan.shard_plan.device_type_here", return_value="cuda"):
+    with _installed("sdpa"), mock.patch("shardcore.compile.compiler.device_type_here", return_value="cuda"):
         shard(sharded, tp=dist.get_world_size(), enable_flash_attention=True)
     assert sharded.config._attn_implementation == "sdpa"
     assert {m.config._attn_implementation for m in sharded.modules() if hasattr(m, "config")} == {"sdpa"}
