@@ -33,7 +33,7 @@ def _problems(policy, model, **fields):
 def test_blocks_are_compiled():
     plan = _plan(RmsPolicy, rms_net(), enable_jit_fused=True)
     assert [s.path for s in plan.steps if isinstance(s, Compile)] == [f"blocks.{i}" for i in range(3)]
-    assert plan.choices == (Choice(wish="enable_jit_fused", outcome="3 blocks are compiled while training"),)
+    assert plan.choices == (Choice(switch="enable_jit_fused", outcome="3 blocks are compiled while training"),)
     assert "compiled while training" in plan.render()
     assert not [s for s in _plan(RmsPolicy, rms_net()).steps if isinstance(s, Compile)]
     both = _plan(

@@ -12,11 +12,11 @@ NODE = re.compile(r"^(?P<branches>(?:[│ ]   )*(?:[├└]── )?)(?P<name>[A
 
 HEADS = Problem(
     where="model.layers.0.self_attn",
-    row="Heads('num_attention_heads')",
+    rule="Heads('num_attention_heads')",
     what="6 heads cannot be split over 4 ranks",
     todo="use a tensor_parallel_size that divides 6",
 )
-WHOLE = Problem(where="", row="vocab('embed')", what="no submodule 'embed'", todo="say optional=True")
+WHOLE = Problem(where="", rule="vocab('embed')", what="no submodule 'embed'", todo="say optional=True")
 
 
 def _classes() -> dict[str, type]:
@@ -70,10 +70,10 @@ def test_plan_error_says_everything() -> None:
     assert str(error).splitlines() == [
         "LlamaForCausalLM with shard-llama 0.1.0 at tp=4: 2 problems; nothing was changed.",
         "  1. model.layers.0.self_attn: 6 heads cannot be split over 4 ranks",
-        "    row: Heads('num_attention_heads')",
+        "    rule: Heads('num_attention_heads')",
         "    next: use a tensor_parallel_size that divides 6",
         "  2. (the model itself): no submodule 'embed'",
-        "    row: vocab('embed')",
+        "    rule: vocab('embed')",
         "    next: say optional=True",
     ]
 

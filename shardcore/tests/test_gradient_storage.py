@@ -63,10 +63,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.block = Tokens(), Block()
+        self.sequence, self.block = Tokens(), Block()
 
     def forward(self, x):
-        return self.block(self.tokens(x))
+        return self.block(self.sequence(x))
 
 
 class NetPolicy(Policy):

@@ -21,7 +21,7 @@ from shardcore.compile.switches import Choice
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import NotSupportedError, PlanError
-from shardcore.nn import FusedRMSNorm, Recomputed, Replicated
+from shardcore.nn import FusedRMSNorm, RecomputedBlock, Replicated
 from shardcore.nn.region.region import Region
 from shardcore.plan.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
 from shardcore.policy import Stages
@@ -44,7 +44,7 @@ def _problems(policy=TinyPolicy, model=None, **fields):
 def test_norms_that_are_written_out_are_fused():
     plan = _plan(RmsPolicy, rms_net(), enable_fused_normalization=True)
     assert [s.path for s in plan.steps if isinstance(s, FuseNorm)] == [f"blocks.{i}.norm" for i in range(3)]
-    assert plan.choices == (Choice(wish="enable_fused_normalization", outcome="torch's rms_norm for 3 modules"),)
+    assert plan.choices == (Choice(switch="enable_fused_normalization", outcome="torch's rms_norm for 3 modules"),)
     assert "enable_fused_normalization: torch's rms_norm for 3 modules" in plan.render()
     assert "torch's fused rms_norm" in plan.render()
     assert not [s for s in _plan(RmsPolicy, rms_net()).steps if isinstance(s, FuseNorm)]
@@ -120,7 +120,7 @@ def test_one_rank_alone_gets_its_wishes_too():
         gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=1),
     )
     assert all(isinstance(block.norm, FusedRMSNorm) for block in net.blocks)
-    assert [isinstance(block, Recomputed) for block in net.blocks] == [True, False, False]
+    assert [isinstance(block, RecomputedBlock) for block in net.blocks] == [True, False, False]
     compare(reference, net)
     for same in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert [type(module) for module in same.modules()] == [type(module) for module in net.modules()]
@@ -137,7 +137,7 @@ def test_a_weight_of_another_dtype():
     assert_close(wanted, got, "output", 1e-2)
 
 
-# Recomputed blocks.
+# RecomputedBlock blocks.
 
 
 @pytest.mark.parametrize(("config", "count"), [({"num_ckpt_layers": 2}, 2), ({"gradient_checkpointing_ratio": 0.5}, 1)])
@@ -151,8 +151,8 @@ def test_blocks_that_cannot_be_recomputed():
     class Nowhere(RmsPolicy):
         stages = None
 
-    wish = GradientCheckpointConfig(num_ckpt_layers=1)
-    (problem,) = _problems(Nowhere, rms_net(), gradient_checkpoint_config=wish)
+    switch = GradientCheckpointConfig(num_ckpt_layers=1)
+    (problem,) = _problems(Nowhere, rms_net(), gradient_checkpoint_config=switch)
     assert "Nowhere does not say where the model's blocks are" in problem
     (problem,) = _problems(RmsPolicy, rms_net(), gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=4))
     assert "num_ckpt_layers is 4, but the model has 3 blocks" in problem
@@ -160,7 +160,7 @@ def test_blocks_that_cannot_be_recomputed():
     class Elsewhere(RmsPolicy):
         stages = Stages(blocks="layers")
 
-    (problem,) = _problems(Elsewhere, rms_net(), gradient_checkpoint_config=wish)
+    (problem,) = _problems(Elsewhere, rms_net(), gradient_checkpoint_config=switch)
     assert problem.startswith("layers: RmsNet has no attribute `layers`")
     assert "next: correct stages of " in problem
 
@@ -172,7 +172,7 @@ def test_a_blocks_keywords_reach_the_block():
 
     block, x = Named(), x_of(dtype=torch.float32)
     wanted = block(x, debug=3.0)
-    Recomputed.recompute(block)
+    RecomputedBlock.recompute(block)
     assert torch.equal(block(x, debug=3.0), wanted)
 
 
@@ -295,7 +295,7 @@ def test_flash_attention_that_is_impossible():
     (problem,) = _problems(Without, enable_flash_attention=True)
     assert problem == (
         "(the model itself): flash attention is impossible: the moon is full\n"
-        "    row: ShardConfig.enable_flash_attention=True\n"
+        "    rule: ShardConfig.enable_flash_attention=True\n"
         "    next: mend that, or say enable_flash_attention='auto' to use it wherever it is possible"
     )
     plan = _plan(Without, enable_all_optimization=True)

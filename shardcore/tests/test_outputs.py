@@ -159,14 +159,14 @@ def tuples() -> None:
             for m in (reference, model):
                 m.body.config.return_dict = by_default
             for capture in (False, True):
-                for wish in ({}, {"return_dict": None}, {"return_dict": True}, {"return_dict": False}):
-                    wanted, got = (m(x, capture=capture, **wish) for m in (reference, model))
-                    as_tuple = not by_default if wish.get("return_dict") is None else not wish["return_dict"]
+                for switch in ({}, {"return_dict": None}, {"return_dict": True}, {"return_dict": False}):
+                    wanted, got = (m(x, capture=capture, **switch) for m in (reference, model))
+                    as_tuple = not by_default if switch.get("return_dict") is None else not switch["return_dict"]
                     assert isinstance(got, tuple) == as_tuple
-                    _same(wanted, got, f"{pools=} {by_default=} {capture=} {wish}")
-                for wish in (None, True, False):  # by position
-                    wanted, got = (m.body(x, capture, wish) for m in (reference, model))
-                    _same(wanted, got, f"{pools=} {by_default=} {capture=} {wish=} by position")
+                    _same(wanted, got, f"{pools=} {by_default=} {capture=} {switch}")
+                for switch in (None, True, False):  # by position
+                    wanted, got = (m.body(x, capture, switch) for m in (reference, model))
+                    _same(wanted, got, f"{pools=} {by_default=} {capture=} {switch=} by position")
 
 
 def without_places() -> None:

@@ -73,36 +73,36 @@ def test_everything_that_is_wrong_is_said_at_once():
         "MixedPolicy does not fit Mixed at tensor_parallel_size 4: 10 problems; nothing was changed.\n"
         "  1. (the model itself): 6 query heads (heads) cannot be split over 4 ranks: whole heads are needed on each "
         "rank, and uneven heads are not supported yet\n"
-        "    row: MixedPolicy.checks\n"
+        "    rule: MixedPolicy.checks\n"
         "    next: use a tensor_parallel_size of 1, 2, 3, 6\n"
         "  2. (the model itself): model.config has no attribute 'absent'\n"
-        "    row: MixedPolicy.checks\n"
+        "    rule: MixedPolicy.checks\n"
         "    next: name the attribute that counts heads in Heads(...)\n"
         "  3. (the model itself): Mixed has no submodule 'third'; its children are first, second, embed, out, lonely\n"
-        "    row: col('first', 'third')\n"
+        "    rule: col('first', 'third')\n"
         "    next: correct the name for this version of the model, or say optional=True\n"
         "  4. first: Linear has no attribute 'num_heads'; setting it would create one that nothing reads\n"
-        "    row: attribute('first.num_heads', 2)\n"
-        "    next: remove the row, or name the attribute that this version of the model uses\n"
+        "    rule: attribute('first.num_heads', 2)\n"
+        "    next: remove the rule, or name the attribute that this version of the model uses\n"
         "  5. (the model itself): no module of class 'Renamed'; the model has Embedding, LayerNorm, Linear, Mixed\n"
-        "    row: 'Renamed': [norm('a'), col('b')]\n"
-        "    next: correct the class name for this version of the model, or make the rows optional=True\n"
+        "    rule: 'Renamed': [norm('a'), col('b')]\n"
+        "    next: correct the class name for this version of the model, or make the rules optional=True\n"
         "  6. first.weight: the parameter is claimed by col('first', 'third') and row('first')\n"
-        "    row: col('first', 'third')\n"
+        "    rule: col('first', 'third')\n"
         "    next: keep one of them\n"
         "  7. first.bias: the parameter is claimed by col('first', 'third') and row('first')\n"
-        "    row: col('first', 'third')\n"
+        "    rule: col('first', 'third')\n"
         "    next: keep one of them\n"
         "  8. embed.weight: tied weights embed.weight, out.weight would lie differently: embed.weight is split on dim "
         "0, out.weight is replicated\n"
-        "    row: vocab('embed')\n"
+        "    rule: vocab('embed')\n"
         "    next: give all names of one parameter the same style\n"
-        "  9. lonely.weight: the parameter (4,) is covered by no row\n"
-        "    row: (none)\n"
-        "    next: add a row for it: region, vocab, head, norm, or replicate if every rank shall hold it whole\n"
-        "  10. lonely.bias: the parameter (4,) is covered by no row\n"
-        "    row: (none)\n"
-        "    next: add a row for it: region, vocab, head, norm, or replicate if every rank shall hold it whole"
+        "  9. lonely.weight: the parameter (4,) is covered by no rule\n"
+        "    rule: (none)\n"
+        "    next: add a rule for it: region, vocab, head, norm, or replicate if every rank shall hold it whole\n"
+        "  10. lonely.bias: the parameter (4,) is covered by no rule\n"
+        "    rule: (none)\n"
+        "    next: add a rule for it: region, vocab, head, norm, or replicate if every rank shall hold it whole"
     )
 
 
@@ -139,7 +139,7 @@ def test_a_renamed_submodule_is_named_at_every_place():
         _plan(model)
     missing = [p for p in caught.value.problems if "(mlp) has no submodule 'up'" in p.what]
     assert [p.where for p in missing] == [f"model.layers.{i}" for i in range(3)]
-    uncovered = {p.where for p in caught.value.problems if "covered by no row" in p.what}
+    uncovered = {p.where for p in caught.value.problems if "covered by no rule" in p.what}
     assert {f"model.layers.{i}.mlp.w_up.weight" for i in range(3)} <= uncovered
 
 
@@ -175,7 +175,7 @@ def test_a_missing_method_and_a_missing_submodule_of_a_description():
         ],
     )
     error = _problems(nn.Sequential(nn.Linear(4, 4)), {"Sequential": description, "Linear": [replicate("")]})
-    assert [(p.where, p.what.split(";")[0], p.row) for p in error.problems] == [
+    assert [(p.where, p.what.split(";")[0], p.rule) for p in error.problems] == [
         ("", "Sequential has no submodule 'gone'", "SubModuleReplacementDescription('gone', ColumnLinear)"),
         ("", "Sequential has no method 'go'", "method_replacement ['go']"),
     ]
@@ -278,7 +278,7 @@ def test_a_tensor_parallel_size_of_one_has_no_steps():
     assert plan.steps == ()
     assert len(plan.parameters) == len(list(build().parameters()))
     assert compile_plan(TinyPolicy(), build(), ShardConfig()).steps == ()
-    with pytest.raises(PlanError, match="covered by no row"):  # a policy is checked at any size
+    with pytest.raises(PlanError, match="covered by no rule"):  # a policy is checked at any size
         _plan(nn.Linear(2, 2), _policy({}), tp=1)
 
 
@@ -288,12 +288,12 @@ def test_rows_that_count_heads_need_the_check():
     error = _problems(
         model, {"Sequential": [replicate("0"), attribute("0.in_features", local_heads), outputs(attentions="heads")]}
     )
-    assert [(p.row, p.what) for p in error.problems] == [
+    assert [(p.rule, p.what) for p in error.problems] == [
         (
             "attribute('0.in_features', local_heads)",
-            "the row needs the numbers of heads, which the policy does not declare",
+            "the rule needs the numbers of heads, which the policy does not declare",
         ),
-        ("outputs(attentions='heads')", "the row needs the numbers of heads, which the policy does not declare"),
+        ("outputs(attentions='heads')", "the rule needs the numbers of heads, which the policy does not declare"),
     ]
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     assert len(_problems(model, {"ModuleDict": [region(col="a", row="b", unit="head")]}).problems) == 1

@@ -111,7 +111,7 @@ def test_what_is_not_summed_is_a_problem(word, name):
     assert len(found) == 2 * len(list(Mlp().get_submodule(name).parameters())), "both blocks"
     for problem in found:
         assert place in problem.where
-        assert problem.row == row.text
+        assert problem.rule == row.text
         assert "left at" in problem.what
         assert "its gradient would be this rank's summand" in problem.what
         assert f"say partial('mlp.{name}')" in problem.todo

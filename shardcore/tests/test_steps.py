@@ -4,7 +4,7 @@ import functools
 
 from torch import nn
 
-from shardcore.nn import ColumnLinear, Split, Whole
+from shardcore.nn import ColumnLinear, ReplicatedLayout, ShardedLayout
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps import (
     GatherOutputs,
@@ -26,8 +26,8 @@ def test_values_become_json():
     assert to_data({"b": (1,), "a": {2: 3}}) == {"a": {"2": 3}, "b": [1]}
     assert list(to_data({"b": 1, "a": 2})) == ["a", "b"]
     assert to_data(nn.Linear) == "torch.nn.modules.linear.Linear"
-    assert to_data(Split(1)) == {"kind": "Split", "dim": 1}
-    assert to_data(Whole(partial=True)) == {"kind": "Whole", "partial": True}
+    assert to_data(ShardedLayout(1)) == {"kind": "ShardedLayout", "dim": 1}
+    assert to_data(ReplicatedLayout(partial_gradient=True)) == {"kind": "ReplicatedLayout", "partial_gradient": True}
     assert to_data(object()) == "builtins.object", "no addresses"
 
 

@@ -275,14 +275,14 @@ def test_plans_say_what_enters():
 
 
 def test_inference_on_split_tokens_lets_states_in():
-    class Split(ModelPolicy):
+    class OnSplitTokens(ModelPolicy):
         def module_policy(self):
             rows = super().module_policy()
             tokens = sequence(scatter="layers[0]", gather="norm")
             return {**rows, "Decoder": [*rows["Decoder"], tokens]}
 
     config = ShardConfig(tensor_parallel_size=2, inference_only=True, enable_sequence_parallelism=True)
-    plan = compile_plan(Split, _model(), config)
+    plan = compile_plan(OnSplitTokens, _model(), config)
     assert [s.path for s in plan.steps if isinstance(s, EnterArgument)] == ["decoder"]
 
 

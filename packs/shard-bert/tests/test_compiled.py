@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import shardcore
 from shardcore.comm.reads import CAN_TRACE
-from shardcore.nn import Compiled
+from shardcore.nn import CompiledBlock
 from shardcore.testing.parity import assert_same_gradients
 
 pytestmark = [
@@ -97,10 +97,10 @@ def test_blocks_can_be_copied_and_pickled(pool):
 def _copied() -> None:
     reference = build("BertForMaskedLM").train()
     sharded = shardcore.shard(copy.deepcopy(reference), policy=policy(reference), tp=1, enable_jit_fused=True)
-    assert isinstance(sharded.bert.encoder.layer[0], Compiled)
+    assert isinstance(sharded.bert.encoder.layer[0], CompiledBlock)
     twin = copy.deepcopy(sharded)
     compare(reference, twin)
     assert_same_gradients(reference, twin)
     assert all(p.grad is None for p in sharded.parameters())
     block = pickle.loads(pickle.dumps(sharded.bert.encoder.layer[0]))
-    assert isinstance(block, Compiled)
+    assert isinstance(block, CompiledBlock)

@@ -70,7 +70,7 @@ def test_every_row_is_needed(name, options):
             continue  # nothing arrives where nothing crosses
         fields = {"enable_sequence_parallelism": True} if "sequence" in row.text else {}
         with pytest.raises(
-            shardcore.PlanError, match=r"covered by no row|without having entered|between which modules tokens may be"
+            shardcore.PlanError, match=r"covered by no rule|without having entered|between which modules tokens may be"
         ):
             _plan(Without, model, **fields)
     assert needed >= 9

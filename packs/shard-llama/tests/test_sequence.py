@@ -11,7 +11,7 @@ from llama_cases import Collectives, batch, build, checkpointing, compare_forwar
 from torch.utils.checkpoint import checkpoint
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn import TokenStack
+from shardcore.nn import SequenceStack
 from shardcore.nn.partial import SCALES_PARTIAL
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
@@ -31,7 +31,7 @@ def _lengths(name, lengths, kind=None, **options):
             checkpointing(model.train(), kind)
     for seed, length in enumerate(lengths):
         compare_forward(reference, sharded, batch(reference, seed, length=length, pads=(0, min(1, length - 1))))
-        (stack,) = (m for m in sharded.modules() if isinstance(m, TokenStack))
+        (stack,) = (m for m in sharded.modules() if isinstance(m, SequenceStack))
         assert stack._tokens.last == (None if length < dist.get_world_size() else length)
     assert_same_gradients(reference, sharded)
 

@@ -52,10 +52,10 @@ def test_why_flash_attention_is_impossible():
             assert _reason(model) == "transformers has none for LlamaForCausalLM (it stays at 'sdpa')"
 
 
-@pytest.mark.parametrize("wish", [True, "auto"])
-def test_flash_attention_where_it_is_possible(wish):
+@pytest.mark.parametrize("switch", [True, "auto"])
+def test_flash_attention_where_it_is_possible(switch):
     with _installed("flash_attention_3"):
-        plan = _plan(build(dtype=torch.bfloat16), enable_flash_attention=wish)
+        plan = _plan(build(dtype=torch.bfloat16), enable_flash_attention=switch)
     assert ChooseAttention(path="", implementation="flash_attention_3") in plan.steps
     assert "enable_flash_attention: flash_attention_3" in plan.render()
 
@@ -76,7 +76,7 @@ def test_auto_takes_no_liberties():
 
 
 def other_attention():
-    """The way from the wish to another attention, with sdpa in the place of a kernel that this machine lacks."""
+    """The way from the switch to another attention, with sdpa in the place of a kernel that this machine lacks."""
     reference = build(attn_implementation="eager", dtype=torch.float32)
     config = reference.config
     twin, sharded = type(reference)(config), type(reference)(config)
@@ -142,12 +142,12 @@ def test_layers_are_recomputed_by_transformers_own_means(pool):
 
 def test_recomputed_layers_are_in_the_plan():
     model = build()
-    wish = GradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
-    steps = _plan(model, gradient_checkpoint_config=wish).steps
+    switch = GradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+    steps = _plan(model, gradient_checkpoint_config=switch).steps
     assert [s.path for s in steps if isinstance(s, RecomputeLayer)] == ["model.layers.0", "model.layers.1"]
     model.model.layers[0] = torch.nn.Identity()
     with pytest.raises(PlanError, match=r"model\.layers\.0 is a Identity, which is no GradientCheckpointingLayer"):
-        _plan(model, gradient_checkpoint_config=wish)
+        _plan(model, gradient_checkpoint_config=switch)
 
 
 def inference():

@@ -58,7 +58,7 @@ def test_the_other_layout_is_refused(name, key):
             model,
             shardcore.ShardConfig(tensor_parallel_size=2),
         )
-    assert "is covered by no row" in str(caught.value)
+    assert "is covered by no rule" in str(caught.value)
 
 
 def test_heads_that_do_not_divide_are_one_error():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from whisper_cases import build, inputs, loss_of, shard
 
-from shardcore.nn import TokenStack
+from shardcore.nn import SequenceStack
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -42,7 +42,7 @@ def test_any_length(pool, tp):
 def _dropped() -> None:
     """LayerDrop takes every block of the decoder: its last norm is called with all tokens."""
     reference, sharded = _pair(2, decoder_layerdrop=1.0)
-    assert sum(isinstance(module, TokenStack) for module in sharded.modules()) == 2
+    assert sum(isinstance(module, SequenceStack) for module in sharded.modules()) == 2
     batch = inputs(reference, 0)
     seen: list[Tensor] = []
     sharded.model.decoder.layer_norm.register_forward_hook(lambda module, args, out: seen.append(out))

@@ -3,7 +3,7 @@
 ShardcoreError
 ├── ConfigError (ValueError)             a configuration contradicts itself or the number of ranks
 ├── NotSupportedError (NotImplementedError)   a valid wish that this release cannot fulfil
-│   └── SplitLogitsError (AttributeError)     an attribute of tensors that split logits lack
+│   └── VocabParallelLogitsError (AttributeError)     an attribute of tensors that split logits lack
 ├── RegistryError
 │   ├── PackError (ImportError)          a pack that could not be loaded
 │   ├── NoPolicyError (LookupError)      no installed pack serves this model class
@@ -44,9 +44,9 @@ __all__ = [
     "RegistryError",
     "ShardcoreError",
     "ShardcoreWarning",
-    "SplitLogitsError",
     "StaleOptimizerWarning",
     "UntestedVersionWarning",
+    "VocabParallelLogitsError",
     "WrapError",
 ]
 
@@ -63,7 +63,7 @@ class NotSupportedError(ShardcoreError, NotImplementedError):
     """A valid wish that this release cannot fulfil; the message says what to do instead."""
 
 
-class SplitLogitsError(NotSupportedError, AttributeError):
+class VocabParallelLogitsError(NotSupportedError, AttributeError):
     """Logits that are split over the vocabulary were asked for an attribute that only whole ones have."""
 
 
@@ -89,19 +89,19 @@ class Problem:
 
     Attributes:
         where: the module or parameter, by its full name in the model (``""`` is the model itself).
-        row: the row of the policy that asked for it, as it prints.
+        rule: the rule of the policy that asked for it, as it prints.
         what: what is wrong, with the sizes or names that were found and those that were wanted.
         todo: the next step for the reader.
     """
 
     where: str
-    row: str
+    rule: str
     what: str
     todo: str
 
     def __str__(self) -> str:
         place = self.where or "(the model itself)"
-        return f"{place}: {self.what}\n    row: {self.row}\n    next: {self.todo}"
+        return f"{place}: {self.what}\n    rule: {self.rule}\n    next: {self.todo}"
 
 
 class PlanError(ShardcoreError, ValueError):

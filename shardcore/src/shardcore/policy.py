@@ -1,6 +1,6 @@
 """What one model class needs in order to be sharded: a description, no action.
 
-`Policy` is the class that packs subclass; its rows are written with the constructors of `shardcore.styles`. The two
+`Policy` is the class that packs subclass; its rules are written with the constructors of `shardcore.styles`. The two
 description classes are the way Shardformer (ColossalAI) writes the same; both compile to the same plan.
 """
 
@@ -58,7 +58,7 @@ class HeadCounts:
 
 
 class Scope(Protocol):
-    """One module of the model while a row is planned for it; names are relative to that module."""
+    """One module of the model while a rule is planned for it; names are relative to that module."""
 
     module: nn.Module
 
@@ -78,7 +78,7 @@ class Scope(Protocol):
         """Return the full name of a submodule."""
 
     def find(self, suffix: str) -> nn.Module | None:
-        """Return a submodule; if there is none, record a problem (unless the row is optional) and return None."""
+        """Return a submodule; if there is none, record a problem (unless the rule is optional) and return None."""
 
     def above(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the full name of the module and the module, then those that hold it, up to the model."""
@@ -99,7 +99,7 @@ class Scope(Protocol):
         """Record a problem."""
 
     def refuse(self, what: str, todo: str) -> None:
-        """Record that the module cannot be sharded: problems that other rows have with it are left out."""
+        """Record that the module cannot be sharded: problems that other rules have with it are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,8 @@ class Rule(ABC):
     To add a word to the vocabulary, subclass it beside a constructor in a module of `shardcore.styles`.
 
     Attributes:
-        text: the row as its author wrote it, for messages.
-        optional: the row may match nothing.
+        text: the rule as its author wrote it, for messages.
+        optional: the rule may match nothing.
     """
 
     text: str
@@ -118,7 +118,7 @@ class Rule(ABC):
 
     @abstractmethod
     def plan(self, scope: Scope) -> None:
-        """Plan the row for one module of the class it is listed under."""
+        """Plan the rule for one module of the class it is listed under."""
 
     def __str__(self) -> str:
         return self.text
@@ -215,7 +215,7 @@ class Policy(ABC):
     """Describes how one model class is sharded.
 
     A subclass implements `module_policy` and usually sets `checks` and `stages`. It never asks which parallelism is on:
-    an axis of size one makes its rows do nothing. Compiling calls the `set_` methods and those that
+    an axis of size one makes its rules do nothing. Compiling calls the `set_` methods and those that
     describe; `preprocess` and `postprocess` run while the model is being changed.
 
     After Shardformer's ``Policy`` (ColossalAI).
@@ -246,7 +246,7 @@ class Policy(ABC):
 
     @abstractmethod
     def module_policy(self) -> ModulePolicy:
-        """Return the rows, or the description, for each class of modules."""
+        """Return the rules, or the description, for each class of modules."""
 
     def new_model_class(self) -> type[nn.Module] | None:
         """Return a subclass of the model's class to use for this one instance, or None to keep the class."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcore.comm import strided
 from shardcore.comm.strided import torch_lacks
 from shardcore.errors import NotSupportedError
-from shardcore.nn import FusedColumnLinear, Segments, fsdp_placement, reduce_partial_gradients
+from shardcore.nn import FusedColumnLinear, SegmentedLayout, fsdp_placement, reduce_partial_gradients
 
 pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
 
@@ -134,7 +134,7 @@ def inspect_parameter(segments, size):
     weight, bias = reference.qkv.weight.detach(), reference.qkv.bias.detach()
     own = torch.cat([part.chunk(world)[rank] for part in weight.chunk(segments)])
     assert torch.equal(net.qkv.weight.to_local(), own)
-    assert own.shape == Segments(segments).shape(tuple(weight.shape), world, rank)
+    assert own.shape == SegmentedLayout(segments).shape(tuple(weight.shape), world, rank)
     assert net.qkv.weight.shape == weight.shape
     assert torch.equal(net.qkv.weight.full_tensor(), weight)
     assert torch.equal(net.qkv.bias.full_tensor(), bias)
@@ -232,5 +232,5 @@ def test_unequal_segments_are_not_supported(pool):
 
 
 def test_a_layout_says_what_it_does():
-    assert str(Segments(3)) == "3 segments, each split on dim 0"
-    assert [Segments(2).shape((20, 4), 4, rank) for rank in range(4)] == [(6, 4), (6, 4), (6, 4), (2, 4)]
+    assert str(SegmentedLayout(3)) == "3 segments, each split on dim 0"
+    assert [SegmentedLayout(2).shape((20, 4), 4, rank) for rank in range(4)] == [(6, 4), (6, 4), (6, 4), (2, 4)]

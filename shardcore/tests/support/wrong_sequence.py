@@ -36,7 +36,7 @@ class NormsOfTokensNotSummed(Replaced):
 
     def spoil(self, module: nn.Module) -> None:
         if isinstance(module, Replicated):
-            module.__dict__["tokens"] = None
+            module.__dict__["sequence"] = None
 
 
 class SamePartOfTheVocabulary(Replaced):

@@ -10,10 +10,10 @@ from typing import Self
 from torch import nn
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.layout import Layout, SharedSplit, distribute
-from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.nn.layout import GroupShardedLayout, Layout, distribute
+from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Commit, SplitTokens
+from shardcore.plan.steps import Commit, ShardSequence
 
 __all__ = [
     "Changes",
@@ -34,7 +34,9 @@ class Changes:
         """
         commits: list[Commit] = []
         if context is not None and context.size > 1:
-            for copies in sorted({p.layout.copies for p in plan.parameters if isinstance(p.layout, SharedSplit)}):
+            for copies in sorted(
+                {p.layout.copies for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
+            ):
                 context.join_neighbours(copies)  # before anything that can fail on one rank alone
             layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
             commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
@@ -55,7 +57,7 @@ class _Bench:
     def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
         self.model, self.context = model, context
         # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
-        self._tokens = [(step, TokenSplit(self.shared)) for step in plan.steps if isinstance(step, SplitTokens)]
+        self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if isinstance(step, ShardSequence)]
 
     @property
     def shared(self) -> ShardContext:
@@ -64,11 +66,11 @@ class _Bench:
             raise RuntimeError("one rank alone was given a plan with steps that split")
         return self.context
 
-    def tokens_at(self, path: str) -> TokenSplit | None:
+    def tokens_at(self, path: str) -> SequenceShard | None:
         """See `Bench.tokens_at`."""
         return next((tokens for step, tokens in self._tokens[::-1] if step.covers(path)), None)
 
-    def tokens_below(self, path: str) -> TokenSplit | None:
+    def tokens_below(self, path: str) -> SequenceShard | None:
         """See `Bench.tokens_below`."""
         found = (t for step, t in self._tokens[::-1] if not path or f"{step.path}.".startswith(f"{path}."))
         return next(found, None)

@@ -27,7 +27,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
-from shardcore.nn import ShardedModel, StreamGuarded, SwappedModule
+from shardcore.nn import RngScope, ShardedModel, SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
@@ -325,7 +325,7 @@ class ModelSharder:
         lists = self.plan.stages.lists if self.plan and self.plan.stages else ()
         owners = {".".join(name.split(".")[:depth]) for name in lists for depth in range(1, name.count(".") + 1)}
         for owner in sorted(owners):
-            StreamGuarded.adopt(self.model.get_submodule(owner), context)
+            RngScope.adopt(self.model.get_submodule(owner), context)
 
     def _watch(self, context: ShardContext) -> None:
         """Write down which modules have to stay; whoever changes them later is told in the next call of the model."""

@@ -152,7 +152,7 @@ def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
     help="Where the folder is made [default: here].",
 )
 def new_pack(name: str, model: str, into: Path) -> None:
-    """Write a complete pack NAME for a model class that none serves: its rows are guessed, every guess is marked.
+    """Write a complete pack NAME for a model class that none serves: its rules are guessed, every guess is marked.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""What planning gathers while it goes through the rows of a policy: claims, steps and problems."""
+"""What planning gathers while it goes through the rules of a policy: claims, steps and problems."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from shardcore.nn import Layout, SwappedModule
 from shardcore.plan.steps import Step, Swap
 from shardcore.policy import HeadCounts, Rule
 
-__all__ = ["Claim", "Draft", "DraftScope", "Modules"]
+__all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
 
 #: Given a native class and the class that would replace it: the class to be used in its place, or None.
 Modules = Callable[[type[nn.Module], type[SwappedModule]], type[SwappedModule] | None]
 
 
 @dataclass
-class Claim:
-    """A row says how one parameter lies; ``asked`` is the name by which the row reached it."""
+class ParameterClaim:
+    """A rule says how one parameter lies; ``asked`` is the name by which the rule reached it."""
 
     name: str
-    row: str
+    rule: str
     layout: Layout | None
     asked: str
 
 
 @dataclass
-class Draft:
+class PlanBuilder:
     """What planning has gathered so far."""
 
     model: nn.Module
     config: ShardConfig
     ranks: int
     heads: HeadCounts | None = None
-    claims: dict[str, list[Claim]] = field(default_factory=dict)  # by the parameter's full name
+    claims: dict[str, list[ParameterClaim]] = field(default_factory=dict)  # by the parameter's full name
     heads_failed: bool = False  # a check of heads was reported already
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
     paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
     problems: list[Problem] = field(default_factory=list)
-    refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rows follow from them
+    refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rules follow from them
     modules: Modules | None = None  # what packs bring in place of parallel modules
 
     def at(self, path: str) -> Sequence[Step]:
@@ -59,7 +59,7 @@ class Draft:
     def rule_of(self, parameter: str) -> str | None:
         """See `PlanView.rule_of`."""
         claims = self.claims.get(parameter)
-        return claims[0].row if claims else None
+        return claims[0].rule if claims else None
 
     def check(self) -> None:
         """Let every step say what does not fit between it and the others."""
@@ -75,38 +75,38 @@ class Draft:
 
 
 @dataclass
-class DraftScope:
-    """`shardcore.policy.Scope` for one row and one module."""
+class RuleScope:
+    """`shardcore.policy.Scope` for one rule and one module."""
 
-    draft: Draft
-    row: Rule
+    builder: PlanBuilder
+    rule: Rule
     path: str
     module: nn.Module
 
     @property
     def config(self) -> ShardConfig:
         """See `Scope.config`."""
-        return self.draft.config
+        return self.builder.config
 
     @property
     def ranks(self) -> int:
         """See `Scope.ranks`."""
-        return self.draft.ranks
+        return self.builder.ranks
 
     @property
     def heads(self) -> HeadCounts | None:
         """See `Scope.heads`."""
-        if self.draft.heads is None and not self.draft.heads_failed:
-            what = "the row needs the numbers of heads, which the policy does not declare"
+        if self.builder.heads is None and not self.builder.heads_failed:
+            what = "the rule needs the numbers of heads, which the policy does not declare"
             self.problem(what, "add Heads(...) to the policy's checks")
-        return self.draft.heads
+        return self.builder.heads
 
     def name(self, suffix: str) -> str:
         """See `Scope.name`."""
         name = ".".join(filter(None, (self.path, _dotted(suffix))))
         try:
             # A module under two names is one module: its first name stands for all.
-            return self.draft.paths.get(id(self.draft.model.get_submodule(name)), name)
+            return self.builder.paths.get(id(self.builder.model.get_submodule(name)), name)
         except AttributeError:
             return name
 
@@ -115,7 +115,7 @@ class DraftScope:
         try:
             found = self.module.get_submodule(_dotted(suffix))
         except AttributeError:
-            if not self.row.optional:
+            if not self.rule.optional:
                 self.problem(
                     _absence(self.module, suffix),
                     "correct the name for this version of the model, or say optional=True",
@@ -127,20 +127,20 @@ class DraftScope:
         """See `Scope.above`."""
         path = self.path
         while path:
-            yield path, self.draft.model.get_submodule(path)
+            yield path, self.builder.model.get_submodule(path)
             path = path.rpartition(".")[0]
-        yield "", self.draft.model
+        yield "", self.builder.model
 
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
         """See `Scope.swap`."""
         module = self.module.get_submodule(_dotted(suffix))
-        if self.draft.modules is not None:
-            target = self.draft.modules(type(module), target) or target
+        if self.builder.modules is not None:
+            target = self.builder.modules(type(module), target) or target
         if problem := target.refusal(module, self.ranks, **options):
-            self.problem(problem, "correct the row, or use another tensor_parallel_size", suffix)
+            self.problem(problem, "correct the rule, or use another tensor_parallel_size", suffix)
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self.claim(suffix, name, None)  # said already: not "covered by no row" too
+                    self.claim(suffix, name, None)  # said already: not "covered by no rule" too
             return target
         self.add(Swap(path=self.name(suffix), target=target, options=tuple(sorted(options.items()))))
         for name, layout in target.layouts(module, self.ranks, **options).items():
@@ -150,32 +150,32 @@ class DraftScope:
     def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
         """See `Scope.claim`."""
         name = ".".join(filter(None, (self.name(suffix), parameter)))
-        claims = self.draft.claims.setdefault(name, [])
-        claim = Claim(name, self.row.text, layout, ".".join((self.path, suffix, parameter)))
+        claims = self.builder.claims.setdefault(name, [])
+        claim = ParameterClaim(name, self.rule.text, layout, ".".join((self.path, suffix, parameter)))
         # A module under two names may be reached by both, if they say the same.
-        if not any(c.layout == layout and (c.asked != claim.asked or c.row == claim.row) for c in claims):
+        if not any(c.layout == layout and (c.asked != claim.asked or c.rule == claim.rule) for c in claims):
             claims.append(claim)
 
     def add(self, step: Step) -> None:
         """See `Scope.add`."""
-        others = self.draft.steps_at.setdefault(step.path, [])
+        others = self.builder.steps_at.setdefault(step.path, [])
         if any(step.same_as(other) for other in others):
             return
         for other in others:
             if what := step.conflict(other):
                 self.problem(what, "keep one of them")
-        if self.draft.steps.setdefault(repr(step), step) is step:
+        if self.builder.steps.setdefault(repr(step), step) is step:
             others.append(step)
 
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
         """See `Scope.problem`."""
-        problem = Problem(where=self.name(suffix), row=self.row.text, what=what, todo=todo)
-        if problem not in self.draft.problems:
-            self.draft.problems.append(problem)
+        problem = Problem(where=self.name(suffix), rule=self.rule.text, what=what, todo=todo)
+        if problem not in self.builder.problems:
+            self.builder.problems.append(problem)
 
     def refuse(self, what: str, todo: str) -> None:
         """See `Scope.refuse`."""
-        self.draft.refusals.append(Problem(where=self.name(""), row=self.row.text, what=what, todo=todo))
+        self.builder.refusals.append(Problem(where=self.name(""), rule=self.rule.text, what=what, todo=todo))
 
 
 def _absence(module: nn.Module, suffix: str) -> str:

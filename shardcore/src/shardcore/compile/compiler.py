@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardcore.compile.builder import Claim, Draft, DraftScope, Modules
+from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
 from shardcore.compile.switches import optimize
 from shardcore.compile.tensor_checks import report_tensors
 from shardcore.config import ShardConfig
@@ -15,7 +15,7 @@ from shardcore.mesh import device_type_here
 from shardcore.plan import Choice, ParameterPlan, ShardPlan
 from shardcore.plan.steps import Step
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy
-from shardcore.styles.shardformer import rows_of
+from shardcore.styles.shardformer import rules_of
 
 __all__ = [
     "compile_plan",
@@ -49,46 +49,46 @@ def compile_plan(
     policy.set_model(model)
     policy.set_shard_config(config)
     ranks = config.tensor_parallel_size or 1
-    draft = Draft(model, config, ranks, modules=modules)
-    row = f"{type(policy).__qualname__}.checks"
+    builder = PlanBuilder(model, config, ranks, modules=modules)
+    rule = f"{type(policy).__qualname__}.checks"
     for check in policy.checks:
         if problem := check.problem(model, ranks):
-            draft.problems.append(Problem(where="", row=row, what=problem[0], todo=problem[1]))
-            draft.heads_failed |= isinstance(check, Heads)
+            builder.problems.append(Problem(where="", rule=rule, what=problem[0], todo=problem[1]))
+            builder.heads_failed |= isinstance(check, Heads)
         elif isinstance(check, Heads):
-            draft.heads = check.counts(model, ranks)
-    draft.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-    checked = list(draft.problems)
-    _plan_rows(draft, _module_policy(policy, model, ranks))
-    if draft.refusals:
-        raise PlanError(_subject(policy, model, ranks), [*checked, *draft.refusals])
-    draft.check()
-    report_tensors(draft)
-    choices = _optimize(draft, policy, device_type or device_type_here())
-    parameters = _parameters(draft)
-    if draft.problems:
-        raise PlanError(_subject(policy, model, ranks), draft.problems)
+            builder.heads = check.counts(model, ranks)
+    builder.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    checked = list(builder.problems)
+    _plan_rows(builder, _module_policy(policy, model, ranks))
+    if builder.refusals:
+        raise PlanError(_subject(policy, model, ranks), [*checked, *builder.refusals])
+    builder.check()
+    report_tensors(builder)
+    choices = _optimize(builder, policy, device_type or device_type_here())
+    parameters = _parameters(builder)
+    if builder.problems:
+        raise PlanError(_subject(policy, model, ranks), builder.problems)
     return ShardPlan(
         model=f"{type(model).__module__}.{type(model).__qualname__}",
         policy=f"{type(policy).__module__}.{type(policy).__qualname__}",
         origin=origin,
         config=config,
         parameters=parameters,
-        steps=_ordered(draft.carried_out),
+        steps=_ordered(builder.carried_out),
         stages=policy.stages,
         choices=choices,
     )
 
 
-def _optimize(draft: Draft, policy: Policy, device_type: str) -> tuple[Choice, ...]:
+def _optimize(builder: PlanBuilder, policy: Policy, device_type: str) -> tuple[Choice, ...]:
     choices = []
-    for item in list(optimize(policy, draft.model, draft.config, device_type, draft.carried_out)):
+    for item in list(optimize(policy, builder.model, builder.config, device_type, builder.carried_out)):
         if isinstance(item, Choice):
             choices.append(item)
         elif isinstance(item, Problem):
-            draft.problems.append(item)
+            builder.problems.append(item)
         else:
-            draft.steps.setdefault(repr(item), item)
+            builder.steps.setdefault(repr(item), item)
     return tuple(choices)
 
 
@@ -99,8 +99,10 @@ def _module_policy(policy: Policy, model: nn.Module, ranks: int) -> ModulePolicy
         raise
     except Exception as error:
         what = f"it raised {type(error).__name__}: {error}"
-        row = f"{type(policy).__qualname__}.module_policy"
-        problem = Problem(where="", row=row, what=what, todo="correct the policy, which is at fault or too new or old")
+        rule = f"{type(policy).__qualname__}.module_policy"
+        problem = Problem(
+            where="", rule=rule, what=what, todo="correct the policy, which is at fault or too new or old"
+        )
         raise PlanError(_subject(policy, model, ranks), [problem]) from error
 
 
@@ -108,50 +110,50 @@ def _subject(policy: Policy, model: nn.Module, ranks: int) -> str:
     return f"{type(policy).__qualname__} does not fit {type(model).__qualname__} at tensor_parallel_size {ranks}"
 
 
-def _plan_rows(draft: Draft, module_policy: ModulePolicy) -> None:
-    modules = list(draft.model.named_modules())
+def _plan_rows(builder: PlanBuilder, module_policy: ModulePolicy) -> None:
+    modules = list(builder.model.named_modules())
     for key, value in module_policy.items():
-        rows = rows_of(value) if isinstance(value, ModulePolicyDescription) else list(value)
+        rules = rules_of(value) if isinstance(value, ModulePolicyDescription) else list(value)
         matching = [(path, module) for path, module in modules if _matches(module, key)]
         name = key if isinstance(key, str) else key.__qualname__
-        if not matching and not all(row.optional for row in rows):
+        if not matching and not all(rule.optional for rule in rules):
             kinds = sorted({type(module).__name__ for _, module in modules})
-            draft.problems.append(
+            builder.problems.append(
                 Problem(
                     where="",
-                    row=f"{name!r}: [{', '.join(row.text for row in rows)}]",
+                    rule=f"{name!r}: [{', '.join(rule.text for rule in rules)}]",
                     what=f"no module of class {name!r}; the model has {', '.join(kinds)}",
-                    todo="correct the class name for this version of the model, or make the rows optional=True",
+                    todo="correct the class name for this version of the model, or make the rules optional=True",
                 )
             )
-        for row in rows:
+        for rule in rules:
             for path, module in matching:
-                row.plan(DraftScope(draft, row, path, module))
+                rule.plan(RuleScope(builder, rule, path, module))
 
 
 def _matches(module: nn.Module, key: str | type[nn.Module]) -> bool:
     return any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
 
 
-def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
+def _parameters(builder: PlanBuilder) -> tuple[ParameterPlan, ...]:
     """Account for every parameter: claimed under each of its names, once, with one layout."""
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
-    for name, parameter in draft.model.named_parameters(remove_duplicate=False):
+    for name, parameter in builder.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         by_id[id(parameter)] = parameter
     plans = []
     for key, parameter in by_id.items():
         first, *aliases = names[key]
-        places = list(dict.fromkeys(_first_name(draft, name) for name in names[key]))
+        places = list(dict.fromkeys(_first_name(builder, name) for name in names[key]))
         # The first claim of each place: more than one is a problem of its own.
-        claims = [claim for name in places for claim in draft.claims.get(name, ())[:1]]
-        _check_claims(draft, places, claims)
-        if draft.ranks > 1 and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            draft.problems.append(
+        claims = [claim for name in places for claim in builder.claims.get(name, ())[:1]]
+        _check_claims(builder, places, claims)
+        if builder.ranks > 1 and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            builder.problems.append(
                 Problem(
                     where=first,
-                    row="(none)",
+                    rule="(none)",
                     what="the parameter has gradient hooks, which would stay with the whole tensor that is replaced",
                     todo="register them after shard(), for gradients that are DTensors",
                 )
@@ -168,36 +170,38 @@ def _parameters(draft: Draft) -> tuple[ParameterPlan, ...]:
     return tuple(plans)
 
 
-def _first_name(draft: Draft, name: str) -> str:
+def _first_name(builder: PlanBuilder, name: str) -> str:
     """Return the name of a parameter in its module's first place."""
     owner, _, short = name.rpartition(".")
-    return ".".join(filter(None, (draft.paths[id(draft.model.get_submodule(owner))], short)))
+    return ".".join(filter(None, (builder.paths[id(builder.model.get_submodule(owner))], short)))
 
 
-def _check_claims(draft: Draft, names: Sequence[str], claims: Sequence[Claim]) -> None:
+def _check_claims(builder: PlanBuilder, names: Sequence[str], claims: Sequence[ParameterClaim]) -> None:
     for name in names:
-        own = draft.claims.get(name, [])
+        own = builder.claims.get(name, [])
         if not own:
-            draft.problems.append(
+            builder.problems.append(
                 Problem(
                     where=name,
-                    row="(none)",
-                    what=f"the parameter {tuple(draft.model.get_parameter(name).shape)} is covered by no row",
-                    todo="add a row for it: region, vocab, head, norm, or replicate if every rank shall hold it whole",
+                    rule="(none)",
+                    what=f"the parameter {tuple(builder.model.get_parameter(name).shape)} is covered by no rule",
+                    todo="add a rule for it: region, vocab, head, norm, or replicate if every rank shall hold it whole",
                 )
             )
         elif len(own) > 1:
-            rows = " and ".join(claim.row for claim in own)
-            draft.problems.append(
-                Problem(where=name, row=own[0].row, what=f"the parameter is claimed by {rows}", todo="keep one of them")
+            rules = " and ".join(claim.rule for claim in own)
+            builder.problems.append(
+                Problem(
+                    where=name, rule=own[0].rule, what=f"the parameter is claimed by {rules}", todo="keep one of them"
+                )
             )
     layouts = {str(claim.layout): claim for claim in claims}
     if len(layouts) > 1:
         said = ", ".join(f"{claim.name} is {layout}" for layout, claim in layouts.items())
-        draft.problems.append(
+        builder.problems.append(
             Problem(
                 where=names[0],
-                row=claims[0].row,
+                rule=claims[0].rule,
                 what=f"tied weights {', '.join(names)} would lie differently: {said}",
                 todo="give all names of one parameter the same style",
             )

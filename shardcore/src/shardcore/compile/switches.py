@@ -23,11 +23,11 @@ __all__ = ["optimize"]
 def optimize(
     policy: Policy, model: nn.Module, config: ShardConfig, device_type: str, planned: list[Step]
 ) -> Iterator[Step | Choice | Problem]:
-    """Yield the steps that the switches of ``config`` add to those ``planned`` by the rows, and what they came to."""
-    if wish := config.enable_flash_attention:
-        yield from _flash_attention(policy, device_type, asked=wish is True)
+    """Yield the steps that the switches of ``config`` add to those ``planned`` by the rules, and what they came to."""
+    if switch := config.enable_flash_attention:
+        yield from _flash_attention(policy, device_type, asked=switch is True)
     if config.enable_fused_normalization:
-        yield Choice(wish="enable_fused_normalization", outcome=_fused(planned))
+        yield Choice(switch="enable_fused_normalization", outcome=_fused(planned))
     if config.enable_jit_fused:
         yield from _compile(policy, model, config, device_type)
     if config.gradient_checkpoint_config is not None:
@@ -37,7 +37,7 @@ def optimize(
     if config.enable_sequence_parallelism and not any(step.phase is Phase.SEQUENCE for step in planned):
         yield Problem(
             where="",
-            row="ShardConfig.enable_sequence_parallelism=True",
+            rule="ShardConfig.enable_sequence_parallelism=True",
             what="the policy does not say between which modules tokens may be split",
             todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
         )
@@ -45,22 +45,22 @@ def optimize(
 
 
 def _flash_attention(policy: Policy, device_type: str, *, asked: bool) -> Iterator[Step | Choice | Problem]:
-    wish = "enable_flash_attention"
+    switch = "enable_flash_attention"
     try:
         step = policy.flash_attention(device_type, asked=asked)
     except NotSupportedError as error:
         if asked:
             yield Problem(
                 where="",
-                row=f"ShardConfig.{wish}=True",
+                rule=f"ShardConfig.{switch}=True",
                 what=f"flash attention is impossible: {error}",
-                todo=f"mend that, or say {wish}='auto' to use it wherever it is possible",
+                todo=f"mend that, or say {switch}='auto' to use it wherever it is possible",
             )
         else:
-            yield Choice(wish=wish, outcome=f"off: {error}")
+            yield Choice(switch=switch, outcome=f"off: {error}")
     else:
         yield step
-        yield Choice(wish=wish, outcome=step.describe())
+        yield Choice(switch=switch, outcome=step.describe())
 
 
 def _fused(planned: list[Step]) -> str:
@@ -81,20 +81,20 @@ def _compile(
     policy: Policy, model: nn.Module, config: ShardConfig, device_type: str
 ) -> Iterator[Step | Choice | Problem]:
     """Compile all blocks if it was asked for: on the CPU nothing was gained, and elsewhere it was not measured."""
-    wish = "enable_jit_fused"
+    switch = "enable_jit_fused"
     if config.enable_jit_fused is not True:
-        yield Choice(wish=wish, outcome="off: compiling gained nothing where it was measured, on the CPU")
+        yield Choice(switch=switch, outcome="off: compiling gained nothing where it was measured, on the CPU")
         return
-    row = f"ShardConfig.{wish}=True"
-    found = _blocks(policy, model, row)
+    rule = f"ShardConfig.{switch}=True"
+    found = _blocks(policy, model, rule)
     if reason := _no_graphs(config, device_type):
-        yield Problem(where="", row=row, what=reason, todo=f"mend that, or leave {wish} alone")
+        yield Problem(where="", rule=rule, what=reason, todo=f"mend that, or leave {switch} alone")
     elif isinstance(found, Problem):
         yield found
     else:
         blocks = [f"{name}.{index}" for name, children in found.items() for index, _ in children]
         yield from (Compile(path=path) for path in blocks)
-        yield Choice(wish=wish, outcome=f"{len(blocks)} blocks are compiled while training")
+        yield Choice(switch=switch, outcome=f"{len(blocks)} blocks are compiled while training")
 
 
 def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
@@ -108,22 +108,22 @@ def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
     return None
 
 
-def _blocks(policy: Policy, model: nn.Module, row: str) -> Problem | dict[str, list[tuple[str, nn.Module]]]:
+def _blocks(policy: Policy, model: nn.Module, rule: str) -> Problem | dict[str, list[tuple[str, nn.Module]]]:
     """Return the named blocks of each of the policy's lists."""
     lists = policy.stages.lists if policy.stages else ()
     if not lists:
         what = f"{type(policy).__qualname__} does not say where the model's blocks are"
-        return Problem(where="", row=row, what=what, todo="give the policy stages=Stages(blocks=...)")
+        return Problem(where="", rule=rule, what=what, todo="give the policy stages=Stages(blocks=...)")
     try:
         return {name: list(model.get_submodule(name).named_children()) for name in lists}
     except AttributeError as error:
         todo = f"correct stages of {type(policy).__qualname__}"
-        return Problem(where=", ".join(lists), row=row, what=str(error), todo=todo)
+        return Problem(where=", ".join(lists), rule=rule, what=str(error), todo=todo)
 
 
-def _recompute(policy: Policy, model: nn.Module, wish: GradientCheckpointConfig) -> Iterator[Step | Problem]:
-    row = f"ShardConfig.gradient_checkpoint_config={wish}"
-    found = _blocks(policy, model, row)
+def _recompute(policy: Policy, model: nn.Module, switch: GradientCheckpointConfig) -> Iterator[Step | Problem]:
+    rule = f"ShardConfig.gradient_checkpoint_config={switch}"
+    found = _blocks(policy, model, rule)
     if isinstance(found, Problem):
         yield found
         return
@@ -131,10 +131,10 @@ def _recompute(policy: Policy, model: nn.Module, wish: GradientCheckpointConfig)
     try:
         # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
         for name, blocks in found.items():
-            for index, block in blocks[: wish.blocks(len(blocks))]:
+            for index, block in blocks[: switch.blocks(len(blocks))]:
                 yield policy.recompute(f"{name}.{index}", block)
     except (ConfigError, NotSupportedError) as error:
-        yield Problem(where=where, row=row, what=str(error), todo="change or remove gradient_checkpoint_config")
+        yield Problem(where=where, rule=rule, what=str(error), todo="change or remove gradient_checkpoint_config")
 
 
 def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:
@@ -143,7 +143,7 @@ def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:
         known = ", ".join(sorted(policy.extra_kwargs)) or "none"
         yield Problem(
             where="",
-            row=f"ShardConfig.extra_kwargs[{name!r}]",
+            rule=f"ShardConfig.extra_kwargs[{name!r}]",
             what=f"{type(policy).__qualname__} does not read it; what it reads: {known}",
             todo="remove it, or correct the name",
         )

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from shardcore.compile.builder import Draft
+from shardcore.compile.builder import PlanBuilder
 from shardcore.errors import Problem
-from shardcore.nn import Whole
+from shardcore.nn import ReplicatedLayout
 
 __all__ = ["report_tensors"]
 
 
-def report_tensors(draft: Draft) -> None:
+def report_tensors(builder: PlanBuilder) -> None:
     """Report parameters that are partly missing, cannot be trained, or have no collectives."""
-    if draft.config.ranks == 1:
+    if builder.config.ranks == 1:
         return
-    parameters = list(draft.model.named_parameters())
+    parameters = list(builder.model.named_parameters())
     absent = [name for name, parameter in parameters if parameter.is_meta]
     if 0 < len(absent) < len(parameters):
-        draft.problems.append(
+        builder.problems.append(
             Problem(
                 where=absent[0],
-                row="(none)",
+                rule="(none)",
                 what=f"{len(absent)} of the {len(parameters)} parameters are on the meta device, and the others not",
                 todo="load or initialise the missing ones before shard(), or build the whole model on the meta device",
             )
         )
     for name, parameter in parameters:
         what = ""
-        if parameter.is_inference() and not draft.config.inference_only:
+        if parameter.is_inference() and not builder.config.inference_only:
             what = "it was made under torch.inference_mode() and can never be trained"
             todo = "build the model outside of inference mode, or say inference_only=True"
-        elif not parameter.is_floating_point() and _needs_numbers(draft, name):
+        elif not parameter.is_floating_point() and _needs_numbers(builder, name):
             what = f"a parameter of {parameter.dtype} cannot be split, and its gradient cannot be summed over ranks"
             todo = "say replicate for it, or shard the model before it is quantized"
         if what:
-            draft.problems.append(Problem(where=name, row="(none)", what=what, todo=todo))
+            builder.problems.append(Problem(where=name, rule="(none)", what=what, todo=todo))
 
 
-def _needs_numbers(draft: Draft, name: str) -> bool:
+def _needs_numbers(builder: PlanBuilder, name: str) -> bool:
     """Tell whether a parameter is split, or its gradient summed, which complex numbers and integers do not allow."""
-    layouts = [claim.layout for claim in draft.claims.get(name, ())]
-    return draft.ranks > 1 and any(layout not in (None, Whole()) for layout in layouts)
+    layouts = [claim.layout for claim in builder.claims.get(name, ())]
+    return builder.ranks > 1 and any(layout not in (None, ReplicatedLayout()) for layout in layouts)

@@ -27,7 +27,7 @@ from shardcore.nn.layout import Layout, distribute
 from shardcore.nn.loading import take_full_tensors
 
 if TYPE_CHECKING:
-    from shardcore.nn.sequence.tokens import TokenSplit
+    from shardcore.nn.sequence.tokens import SequenceShard
 
 __all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "SwappedModule", "with_methods"]
 
@@ -158,7 +158,7 @@ class SwappedModule(ParallelModule):
         """Yield what one forward and backward of the module send; ``site`` is its place in the plan."""
         return iter(())
 
-    def split_tokens(self, tokens: TokenSplit | None) -> None:
+    def split_tokens(self, tokens: SequenceShard | None) -> None:
         """Take note of how the activations that the module sees are split along the sequence; None if they never are.
 
         Called once, after `adopt`. What does not depend on it ignores it.

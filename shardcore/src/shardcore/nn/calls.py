@@ -12,14 +12,14 @@ from torch import nn
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import with_methods
 from shardcore.nn.behaviour import once
-from shardcore.nn.randomness.guard import StreamGuarded
+from shardcore.nn.randomness.guard import RngScope
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.units import unit_of
 
-__all__ = ["CalledByMethods", "running"]
+__all__ = ["MethodsAsCalls", "running"]
 
 
-class CalledByMethods(StreamGuarded):
+class MethodsAsCalls(RngScope):
     """A module with methods that run it: its random stream, its own parameters and FSDP2 are there as in its forward.
 
     Options:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.mesh import ShardContext
-from shardcore.nn import Layout, Replicated, Split, Whole
+from shardcore.nn import Layout, Replicated, ReplicatedLayout, ShardedLayout
 
 __all__ = ["adopt_local_parameters", "local_problem"]
 
@@ -77,5 +77,5 @@ def _plain(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Module, s
 
 
 def _layout(full: Shape, local: Shape, context: ShardContext) -> Layout | None:
-    candidates: list[Layout] = [Whole(), *(Split(dim) for dim in range(len(full)))]
+    candidates: list[Layout] = [ReplicatedLayout(), *(ShardedLayout(dim) for dim in range(len(full)))]
     return next((c for c in candidates if c.shape(full, context.size, context.rank) == local), None)

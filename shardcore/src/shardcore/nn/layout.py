@@ -14,7 +14,15 @@ from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.strided import segment_runs, segmented
 from shardcore.mesh import ShardContext
 
-__all__ = ["Layout", "Segments", "SharedSplit", "Split", "Whole", "distribute", "last_rank_is_empty"]
+__all__ = [
+    "GroupShardedLayout",
+    "Layout",
+    "ReplicatedLayout",
+    "SegmentedLayout",
+    "ShardedLayout",
+    "distribute",
+    "last_rank_is_empty",
+]
 
 
 def last_rank_is_empty(size: int, ranks: int) -> bool:
@@ -44,14 +52,15 @@ class Layout(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Layout):
+class ReplicatedLayout(Layout):
     """Every rank holds the whole parameter.
 
     Attributes:
-        partial: each rank's gradient is only a summand (local heads read the parameter), see D2 in the design.
+        partial_gradient: each rank's gradient is only a summand (local heads read the parameter). DTensor would say
+            that the gradient is `Partial`.
     """
 
-    partial: bool = False
+    partial_gradient: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -67,11 +76,11 @@ class Whole(Layout):
         return full
 
     def __str__(self) -> str:
-        return "replicated, gradient summed" if self.partial else "replicated"
+        return "replicated, gradient summed" if self.partial_gradient else "replicated"
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Layout):
+class ShardedLayout(Layout):
     """Rank r holds the r-th part along ``dim``, cut as `torch.chunk` cuts (the last parts may be smaller)."""
 
     dim: int
@@ -96,10 +105,11 @@ class Split(Layout):
 
 
 @dataclass(frozen=True, slots=True)
-class SharedSplit(Split):
-    """Cut as `Split` cuts, into equal parts that ``copies`` neighbouring ranks gather for use: a KV head they share.
+class GroupShardedLayout(ShardedLayout):
+    """Cut as `ShardedLayout` cuts, into equal parts that ``copies`` neighbouring ranks gather for use.
 
-    A placement cannot say on one axis that neighbours hold the same; so they hold parts of it.
+    So lies a KV head that they share: a placement cannot say on one axis that neighbours hold the same, and so they
+    hold parts of it.
     """
 
     copies: int
@@ -109,8 +119,8 @@ class SharedSplit(Split):
 
 
 @dataclass(frozen=True, slots=True)
-class Segments(Layout):
-    """Dim 0 is ``count`` equal segments one after the other, each of them cut as `Split` cuts: [q_r|k_r|v_r]."""
+class SegmentedLayout(Layout):
+    """Dim 0 is ``count`` equal segments one after the other, each cut as `ShardedLayout` cuts: [q_r|k_r|v_r]."""
 
     count: int
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["GathersOutputs", "ReturnDict"]
+__all__ = ["OutputGatherer", "ReturnDict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ReturnDict:
         return 0 <= self.position < len(args)
 
 
-class GathersOutputs(SwappedModule):
+class OutputGatherer(SwappedModule):
     """A model that collects outputs of its layers and returns them, each gathered over the ranks.
 
     Only what the caller asked for is there to gather, so nothing is paid otherwise; gathering in each layer would be.
@@ -64,16 +64,16 @@ class GathersOutputs(SwappedModule):
     option_names: ClassVar[frozenset[str]] = frozenset({"by_tokens", "dims", "places"})
 
     #: Set where the sequence of the module, or of one below it, is split.
-    tokens: TokenSplit | None
+    sequence: SequenceShard | None
     _dims: tuple[tuple[str, int, int], ...]
     _by_tokens: tuple[str, ...]
     _places: tuple[str, ...]
     _return_dict: ReturnDict
     _shard_context: ShardContext
 
-    def split_tokens(self, tokens: TokenSplit | None) -> None:
+    def split_tokens(self, tokens: SequenceShard | None) -> None:
         """See `SwappedModule.split_tokens`."""
-        self.__dict__["tokens"] = tokens
+        self.__dict__["sequence"] = tokens
 
     @classmethod
     def adopt(
@@ -89,7 +89,7 @@ class GathersOutputs(SwappedModule):
         """See `SwappedModule.adopt`."""
         return_dict = ReturnDict.of(module)
         new = super().adopt(module, context)
-        new.__dict__["tokens"] = None
+        new.__dict__["sequence"] = None
         new._dims = dims
         new._by_tokens = by_tokens
         new._places = places
@@ -105,10 +105,10 @@ class GathersOutputs(SwappedModule):
         for name, dim, size in self._dims:
             if captured := _captured(out, name):
                 out[name] = tuple(self._whole(t, dim, size) for t in captured)
-        if self.tokens is not None:
+        if self.sequence is not None:
             for name in self._by_tokens:
                 if captured := _captured(out, name):
-                    out[name] = tuple(None if t is None else self.tokens.whole(t) for t in captured)
+                    out[name] = tuple(None if t is None else self.sequence.whole(t) for t in captured)
         return self._as_tuple(out) if as_tuple else out
 
     def _as_tuple(self, out: Any) -> tuple[Any, ...]:

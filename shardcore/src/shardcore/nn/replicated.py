@@ -12,8 +12,8 @@ from shardcore.comm.reads import read_local, read_partial
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward
-from shardcore.nn.layout import Layout, Whole
-from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.nn.layout import Layout, ReplicatedLayout
+from shardcore.nn.sequence.tokens import SequenceShard
 
 __all__ = ["Replicated"]
 
@@ -32,7 +32,7 @@ class Replicated(SwappedModule):
     option_names: ClassVar[frozenset[str]] = frozenset({"partial"})
 
     #: Set where the activations that it sees are split along the sequence.
-    tokens: TokenSplit | None
+    sequence: SequenceShard | None
     _partial: bool
     #: Whether each gradient is a tensor that nobody else holds.
     _fresh: bool
@@ -42,7 +42,9 @@ class Replicated(SwappedModule):
     @classmethod
     def layouts(cls, module: nn.Module, ranks: int, *, partial: bool = False, **options: Any) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
-        return {name: Whole(partial=partial) for name, p in module._parameters.items() if p is not None}
+        return {
+            name: ReplicatedLayout(partial_gradient=partial) for name, p in module._parameters.items() if p is not None
+        }
 
     @classmethod
     def sums_gradients(cls, *, partial: bool = False, **options: Any) -> bool:
@@ -55,16 +57,16 @@ class Replicated(SwappedModule):
         if (partial or site.split) and site.sums_at_once:
             yield backward(site.path, "all_reduce", "its parameters' gradients")
 
-    def split_tokens(self, tokens: TokenSplit | None) -> None:
+    def split_tokens(self, tokens: SequenceShard | None) -> None:
         """See `SwappedModule.split_tokens`."""
-        self.__dict__["tokens"] = tokens
+        self.__dict__["sequence"] = tokens
 
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
         """See `SwappedModule.adopt`."""
         native = type(module)
         new = super().adopt(module, context)
-        new.__dict__["tokens"] = None
+        new.__dict__["sequence"] = None
         new._partial = partial
         # A lookup makes the gradient of its table, which may be large; so it is not copied.
         new._fresh = native.forward is nn.Embedding.forward
@@ -94,7 +96,7 @@ class Replicated(SwappedModule):
     def _read(self) -> dict[str, Any]:
         own = self._parameters
         shared = {name: p for name, p in own.items() if p is not None}
-        partial = self._partial or (self.tokens is not None and self.tokens.length is not None)
+        partial = self._partial or (self.sequence is not None and self.sequence.length is not None)
         if partial:
             local = read_partial(self._shard_context, *shared.values())
         else:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardcore.errors import WrapError
 from shardcore.nn.intact import Intact
-from shardcore.nn.randomness.guard import StreamGuarded
+from shardcore.nn.randomness.guard import RngScope
 
 __all__ = ["ShardedModel"]
 
 
-class ShardedModel(StreamGuarded):
+class ShardedModel(RngScope):
     """A sharded model: the user's object, which refuses DDP, moves to another kind of device, and foreign modules."""
 
     keeps_name: ClassVar[bool] = True

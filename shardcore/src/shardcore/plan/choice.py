@@ -1,4 +1,4 @@
-"""What became of a wish of the configuration that leaves a choice."""
+"""What became of a switch of the configuration that leaves a choice."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What became of a wish that leaves a choice.
+    """What became of a switch that leaves a choice.
 
     Attributes:
-        wish: the field of the configuration.
+        switch: the field of the configuration.
         outcome: what was chosen, with the reason if it is less than wished for.
     """
 
-    wish: str
+    switch: str
     outcome: str
 
     def __str__(self) -> str:
-        return f"{self.wish}: {self.outcome}"
+        return f"{self.switch}: {self.outcome}"

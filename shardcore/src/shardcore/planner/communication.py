@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardcore.nn.costs import Collective
 from shardcore.nn.layout import Layout
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import SplitLogits, SplitTokens
+from shardcore.plan.steps import KeepLogitsSharded, ShardSequence
 
 __all__ = [
     "Collective",
@@ -30,7 +30,7 @@ class _Surroundings:
     """What the places in one plan have in common."""
 
     layouts: dict[str, Layout | None]
-    splits: tuple[SplitTokens, ...]
+    splits: tuple[ShardSequence, ...]
     split_heads: frozenset[str]
     sums_at_once: bool
     keeps_gathered: bool
@@ -39,8 +39,8 @@ class _Surroundings:
     def of(cls, plan: ShardPlan) -> _Surroundings:
         return cls(
             layouts={name: p.layout for p in plan.parameters for name in (p.name, *p.aliases)},
-            splits=tuple(step for step in plan.steps if isinstance(step, SplitTokens)),
-            split_heads=frozenset(head for s in plan.steps if isinstance(s, SplitLogits) for head in s.heads),
+            splits=tuple(step for step in plan.steps if isinstance(step, ShardSequence)),
+            split_heads=frozenset(head for s in plan.steps if isinstance(s, KeepLogitsSharded) for head in s.heads),
             sums_at_once=plan.config.partial_gradients == "in_backward",
             keeps_gathered=plan.config.sequence_keep_gathered,
         )

@@ -1,4 +1,4 @@
-"""A complete pack for a model class that none serves yet: its rows guessed from the module tree, every guess marked."""
+"""A complete pack for a model class that none serves yet: its rules are guessed from the module tree and marked."""
 
 from __future__ import annotations
 

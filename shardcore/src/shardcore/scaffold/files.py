@@ -109,7 +109,7 @@ def _policy(values: dict[str, str], draft: Draft) -> str:
         + "".join(f"{line}\n" for line in head)
         + f"from shardcore.policy import {', '.join(sorted(imports))}\n"
         + f"from shardcore.styles import {', '.join(sorted(draft.words))}\n\n"
-        + "# The rows below were guessed from names and sizes. Read the model's forward beside them, and look at:\n"
+        + "# The rules below were guessed from names and sizes. Read the model's forward beside them, and look at:\n"
         + doubts
         + f"\n\nclass {values['model']}Policy({base}):\n"
         + f'    """Guessed from the module tree of {values["library"]} {values["version"]}."""\n\n'

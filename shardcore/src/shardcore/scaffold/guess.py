@@ -1,4 +1,4 @@
-"""A first guess of a policy's rows, from names and sizes in the module tree of one model class."""
+"""A first guess of a policy's rules, from names and sizes in the module tree of one model class."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Draft:
         rows: lines of rows by the name of the class that they are listed under.
         checks: the check of heads, or empty.
         stages: the arguments of ``Stages``, or empty.
-        words: the words of `shardcore.styles` that the rows use.
+        words: the words of `shardcore.styles` that the rules use.
         doubts: what the author has to look at, in words.
         heads: the number of heads in the configuration; None if it is not known.
         shares_kv: the configuration counts key/value heads apart.
@@ -40,7 +40,7 @@ class Draft:
     shares_kv: bool = False
 
     def add(self, cls: str, word: str, row: str) -> None:
-        """List a row once."""
+        """List a rule once."""
         self.words.add(word)
         rows = self.rows.setdefault(cls, [])
         if row not in rows:
@@ -74,7 +74,7 @@ def _stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if not lists:
         raise ConfigError(
             f"{type(model).__name__} has no nn.ModuleList of equal blocks, from which a policy could be guessed; write "
-            "the rows by hand: docs/writing-a-pack.md"
+            "the rules by hand: docs/writing-a-pack.md"
         )
     if len(lists) > 1:
         lists.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
@@ -172,7 +172,7 @@ def _call(word: str, arguments: dict[str, str]) -> str:
 
 
 def _attributes(cls: str, enter: str, module: nn.Module, draft: Draft) -> None:
-    """Add a row for each attribute that counts heads: views by it would be wrong in silence (or not, with -1)."""
+    """Add a rule for each attribute that counts heads: views by it would be wrong in silence (or not, with -1)."""
     counts = [
         name for name, value in vars(module).items() if value == draft.heads and "heads" in name and name.isidentifier()
     ]
@@ -243,7 +243,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _leaf(name: str, module: nn.Module, vocabulary: int | None) -> tuple[str, str]:
-    """Return the word and the row for a module without children."""
+    """Return the word and the rule for a module without children."""
     if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary:
         return "vocab", f'vocab("{name}"),'
     if isinstance(module, nn.Linear) and module.out_features == vocabulary:

@@ -1,12 +1,13 @@
-"""The words that rows of a policy are written with.
+"""The words that rules of a policy are written with.
 
     "LlamaDecoderLayer": [
         norm("input_layernorm", "post_attention_layernorm"),
         region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj"),
     ]
 
-All names are relative to the module that the row is listed under; ``""`` is that module itself. Sizes that leave a rank
-without any element are replicated by themselves; what cannot be split otherwise is reported when the plan is compiled.
+All names are relative to the module that the rule is listed under; ``""`` is that module itself. Sizes that leave a
+rank without any element are replicated by themselves; what cannot be split otherwise is reported when the plan is
+compiled.
 A new word is a constructor with its `shardcore.policy.Rule`, both in one module of this folder.
 """
 

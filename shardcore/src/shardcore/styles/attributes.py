@@ -66,7 +66,7 @@ class AttributeRule(Rule):
         if not hasattr(module, name):
             scope.problem(
                 f"{type(module).__name__} has no attribute {name!r}; setting it would create one that nothing reads",
-                "remove the row, or name the attribute that this version of the model uses",
+                "remove the rule, or name the attribute that this version of the model uses",
                 owner,
             )
             return

@@ -17,7 +17,7 @@ __all__ = [
 def calls(*methods: str) -> Rule:
     """Methods besides ``forward`` that people run the module by (``forward_features``, ``get_image_features``).
 
-    They are those of the module that the row is listed under. In them the random stream of the model is in use, the
+    They are those of the module that the rule is listed under. In them the random stream of the model is in use, the
     bare parameters of the module that are replicated are whole tensors, and FSDP2 has gathered what it would for a
     forward. They may call each other and the forward.
     """

@@ -18,17 +18,17 @@ __all__ = [
 ]
 
 
-def when_divisible(size: str, row: Rule, *, otherwise: Rule) -> Rule:
-    """Use ``row`` where the ranks divide a size of the module, and ``otherwise`` where they do not.
+def when_divisible(size: str, rule: Rule, *, otherwise: Rule) -> Rule:
+    """Use ``rule`` where the ranks divide a size of the module, and ``otherwise`` where they do not.
 
     Args:
-        size: an attribute of the module that the row is listed under (dots reach into submodules), such as a number of
+        size: an attribute of the module that the rule is listed under (dots reach into submodules), such as a number of
             heads that differs from stage to stage.
-        row: the row for modules where it divides.
-        otherwise: the row for the others, such as `replicate`.
+        rule: the rule for modules where it divides.
+        otherwise: the rule for the others, such as `replicate`.
     """
-    text = f"when_divisible({size!r}, {row}, otherwise={otherwise})"
-    return WhenDivisibleRule(text=text, size=size, row=row, otherwise=otherwise)
+    text = f"when_divisible({size!r}, {rule}, otherwise={otherwise})"
+    return WhenDivisibleRule(text=text, size=size, rule=rule, otherwise=otherwise)
 
 
 def refuse(
@@ -40,7 +40,7 @@ def refuse(
     """Refuse a variant of the model that cannot be split; what else would not fit in it is not reported.
 
     Args:
-        when: called with the module that the row is listed under; tells whether it is such a variant.
+        when: called with the module that the rule is listed under; tells whether it is such a variant.
         why: what it is, and why it cannot be split.
         todo: what to do instead.
     """
@@ -64,14 +64,14 @@ class WhenDivisibleRule(Rule):
     """`shardcore.styles.when_divisible`."""
 
     size: str
-    row: Rule
+    rule: Rule
     otherwise: Rule
 
     def plan(self, scope: Scope) -> None:
         """See `Rule.plan`."""
         size = number_of(scope, self.size)
         if size is not None:
-            (self.otherwise if size % scope.ranks else self.row).plan(scope)
+            (self.otherwise if size % scope.ranks else self.rule).plan(scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardcore.nn import ColumnLinear, Replicated, Split, VocabHead, Whole
+from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
 from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps import OpenRegion, SplitLogits
+from shardcore.plan.steps import KeepLogitsSharded, OpenRegion
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter
 from shardcore.styles._text import written
@@ -62,7 +62,9 @@ class HeadRule(Rule):
         """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""
         for path, module in scope.above():
             if labels := argument_of(module, "labels"):
-                scope.add(SplitLogits(path=path, labels=labels, heads=(head,), chunk=scope.config.loss_chunk_size))
+                scope.add(
+                    KeepLogitsSharded(path=path, labels=labels, heads=(head,), chunk=scope.config.loss_chunk_size)
+                )
                 return
         what = "parallel_output=True, but no module that holds the head takes labels"
         scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
@@ -74,4 +76,4 @@ class HeadRule(Rule):
             scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
             return
         small = last_rank_is_empty(module.out_features, scope.ranks)
-        scope.claim(owner, parameter, Whole() if small else Split(0))
+        scope.claim(owner, parameter, ReplicatedLayout() if small else ShardedLayout(0))

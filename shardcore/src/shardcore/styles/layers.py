@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear, SwappedModule, VocabEmbedding, Whole
+from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, RowLinear, SwappedModule, VocabEmbedding
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.plan.steps import FuseNorm, Swap
 from shardcore.policy import Rule, Scope
@@ -134,13 +134,13 @@ class NormRule(Rule):
         elif self.rms and hasattr(module, self.rms):
             own = ", ".join(sorted(name for name, p in module._parameters.items() if p is not None)) or "none"
             what = f"{type(module).__name__} has the parameters {own}; a root-mean-square norm has a weight alone"
-            scope.problem(what, "remove rms= from the row", name)
+            scope.problem(what, "remove rms= from the rule", name)
         elif self.rms:
             scope.problem(f"{type(module).__name__} has no attribute {self.rms!r}", "correct rms=", name)
         elif scope.config.enable_fused_normalization is True:
             scope.problem(
                 f"enable_fused_normalization=True, but no fused form of {type(module).__name__} is known",
-                "say enable_fused_normalization='auto' (or False), or rms= in the row if it is such a norm",
+                "say enable_fused_normalization='auto' (or False), or rms= in the rule if it is such a norm",
                 name,
             )
 
@@ -160,7 +160,7 @@ class ReplicateRule(Rule):
         for name in self.names:
             owner, _, parameter = name.rpartition(".")
             if is_parameter(scope.module, owner, parameter):
-                scope.claim(owner, parameter, Whole())
+                scope.claim(owner, parameter, ReplicatedLayout())
                 scope.add(Swap(path=scope.name(owner), target=Replicated))
                 continue
             module = scope.find(name)

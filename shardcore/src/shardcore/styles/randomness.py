@@ -21,7 +21,7 @@ def shared_rng(*names: str, optional: bool = False) -> Rule:
 def shared_numpy(*methods: str) -> Rule:
     """Methods that draw from numpy's global generator (masks of SpecAugment): the same numbers on all ranks.
 
-    They are those of the module that the row is listed under. `shardcore.manual_seed` reaches them, numpy's own seed
+    They are those of the module that the rule is listed under. `shardcore.manual_seed` reaches them, numpy's own seed
     does not.
     """
     text = written("shared_numpy", *methods)

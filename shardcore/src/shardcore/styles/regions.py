@@ -115,7 +115,7 @@ def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
     One backward all-reduce for the model, instead of one in each block. The regions that it arrives in say ``also=``.
 
     Args:
-        module: the module whose call the tensor enters with (``""`` for the one that the row is listed under).
+        module: the module whose call the tensor enters with (``""`` for the one that the rule is listed under).
         name: the argument of its ``forward``; None and tensors without a gradient pass.
         optional: the module may be absent.
     """
@@ -151,7 +151,7 @@ class RegionRule(Rule):
         if len(linears) < len(found) or not self._fits(scope, linears):
             for name, linear in linears.items():
                 for parameter in linear._parameters:
-                    scope.claim(name, parameter, None)  # said already: not "covered by no row" too
+                    scope.claim(name, parameter, None)  # said already: not "covered by no rule" too
             return
         width = linears[self.row].in_features
         if self.unit == "column" and last_rank_is_empty(width, scope.ranks):

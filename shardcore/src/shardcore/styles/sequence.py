@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.plan.steps import SplitTokens
+from shardcore.plan.steps import ShardSequence
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of
 from shardcore.styles._text import written
@@ -29,7 +29,7 @@ def sequence(*, scatter: str, gather: str, stack: str = "", optional: bool = Fal
         scatter: the first block of a list (``"layers[0]"``), whose input is split.
         gather: the module whose output is whole again: the last norm, or where there is none the last block
             (``"layer[-1]"``).
-        stack: the module whose ``forward`` runs the blocks, if the row is listed under the one that calls it.
+        stack: the module whose ``forward`` runs the blocks, if the rule is listed under the one that calls it.
         optional: the modules may be absent.
     """
     named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack}
@@ -63,7 +63,7 @@ class SequenceRule(Rule):
         elif scope.config.enable_sequence_parallelism:
             names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
             scope.add(
-                SplitTokens(
+                ShardSequence(
                     path=scope.name(self.stack),
                     blocks=names,
                     argument=argument,

@@ -1,4 +1,4 @@
-"""Shardformer's descriptions as rows, so that both ways of writing a policy compile to the same plan."""
+"""Shardformer's descriptions as rules, so that both ways of writing a policy compile to the same plan."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shardcore.plan.steps import ReplaceMethods, ReplaceModule, ReplaceParameter
 from shardcore.policy import ModulePolicyDescription, Rule, Scope, SubModuleReplacementDescription
 from shardcore.styles import attribute
 
-__all__ = ["rows_of"]
+__all__ = ["rules_of"]
 
 
-def rows_of(description: ModulePolicyDescription) -> list[Rule]:
-    """Return the rows that say the same as ``description``."""
-    rows: list[Rule] = [
+def rules_of(description: ModulePolicyDescription) -> list[Rule]:
+    """Return the rules that say the same as ``description``."""
+    rules: list[Rule] = [
         attribute(name, value, literal=True) for name, value in (description.attribute_replacement or {}).items()
     ]
-    rows += [_SubModuleRule.of(item) for item in description.sub_module_replacement or ()]
-    rows += [_ParametersRule.of(function) for function in description.param_replacement or ()]
+    rules += [_SubModuleRule.of(item) for item in description.sub_module_replacement or ()]
+    rules += [_ParametersRule.of(function) for function in description.param_replacement or ()]
     if description.method_replacement:
-        rows.append(_MethodsRule.of(description.method_replacement))
-    return rows
+        rules.append(_MethodsRule.of(description.method_replacement))
+    return rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

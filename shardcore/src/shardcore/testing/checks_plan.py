@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.errors import AlreadyShardedError, PlanError
-from shardcore.nn.layout import Whole, last_rank_is_empty
+from shardcore.nn.layout import ReplicatedLayout, last_rank_is_empty
 from shardcore.plan import ShardPlan
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject, flat, meta_copy
@@ -59,7 +59,12 @@ def plan(s: Subject, ledger: Ledger) -> None:
 
 
 def _splits(s: Subject, ledger: Ledger, made: ShardPlan) -> None:
-    split = {name for p in made.parameters if not isinstance(p.layout, Whole | None) for name in (p.name, *p.aliases)}
+    split = {
+        name
+        for p in made.parameters
+        if not isinstance(p.layout, ReplicatedLayout | None)
+        for name in (p.name, *p.aliases)
+    }
     ledger.true(bool(split), "no parameter is split")
     for part in s.case.sharded:
         ledger.true(any(part in name for name in split), f"no parameter with {part!r} in its name is split")
@@ -73,7 +78,7 @@ def _whole_blocks(s: Subject, ledger: Ledger, made: ShardPlan, model: nn.Module)
     ]
     for name, linear in model.named_modules():
         weight = layouts.get(f"{name}.weight")
-        if not isinstance(linear, nn.Linear) or not name.startswith(tuple(blocks)) or weight != Whole():
+        if not isinstance(linear, nn.Linear) or not name.startswith(tuple(blocks)) or weight != ReplicatedLayout():
             continue
         small = any(last_rank_is_empty(size, s.tp) for size in linear.weight.shape)
         meant = small or any(part in name for part in s.case.whole)
@@ -92,8 +97,8 @@ def sizes(s: Subject, ledger: Ledger) -> None:
                 s.plan(model, size)
             except PlanError as error:
                 for problem in error.problems:
-                    said = bool(problem.what and problem.todo and problem.row)
-                    ledger.true(said, f"tp {size}: a problem without what, row or a way out: {problem}")
+                    said = bool(problem.what and problem.todo and problem.rule)
+                    ledger.true(said, f"tp {size}: a problem without what, rule or a way out: {problem}")
             else:
                 ledger.failed(
                     f"tp {size} can be planned, though the case does not name it; add it to Supports.tensor_parallel, "

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from shardcore.nn import TokenStack
+from shardcore.nn import SequenceStack
 from shardcore.testing import checks_random, checks_state, checks_training
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject
@@ -46,6 +46,6 @@ def _splits(s: Subject, ledger: Ledger) -> None:
     """Tokens are split."""
     model = s.shard(s.build())
     model(**s.inputs(model))
-    lengths = [m._tokens.last for m in model.modules() if isinstance(m, TokenStack)]
+    lengths = [m._tokens.last for m in model.modules() if isinstance(m, SequenceStack)]
     ledger.true(bool(lengths), "no module of the model splits its tokens")
     ledger.true(None not in lengths, "the inputs of the case have fewer tokens than there are ranks")

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import Problem
 from shardcore.mesh import ShardContext, axis_name
-from shardcore.nn import Segments
+from shardcore.nn import SegmentedLayout
 from shardcore.nn.units import prepare_units, require_known_fsdp
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
@@ -66,7 +66,7 @@ def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
     problems = []
     for parameter in plan.parameters:
         what = todo = ""
-        fused = not alone and isinstance(parameter.layout, Segments) and len(parameter.shape) > 1
+        fused = not alone and isinstance(parameter.layout, SegmentedLayout) and len(parameter.shape) > 1
         if not parameter.shape:
             what, todo = "FSDP2 cannot shard a parameter without dims", "give it the shape (1,), or pass wrap=False"
         elif fused and parameter.shape[1] % shards:
@@ -78,7 +78,7 @@ def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
         elif alone and not model.get_parameter(parameter.name).is_contiguous():
             what, todo = "FSDP2 cannot shard a parameter that is not contiguous", "make it so: p.data = p.contiguous()"
         if what:
-            problems.append(Problem(where=parameter.name, row="(data parallelism)", what=what, todo=todo))
+            problems.append(Problem(where=parameter.name, rule="(data parallelism)", what=what, todo=todo))
     return problems
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from shardcore.nn.base import LocalModule
 from shardcore.nn.behaviour import add_behaviour
 
-__all__ = ["Compiled"]
+__all__ = ["CompiledBlock"]
 
 
-class Compiled(LocalModule):
+class CompiledBlock(LocalModule):
     """A block that `torch.compile` makes graphs of: bias and GELU, or bias, dropout and residual, are one kernel each.
 
     In training only: evaluation and generation, where lengths change from call to call, run as before. All blocks of a

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from shardcore.nn.base import LocalModule
 from shardcore.nn.behaviour import add_behaviour
 
-__all__ = ["Recomputed"]
+__all__ = ["RecomputedBlock"]
 
 
-class Recomputed(LocalModule):
+class RecomputedBlock(LocalModule):
     """A block that keeps only its inputs, and runs its forward again in the backward (Chen et al. 2016).
 
     In training only, by `torch.utils.checkpoint` without reentrancy; hooks on the block run once.

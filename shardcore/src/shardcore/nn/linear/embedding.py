@@ -13,7 +13,7 @@ from shardcore.comm.reads import held, read_local
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.costs import Collective, Site, forward
-from shardcore.nn.layout import Layout, Split, last_rank_is_empty
+from shardcore.nn.layout import Layout, ShardedLayout, last_rank_is_empty
 from shardcore.nn.linear.functional import can_look_at
 
 __all__ = ["VocabEmbedding"]
@@ -52,7 +52,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
     @classmethod
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
-        return {"weight": Split(0)}
+        return {"weight": ShardedLayout(0)}
 
     @classmethod
     def sums_gradients(cls, **options: Any) -> bool:

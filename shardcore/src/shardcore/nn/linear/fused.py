@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.layout import Layout, Segments, Whole, last_rank_is_empty
+from shardcore.nn.layout import Layout, ReplicatedLayout, SegmentedLayout, last_rank_is_empty
 from shardcore.nn.linear.parallel import ColumnLinear
 
 __all__ = ["FusedColumnLinear"]
@@ -60,9 +60,9 @@ class FusedColumnLinear(ColumnLinear):
     @classmethod
     def layouts(cls, module: nn.Module, ranks: int, *, segments: int = 0, **options: Any) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
-        layouts: dict[str, Layout] = {"weight": Segments(segments)}
+        layouts: dict[str, Layout] = {"weight": SegmentedLayout(segments)}
         if module._parameters.get("bias") is not None:
-            layouts["bias"] = Whole(partial=True)
+            layouts["bias"] = ReplicatedLayout(partial_gradient=True)
         return layouts
 
     @classmethod

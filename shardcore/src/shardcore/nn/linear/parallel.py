@@ -15,13 +15,13 @@ from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.costs import Collective, Site, backward, forward
-from shardcore.nn.layout import Layout, SharedSplit, Split, Whole, last_rank_is_empty
+from shardcore.nn.layout import GroupShardedLayout, Layout, ReplicatedLayout, ShardedLayout, last_rank_is_empty
 from shardcore.nn.linear.entrance import require_entered
 from shardcore.nn.linear.functional import local_linear, multiply
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.region.region import Region, deferred_linear
 from shardcore.nn.region.sole import SoleRegion
-from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.nn.sequence.tokens import SequenceShard
 
 __all__ = ["ColumnLinear", "RowLinear", "shared_parameters"]
 
@@ -94,9 +94,13 @@ class ColumnLinear(SwappedModule, nn.Linear):
         cls, module: nn.Module, ranks: int, *, copies: int = 1, in_parts: bool = True, **options: Any
     ) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
-        layout: Layout = Split(0)
+        layout: Layout = ShardedLayout(0)
         if copies > 1:
-            layout = SharedSplit(0, copies) if in_parts and _divides(module, ranks) else Whole(partial=True)
+            layout = (
+                GroupShardedLayout(0, copies)
+                if in_parts and _divides(module, ranks)
+                else ReplicatedLayout(partial_gradient=True)
+            )
         return {name: layout for name, p in module._parameters.items() if p is not None}
 
     @classmethod
@@ -222,7 +226,7 @@ class RowLinear(SwappedModule, nn.Linear):
     #: The region that this linear ends; None if it stands alone.
     region: Region | None
     #: Set where the activations that it returns are split along the sequence.
-    tokens: TokenSplit | None
+    sequence: SequenceShard | None
     _shard_context: ShardContext
 
     @classmethod
@@ -239,9 +243,9 @@ class RowLinear(SwappedModule, nn.Linear):
     @classmethod
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
         """See `SwappedModule.layouts`."""
-        layouts: dict[str, Layout] = {"weight": Split(1)}
+        layouts: dict[str, Layout] = {"weight": ShardedLayout(1)}
         if module._parameters.get("bias") is not None:
-            layouts["bias"] = Whole()
+            layouts["bias"] = ReplicatedLayout()
         return layouts
 
     @classmethod
@@ -253,16 +257,16 @@ class RowLinear(SwappedModule, nn.Linear):
         if site.split and site.sums_at_once and site.layout("bias") is not None:
             yield backward(site.path, "all_reduce", "gradient of its bias")
 
-    def split_tokens(self, tokens: TokenSplit | None) -> None:
+    def split_tokens(self, tokens: SequenceShard | None) -> None:
         """See `SwappedModule.split_tokens`."""
-        self.tokens = tokens
+        self.sequence = tokens
 
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any) -> Self:
         """See `SwappedModule.adopt`."""
         new = super().adopt(module, context)
         new.parallel_input = parallel_input
-        new.region = new.tokens = None
+        new.region = new.sequence = None
         return new
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
@@ -272,14 +276,14 @@ class RowLinear(SwappedModule, nn.Linear):
         elif not torch.compiler.is_compiling():
             self._shard_context.random.join(_OWN_FORK)
         x = input if self.parallel_input else split_to_tp(input, self._shard_context.group, -1)
-        length = None if self.tokens is None else self.tokens.length
+        length = None if self.sequence is None else self.sequence.length
         # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
         # nothing, and so repeats one collective less for each block.
         out = local_linear(x, self.weight)
-        if self.tokens is None or length is None:
+        if self.sequence is None or length is None:
             out = reduce_from_tp(out, self._shard_context.group, fresh=True)
         else:
-            self.tokens.expect(out, length, type(self).__name__)
+            self.sequence.expect(out, length, type(self).__name__)
             out = leave_to_sequence(out, self._shard_context.group)
         if self.bias is None:
             return out
@@ -299,10 +303,10 @@ def shared_parameters(where: str, members: Sequence[Site]) -> Iterator[Collectiv
         members: the places of the linears.
     """
     layouts = {site.path: {site.layout(short) for short in ("weight", "bias")} for site in members}
-    for copies in sorted({x.copies for found in layouts.values() for x in found if isinstance(x, SharedSplit)}):
-        names = ", ".join(name for name, found in layouts.items() if SharedSplit(0, copies) in found)
+    for copies in sorted({x.copies for found in layouts.values() for x in found if isinstance(x, GroupShardedLayout)}):
+        names = ", ".join(name for name, found in layouts.items() if GroupShardedLayout(0, copies) in found)
         yield forward(where, "all_gather", f"parts of {names} among {copies} ranks")
         yield backward(where, "reduce_scatter", f"gradients of {names} among {copies} ranks")
-    summed = [name for name, found in layouts.items() if Whole(partial=True) in found]
+    summed = [name for name, found in layouts.items() if ReplicatedLayout(partial_gradient=True) in found]
     if summed and members[0].sums_at_once:
         yield backward(where, "all_reduce", f"gradients of {', '.join(summed)}")

@@ -12,10 +12,10 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.outputs import ReturnDict
 
-__all__ = ["TakesLoss"]
+__all__ = ["LossFromOutputs"]
 
 
-class TakesLoss(SwappedModule):
+class LossFromOutputs(SwappedModule):
     """A model that runs its own forward without labels and adds the loss afterwards.
 
     Options:

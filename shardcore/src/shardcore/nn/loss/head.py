@@ -12,7 +12,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.parallel import ColumnLinear
 from shardcore.nn.loss.cross_entropy import Vocabulary
-from shardcore.nn.loss.logits import SplitLogits, UncomputedLogits
+from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
 
 __all__ = ["VocabHead"]
 
@@ -20,8 +20,8 @@ __all__ = ["VocabHead"]
 class VocabHead(ColumnLinear):
     """A `ColumnLinear` over the vocabulary that gathers its output, unless a model takes its logits split.
 
-    Input (..., H); output (..., V), or `SplitLogits` in calls with labels, which `SplitsLogits` recognises. See
-    `ColumnLinear` for the options.
+    Input (..., H); output (..., V), or `VocabParallelLogits` in calls with labels, which `VocabParallelLossModel`
+    recognises. See `ColumnLinear` for the options.
     """
 
     keeps_split: bool
@@ -52,8 +52,8 @@ class VocabHead(ColumnLinear):
             )
         if self.keeps_split and self.chunk is not None:
             x = input if self.opens is None else self.opens.enter(input)
-            return UncomputedLogits(x, self._vocabulary, self, self.chunk)
+            return LazyLogits(x, self._vocabulary, self, self.chunk)
         out = self._local_forward(input)
         if self.keeps_split:
-            return SplitLogits(out, self._vocabulary)
+            return VocabParallelLogits(out, self._vocabulary)
         return gather_from_tp(out, self._shard_context.group, -1, self.out_features)

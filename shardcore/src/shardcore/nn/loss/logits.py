@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardcore.errors import NotSupportedError, SplitLogitsError
+from shardcore.errors import NotSupportedError, VocabParallelLogitsError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.linear.functional import can_look_at, flat
 from shardcore.nn.linear.parallel import ColumnLinear
 from shardcore.nn.loss.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
 
-__all__ = ["SplitLogits", "SplitsLogits", "UncomputedLogits"]
+__all__ = ["LazyLogits", "VocabParallelLogits", "VocabParallelLossModel"]
 
 _ELSE = (
     "the logits are split over the vocabulary (parallel_output=True), and {what} is not computed on parts of them. "
@@ -34,10 +34,10 @@ _ELSE = (
     "shard with parallel_output=False."
 )
 
-Share = float  # SplitLogits.float hides the name inside its class
+Share = float  # VocabParallelLogits.float hides the name inside its class
 
 
-class SplitLogits:
+class VocabParallelLogits:
     """Logits (..., V) of which this rank has (..., V/tp).
 
     Args:
@@ -131,7 +131,9 @@ class SplitLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise SplitLogitsError(_ELSE.format(what=f"{name!r}"))  # hasattr() and getattr() with a default catch it
+        raise VocabParallelLogitsError(
+            _ELSE.format(what=f"{name!r}")
+        )  # hasattr() and getattr() with a default catch it
 
     @classmethod
     def __torch_function__(
@@ -139,8 +141,8 @@ class SplitLogits:
     ) -> Any:
         """Compute cross entropies, and what acts on every logit by itself; refuse the rest."""
         first, options = args[0] if args else None, dict(kwargs or {})
-        first = options.pop("input", first) if not isinstance(first, SplitLogits) else first
-        if isinstance(first, SplitLogits):
+        first = options.pop("input", first) if not isinstance(first, VocabParallelLogits) else first
+        if isinstance(first, VocabParallelLogits):
             if func is F.cross_entropy:
                 return first.cross_entropy(*args[1:], **options)
             if func in (torch.tanh, torch.mul, torch.div):
@@ -224,7 +226,7 @@ def _is_all(part: Any) -> bool:
     return part is Ellipsis or part == slice(None)
 
 
-class UncomputedLogits(SplitLogits):
+class LazyLogits(VocabParallelLogits):
     """Logits that are computed within the loss, some tokens at a time, and never exist as a whole.
 
     Args:
@@ -254,7 +256,7 @@ class UncomputedLogits(SplitLogits):
         return type(self)(local, self._vocabulary, self._head, self._chunk)
 
 
-class SplitsLogits(SwappedModule):
+class VocabParallelLossModel(SwappedModule):
     """A model whose head keeps its logits split in calls with labels (hazard H37: without them they are whole).
 
     Options:
@@ -296,12 +298,12 @@ class SplitsLogits(SwappedModule):
 
 def _for_the_caller(out: Any) -> Any:
     """Replace split logits in what a forward returned."""
-    if isinstance(out, SplitLogits):
+    if isinstance(out, VocabParallelLogits):
         return out.whole()
     if isinstance(out, tuple) and not isinstance(out, Mapping):
         return tuple(_for_the_caller(item) for item in out)
     if isinstance(out, Mapping):
         for name, value in list(out.items()):
-            if isinstance(value, SplitLogits):
+            if isinstance(value, VocabParallelLogits):
                 out[name] = value.whole()  # type: ignore[index]  # outputs of models are ordered dicts
     return out

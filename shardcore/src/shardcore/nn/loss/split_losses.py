@@ -17,7 +17,7 @@ from shardcore.comm.collectives import all_reduce
 from shardcore.errors import ConfigError
 from shardcore.mesh import as_context
 from shardcore.nn.loss.cross_entropy import Vocabulary
-from shardcore.nn.loss.logits import SplitLogits
+from shardcore.nn.loss.logits import VocabParallelLogits
 
 __all__ = ["cross_entropy_1d", "dist_log_prob_1d"]
 
@@ -71,7 +71,7 @@ def dist_log_prob_1d(
     return -losses.unsqueeze(-1)
 
 
-def _split(logits: Tensor, process_group: ProcessGroup | None, vocab_size: int | None) -> SplitLogits:
+def _split(logits: Tensor, process_group: ProcessGroup | None, vocab_size: int | None) -> VocabParallelLogits:
     context = as_context(process_group)
     if isinstance(logits, DTensor):
         if [p.is_shard(logits.ndim - 1) for p in logits.placements] != [True]:
@@ -89,4 +89,4 @@ def _split(logits: Tensor, process_group: ProcessGroup | None, vocab_size: int |
             f"vocab_size is {vocab_size}, but the ranks hold {widths}, which are {sum(widths)} words; cut off what is "
             "padding, or leave vocab_size out"
         )
-    return SplitLogits(logits, Vocabulary(context, sum(widths), sum(widths[: context.rank])))
+    return VocabParallelLogits(logits, Vocabulary(context, sum(widths), sum(widths[: context.rank])))

@@ -13,10 +13,10 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.randomness.dropout import DropoutSites
 
-__all__ = ["StreamGuarded"]
+__all__ = ["RngScope"]
 
 
-class StreamGuarded(SwappedModule):
+class RngScope(SwappedModule):
     """A module around whose outermost call the model's random stream is swapped in, and always out again.
 
     Its forward is wrapped, not hooked: hooks are not called after an interrupt, and the stream would stay in.
@@ -56,7 +56,7 @@ class StreamGuarded(SwappedModule):
 
 # Generator states cannot be traced; these break the graph, outside the blocks and only where a dropout is live.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _enter(module: StreamGuarded) -> bool:
+def _enter(module: RngScope) -> bool:
     """Use the model's stream; returns False where a forward is recomputed inside a backward."""
     if torch._C._current_graph_task_id() == -1:  # no public way to ask whether a backward is running
         module._shard_context.random.enter()
@@ -71,5 +71,5 @@ def _enter(module: StreamGuarded) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _leave(module: StreamGuarded) -> None:
+def _leave(module: RngScope) -> None:
     module._shard_context.random.leave()

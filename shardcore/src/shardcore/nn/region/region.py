@@ -31,7 +31,7 @@ from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, 
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.contents import needs_gradient
-from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.nn.sequence.tokens import SequenceShard
 
 if TYPE_CHECKING:
     from shardcore.nn.linear.parallel import ColumnLinear
@@ -240,7 +240,7 @@ class Region:
         self.members = list(members)
         self._sharing = [member for member in self.members if not member.uses_what_it_holds]
         #: Set where the activations outside are split along the sequence.
-        self.tokens: TokenSplit | None = None
+        self.sequence: SequenceShard | None = None
         self._name, self._position = argument
         self._dropouts = dropouts
         #: Set while the stream is forked by an entry in eager mode; the row linear may be in a compiled graph.
@@ -254,7 +254,7 @@ class Region:
         """Enter: return the arguments with the entering one in its region."""
         if self._sharing and not torch.compiler.is_compiling():
             self._read()
-        length = None if self.tokens is None else self.tokens.length
+        length = None if self.sequence is None else self.sequence.length
         if length is None:
             self._fork()  # where tokens are split, the whole block is forked
         if torch.is_grad_enabled():
@@ -323,8 +323,8 @@ class Region:
 
     def _enter(self, x: Tensor) -> Tensor:
         length = None
-        if self.tokens is not None and (length := self.tokens.length) is not None:
-            self.tokens.expect(x, self.tokens.local, "a tensor-parallel region")
+        if self.sequence is not None and (length := self.sequence.length) is not None:
+            self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return enter_from_sequence(x, self.context.group, length)
         elif torch.compiler.is_compiling():

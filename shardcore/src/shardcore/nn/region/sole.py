@@ -92,11 +92,11 @@ class SoleRegion(Region):
     def multiply(self, x: Tensor) -> Tensor:
         """Enter with ``x`` and return its product: (..., in), or this rank's tokens of it, to (..., out/tp)."""
         (member,) = self.members
-        length = None if self.tokens is None else self.tokens.length
-        if length is None or self.tokens is None:
+        length = None if self.sequence is None else self.sequence.length
+        if length is None or self.sequence is None:
             self._fork()
         else:
-            self.tokens.expect(x, self.tokens.local, "a tensor-parallel region")
+            self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             if length is not None:
                 x = enter_from_sequence(x, self.context.group, length)

@@ -3,9 +3,9 @@
 Between the input of its first block and the output of its last module a stack holds some of the tokens on each rank;
 regions gather them at their entry and scatter them at their exit (`shardcore.comm.sequence`). After Korthikanti et al.
 2022, https://arxiv.org/abs/2205.05198. How many tokens the running call has is said once, where they are split, and
-whatever depends on it asks the same `TokenSplit`: regions, row linears, and the norms between them. Each block carries
-the number into its own forward as an argument, so that whoever recomputes the block later, while another call may have
-come between, recomputes it for the same number (hazard H38).
+whatever depends on it asks the same `SequenceShard`: regions, row linears, and the norms between them. Each block
+carries the number into its own forward as an argument, so that whoever recomputes the block later, while another call
+may have come between, recomputes it for the same number (hazard H38).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.randomness.dropout import DropoutSites
 
-__all__ = ["TokenBlock", "TokenEnd", "TokenModule", "TokenSplit", "TokenStack"]
+__all__ = ["SequenceBlock", "SequenceEnd", "SequenceModule", "SequenceShard", "SequenceStack"]
 
 # Carries the number of tokens from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_tokens"
@@ -36,7 +36,7 @@ class _State(NamedTuple):
     last: int | None = None
 
 
-class TokenSplit:
+class SequenceShard:
     """How the tokens of one stack of blocks are split, for the call that is running.
 
     Attributes:
@@ -109,16 +109,16 @@ class TokenSplit:
             )
 
 
-class TokenModule(SwappedModule):
-    """What acts on a `TokenSplit`.
+class SequenceModule(SwappedModule):
+    """What acts on a `SequenceShard`.
 
     Options:
-        tokens: the `TokenSplit`.
+        tokens: the `SequenceShard`.
     """
 
     keeps_name: ClassVar[bool] = True
 
-    _tokens: TokenSplit
+    _tokens: SequenceShard
 
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
@@ -128,11 +128,11 @@ class TokenModule(SwappedModule):
         return new
 
 
-class TokenStack(TokenModule):
+class SequenceStack(SequenceModule):
     """The module whose forward runs the blocks: tokens are split only inside it.
 
     Options:
-        tokens: the `TokenSplit`.
+        tokens: the `SequenceShard`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,12 +155,12 @@ class TokenStack(TokenModule):
             tokens.stop(outer)
 
 
-class TokenBlock(TokenModule):
+class SequenceBlock(SequenceModule):
     """A block of a stack. The first one that is called splits the tokens; inside, each rank draws its own numbers.
 
     Options:
         argument: name and position of the argument with the tokens.
-        tokens: the `TokenSplit`.
+        tokens: the `SequenceShard`.
     """
 
     _tokens_argument: tuple[str, int]
@@ -184,7 +184,7 @@ class TokenBlock(TokenModule):
                 args, kwargs = self._with_argument(tokens.begin(self._argument(args, kwargs)), args, kwargs)
             length = tokens.length
         elif not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            # Recomputed by a checkpoint that somebody put around the call.
+            # RecomputedBlock by a checkpoint that somebody put around the call.
             args, kwargs = self._again(args, kwargs)
             length = tokens.last
         else:
@@ -246,11 +246,11 @@ class TokenBlock(TokenModule):
         return (*args[:place], x, *args[place + 1 :]), kwargs
 
 
-class TokenEnd(TokenModule):
+class SequenceEnd(SequenceModule):
     """The last module of a stack: its output is whole again.
 
     Options:
-        tokens: the `TokenSplit`.
+        tokens: the `SequenceShard`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,10 +271,10 @@ class TokenEnd(TokenModule):
 
 # Generator states cannot be traced: these two are graph breaks, and only where a dropout is live.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _fork(block: TokenBlock) -> None:
+def _fork(block: SequenceBlock) -> None:
     block._tokens.context.random.fork(id(block))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _join(block: TokenBlock) -> None:
+def _join(block: SequenceBlock) -> None:
     block._tokens.context.random.join(id(block))

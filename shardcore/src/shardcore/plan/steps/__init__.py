@@ -9,9 +9,9 @@ from __future__ import annotations
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import CallByMethods, SetAttribute, Swap
-from shardcore.plan.steps.outputs import GatherOutputs, SplitLogits, TakeLoss
+from shardcore.plan.steps.outputs import GatherOutputs, KeepLogitsSharded, TakeLoss
 from shardcore.plan.steps.regions import EnterArgument, OpenRegion
-from shardcore.plan.steps.sequence import SplitTokens
+from shardcore.plan.steps.sequence import ShardSequence
 from shardcore.plan.steps.shardformer import ReplaceMethods, ReplaceModule, ReplaceParameters
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "FreezeForInference",
     "FuseNorm",
     "GatherOutputs",
+    "KeepLogitsSharded",
     "OpenRegion",
     "Phase",
     "PlanView",
@@ -31,8 +32,7 @@ __all__ = [
     "ReplaceModule",
     "ReplaceParameters",
     "SetAttribute",
-    "SplitLogits",
-    "SplitTokens",
+    "ShardSequence",
     "Step",
     "Swap",
     "TakeLoss",

@@ -15,7 +15,7 @@ from shardcore.errors import Problem
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site
-from shardcore.nn.sequence.tokens import TokenSplit
+from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan.digest import to_data
 
 __all__ = ["Bench", "Commit", "Options", "Phase", "PlanView", "Step", "above"]
@@ -73,10 +73,10 @@ class Bench(Protocol):
     def shared(self) -> ShardContext:
         """The context, for steps that split."""
 
-    def tokens_at(self, path: str) -> TokenSplit | None:
+    def tokens_at(self, path: str) -> SequenceShard | None:
         """Return how the tokens at a module are split; None where they never are."""
 
-    def tokens_below(self, path: str) -> TokenSplit | None:
+    def tokens_below(self, path: str) -> SequenceShard | None:
         """Return how the tokens of the last stack in or below a module are split; None without one."""
 
 
@@ -141,7 +141,7 @@ class Step(ABC):
 
     def problem(self, what: str, todo: str) -> Problem:
         """Return a problem with this step."""
-        return Problem(where=self.path, row=self.describe(), what=what, todo=todo)
+        return Problem(where=self.path, rule=self.describe(), what=what, todo=todo)
 
 
 def above(path: str) -> Iterator[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.blocks.compiled import Compiled
+from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.nn.blocks.norm import FusedRMSNorm
-from shardcore.nn.blocks.recompute import Recomputed
+from shardcore.nn.blocks.recompute import RecomputedBlock
 from shardcore.plan.steps.base import Bench, Commit, Phase, Step
 
 __all__ = ["Compile", "FreezeForInference", "FuseNorm", "Recompute"]
@@ -56,11 +56,11 @@ class Compile(Step):
     @property
     def behaviour(self) -> type[SwappedModule]:
         """See `Step.behaviour`."""
-        return Compiled
+        return CompiledBlock
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
-        return functools.partial(Compiled.compile_block, bench.model.get_submodule(self.path))
+        return functools.partial(CompiledBlock.compile_block, bench.model.get_submodule(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,11 @@ class Recompute(Step):
     @property
     def behaviour(self) -> type[SwappedModule] | None:
         """See `Step.behaviour`."""
-        return Recomputed
+        return RecomputedBlock
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
-        return functools.partial(Recomputed.recompute, bench.model.get_submodule(self.path))
+        return functools.partial(RecomputedBlock.recompute, bench.model.get_submodule(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.calls import CalledByMethods
+from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step
@@ -105,11 +105,11 @@ class CallByMethods(Step):
     @property
     def behaviour(self) -> type[SwappedModule]:
         """See `Step.behaviour`."""
-        return CalledByMethods
+        return MethodsAsCalls
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
         if bench.context is None:
             return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
         module = bench.model.get_submodule(self.path)
-        return functools.partial(CalledByMethods.adopt, module, bench.context, methods=self.methods)
+        return functools.partial(MethodsAsCalls.adopt, module, bench.context, methods=self.methods)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
-from shardcore.nn.loss.after_forward import TakesLoss
-from shardcore.nn.loss.logits import SplitsLogits
-from shardcore.nn.outputs import GathersOutputs
+from shardcore.nn.loss.after_forward import LossFromOutputs
+from shardcore.nn.loss.logits import VocabParallelLossModel
+from shardcore.nn.outputs import OutputGatherer
 from shardcore.plan.steps.base import Bench, Commit, Phase, Step
 
-__all__ = ["GatherOutputs", "SplitLogits", "TakeLoss"]
+__all__ = ["GatherOutputs", "KeepLogitsSharded", "TakeLoss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class GatherOutputs(Step):
     @property
     def behaviour(self) -> type[SwappedModule]:
         """See `Step.behaviour`."""
-        return GathersOutputs
+        return OutputGatherer
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
@@ -47,7 +47,7 @@ class GatherOutputs(Step):
         options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
 
         def commit() -> None:
-            GathersOutputs.adopt(module, bench.shared, **options).split_tokens(tokens)
+            OutputGatherer.adopt(module, bench.shared, **options).split_tokens(tokens)
 
         return commit
 
@@ -73,17 +73,17 @@ class TakeLoss(Step):
     @property
     def behaviour(self) -> type[SwappedModule]:
         """See `Step.behaviour`."""
-        return TakesLoss
+        return LossFromOutputs
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
         module = bench.model.get_submodule(self.path)
         options: dict[str, Any] = {"function": self.function, "labels": self.labels, "logits": self.logits}
-        return functools.partial(TakesLoss.adopt, module, bench.shared, **options)
+        return functools.partial(LossFromOutputs.adopt, module, bench.shared, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitLogits(Step):
+class KeepLogitsSharded(Step):
     """In calls of the module with labels, logits stay split over the vocabulary.
 
     Attributes:
@@ -106,7 +106,7 @@ class SplitLogits(Step):
     @property
     def behaviour(self) -> type[SwappedModule]:
         """See `Step.behaviour`."""
-        return SplitsLogits
+        return VocabParallelLossModel
 
     def collectives(self, site: Site) -> Iterator[Collective]:
         """See `Step.collectives`."""
@@ -118,4 +118,4 @@ class SplitLogits(Step):
         model = bench.model
         heads = [model.get_submodule(path) for path in self.heads]
         options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}
-        return functools.partial(SplitsLogits.adopt, model.get_submodule(self.path), bench.shared, **options)
+        return functools.partial(VocabParallelLossModel.adopt, model.get_submodule(self.path), bench.shared, **options)

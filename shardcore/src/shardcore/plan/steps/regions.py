@@ -113,7 +113,7 @@ class OpenRegion(Step):
             if parameter is not None and full not in self.after:
                 yield Problem(
                     where=full,
-                    row=plan.rule_of(full) or step.describe(),
+                    rule=plan.rule_of(full) or step.describe(),
                     what=f"it is inside the region that is entered at {self.path or 'the model itself'} and left at "
                     f"{self.row}: its gradient would be this rank's summand, and the replicas would drift apart",
                     todo=f"say partial({self.short(step.path)!r}), which sums it; or after={self.short(full)!r} in the "
@@ -149,7 +149,7 @@ class OpenRegion(Step):
             else:
                 region = Region(bench.shared, self.argument, columns, dropouts, self.also)
                 module.register_forward_pre_hook(region, with_kwargs=True)
-            region.tokens = tokens
+            region.sequence = tokens
             if isinstance(last, RowLinear):
                 last.region = region
 

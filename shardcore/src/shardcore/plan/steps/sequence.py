@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from shardcore.errors import Problem
 from shardcore.nn.costs import Collective, Site, backward, forward
-from shardcore.nn.sequence.tokens import TokenBlock, TokenEnd, TokenStack
+from shardcore.nn.sequence.tokens import SequenceBlock, SequenceEnd, SequenceStack
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 
-__all__ = ["SplitTokens"]
+__all__ = ["ShardSequence"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitTokens(Step):
+class ShardSequence(Step):
     """Activations between the blocks of the module ``path`` are split along the sequence.
 
     Attributes:
@@ -71,9 +71,9 @@ class SplitTokens(Step):
         tokens = bench.tokens_at(self.end)
 
         def commit() -> None:
-            TokenStack.adopt(stack, bench.shared, tokens=tokens)
+            SequenceStack.adopt(stack, bench.shared, tokens=tokens)
             for block in blocks:
-                TokenBlock.adopt(block, bench.shared, tokens=tokens, argument=self.argument)
-            TokenEnd.adopt(end, bench.shared, tokens=tokens)
+                SequenceBlock.adopt(block, bench.shared, tokens=tokens, argument=self.argument)
+            SequenceEnd.adopt(end, bench.shared, tokens=tokens)
 
         return commit
