@@ -6,13 +6,11 @@ import copy
 import importlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformers
 from packaging.requirements import Requirement
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcore
 from shard_bert.cases import build, hidden_loss, inputs
@@ -75,52 +73,3 @@ def compare(
         assert_close(loss_of(wanted), loss_of(got), "loss", tolerance)
         loss_of(wanted).backward()
         loss_of(got).backward()
-
-
-def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:
-    """Turn gradient checkpointing on, or off with None, by the name that this transformers has for it."""
-    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if kind is None:
-        getattr(model, f"{prefix}_checkpointing_disable")()
-    else:
-        getattr(model, f"{prefix}_checkpointing_enable")(kind)
-
-
-def equal_on_ranks(tensor: Tensor) -> bool:
-    """Tell whether all ranks hold bit-equal tensors."""
-    mine = tensor.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return all(torch.equal(parts[0], part) for part in parts)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # so that what DTensor does inside is seen
-        self.count += func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name()
-        return func(*args, **(kwargs or {}))
-
-    def take(self) -> int:
-        """Return the number of collectives since the last time, and start again."""
-        count, self.count = self.count, 0
-        return count
-
-
-class Operations(TorchDispatchMode):
-    """Keeps the names of the collectives, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))

@@ -108,11 +108,3 @@ def pair(case: Case, **options: Any) -> tuple[Any, Any]:
     """Return an unsharded model and its sharded twin."""
     reference = case.build(**options)
     return reference, shard(copy.deepcopy(reference))
-
-
-def equal_on_ranks(tensor: Tensor) -> bool:
-    """Tell whether all ranks hold bit-equal tensors."""
-    mine = tensor.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return all(torch.equal(parts[0], part) for part in parts)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcore
 from shard_whisper.cases import build, hidden_loss, inputs
@@ -63,42 +62,6 @@ def compare(reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), to
         assert_close(loss_of(wanted), loss_of(got), "loss", tolerance)
         loss_of(wanted).backward()
         loss_of(got).backward()
-
-
-def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:
-    """Turn gradient checkpointing on, or off with None, by the name that this transformers has for it."""
-    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if kind is None:
-        getattr(model, f"{prefix}_checkpointing_disable")()
-    else:
-        getattr(model, f"{prefix}_checkpointing_enable")(kind)
-
-
-def equal_on_ranks(tensor: Tensor) -> bool:
-    """Tell whether all ranks hold bit-equal tensors."""
-    mine = tensor.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return all(torch.equal(parts[0], part) for part in parts)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
-            return NotImplemented  # so that what DTensor does inside is seen
-        self.count += func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name()
-        return func(*args, **(kwargs or {}))
-
-    def take(self) -> int:
-        """Return the number of collectives since the last time, and start again."""
-        count, self.count = self.count, 0
-        return count
 
 
 def speech(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
