@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardcore.testing.observing import Collectives
+from shardcore.testing.pack import step_beside
 from shardcore.testing.parity import assert_same_parameters, equal_on_ranks, parameter_errors
 
 LAYOUTS = {"weight": [Shard(0)], "bias": [Replicate()]}
@@ -158,3 +159,28 @@ def test_each_collective_counts_once(pool):
         "gather of a DTensor": (["all_gather_into_tensor"], [128]),
         "both ways": (["all_reduce", "all_reduce"], [64, 64]),
     }
+
+
+class _Model(nn.Linear):
+    """Returns its result by name, off by ``by``."""
+
+    def __init__(self, by: float = 0.0, name: str = "logits") -> None:
+        torch.manual_seed(3)
+        super().__init__(4, 5, dtype=torch.float64)
+        self.by, self.name = by, name
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = super().forward(x)
+        return {"loss": out.square().sum(), self.name: out + self.by}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"), [(_Model(by=1e-9), "logits: relative difference"), (_Model(name="scores"), "returned were")]
+)
+def test_a_step_beside_notices_other_outputs(other, says):
+    call = {"inputs": {"x": torch.ones(2, 4, dtype=torch.float64)}, "loss": lambda out: out["loss"]}
+    reference, same = _Model(), _Model()
+    step_beside(reference, same, **call)
+    assert torch.equal(reference.weight.grad, same.weight.grad)
+    with pytest.raises(AssertionError, match=says):
+        step_beside(_Model(), other, **call)
