@@ -14,8 +14,9 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from steps import Traffic
 from systems import llama
+
+from shardcore.testing.observing import Collectives
 
 __all__ = ["measure_memory", "measure_plan"]
 
@@ -75,7 +76,7 @@ def measure_plan(repeats: int, say: Callable[[str], None]) -> list[dict[str, Any
             sharding.append(time.perf_counter() - start)
         model = make()
         count = sum(p.numel() for p in model.parameters())
-        with Traffic() as traffic:
+        with Collectives() as traffic:
             _shard(model)
         rows.append(
             {
@@ -84,7 +85,7 @@ def measure_plan(repeats: int, say: Callable[[str], None]) -> list[dict[str, Any
                 "compile_seconds": min(compiling),
                 "shard_seconds": min(sharding),
                 "shard_seconds_first": sharding[0],
-                "collectives": traffic.calls,
+                "collectives": traffic.count,
             }
         )
     return rows

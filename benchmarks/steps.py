@@ -13,41 +13,10 @@ import torch
 import torch.distributed as dist
 from systems import BATCHES, COMPILED, SHAPES, STEPS, SYSTEMS, UNSHARDED, compile_layers
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Result", "Traffic", "compare", "expected_collectives", "training_step"]
+from shardcore.testing.observing import Collectives
 
-# Not the waits and wrappers of functional collectives, which would count each of them twice.
-_COLLECTIVES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "alltoall", "all_to_all")
-_COLLECTIVES += ("broadcast", "scatter", "gather", "reduce_")
-
-
-class Traffic(TorchDispatchMode):
-    """Counts collectives, and the bytes of the whole tensors that they reduce, gather or send."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operation."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what a DTensor does inside comes by again
-        out = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")[2].lstrip("_")
-        if func.namespace in ("c10d", "_c10d_functional") and name.startswith(_COLLECTIVES):
-            self.calls += 1
-            # An in-place gather has its result among the arguments, a functional one returns it.
-            self.bytes += max((t.nbytes for t in _tensors((args, out))), default=0)
-        return out
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [t for item in tree for t in _tensors(item)] if isinstance(tree, list | tuple) else []
+__all__ = ["Result", "compare", "expected_collectives", "training_step"]
 
 
 def expected_collectives(name: str, layers: int) -> int:
@@ -125,13 +94,13 @@ def compare(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> 
         say(f"{size}: loading {name}")
         model = models[name] = make(folder).train()
         training_step(model, ids)
-        with Traffic() as traffic:  # of eager modules: nothing is compiled under such a mode
+        with Collectives() as traffic:  # of eager modules: nothing is compiled under such a mode
             training_step(model, ids)
         if name in COMPILED:
             compile_layers(model)
             say(f"{size}: compiling {name}")
         losses[name] = training_step(model, ids)
-        results[name] = Result(calls=traffic.calls, bytes=traffic.bytes)
+        results[name] = Result(calls=traffic.count, bytes=sum(traffic.bytes))
     _refuse_wrong(losses)
     gc.disable()
     for number in range(rounds):

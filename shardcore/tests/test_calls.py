@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Collectives, TinyPolicy, batch, build, randomize, twins
+from tiny import TinyPolicy, batch, build, randomize, twins
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore.mesh import context_of
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 #: The sizes of the meshes: sharded, replicated, both, and the first two with tensor parallelism.
@@ -173,7 +174,7 @@ def counts() -> None:
             loss = way(sharded, ids).mean()
         with Collectives() as backward:
             loss.backward()
-        return forward.total, backward.counts["allgather_base"], backward.counts["reduce_scatter_base"]
+        return forward.count, backward.counts["allgather_base"], backward.counts["reduce_scatter_base"]
 
     # Of two blocks and of what is in neither: as many as FSDP2 alone needs, whatever comes first.
     assert collectives(WAYS["by_hand"]) == (3, 4, 5)

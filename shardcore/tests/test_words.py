@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tiny import randomize, shard
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
@@ -37,6 +36,7 @@ from shardcore.styles import (
     vocab,
     when_divisible,
 )
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 WIDTH = 16
@@ -171,18 +171,6 @@ def _problems(policy, model=None, tp=2):
     return [str(problem) for problem in caught.value.problems]
 
 
-class Counting(TorchDispatchMode):
-    """Counts all-reduces."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "allreduce" in func.__name__
-        return func(*args, **(kwargs or {}))
-
-
 def parity():
     reference = _model()
     sharded = shard(copy.deepcopy(reference), ModelPolicy)
@@ -205,9 +193,9 @@ def entered_once(layers):
     sharded = shard(_model(layers=layers), ModelPolicy)
     ids, states = _batch()
     loss = sharded(ids, states.requires_grad_())["logits"].sum()
-    with Counting() as counting:
+    with Collectives() as sent:
         loss.backward()
-    return counting.count
+    return sent.counts["allreduce"]
 
 
 def losses():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from bert_cases import build, checkpointing, compare, inputs, policy, shard
+from bert_cases import build, compare, inputs, policy, shard
 from test_dropout import directional
 from torch._dynamo.utils import counters
 
@@ -17,9 +17,11 @@ import shardcore
 from shardcore.comm.reads import CAN_TRACE
 from shardcore.nn import CompiledBlock
 from shardcore.testing.parity import assert_same_gradients
+from shardcore.testing.subject import checkpointing
 
 pytestmark = [
     pytest.mark.newest,  # it is about torch
+    pytest.mark.whole,
     # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
     pytest.mark.filterwarnings("default"),
 ]

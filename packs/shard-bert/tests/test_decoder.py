@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from bert_cases import CROSS, DECODER, OLD, Collectives, checkpointing, compare, pair, shard
+from bert_cases import CROSS, DECODER, OLD, compare, pair, shard
 from transformers import DynamicCache, EncoderDecoderCache
 
 from shard_bert.cases import build, inputs
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore.testing.subject import checkpointing
 
 SIX = {"num_attention_heads": 6}
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from bert_cases import CROSS, build, checkpointing, equal_on_ranks, inputs, shard
+from bert_cases import CROSS, build, inputs, shard
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
 import shardcore
+from shardcore.testing.parity import equal_on_ranks
+from shardcore.testing.subject import checkpointing
 
 CASES = {
     "BertForMaskedLM": {"attn_implementation": "eager"},

@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shard_llama.policy as policies
 import shardcore
@@ -165,16 +164,6 @@ def is_checkpointing(model: Any) -> bool:
     return bool(model.is_activation_checkpointing if new_name else model.is_gradient_checkpointing)
 
 
-def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:
-    """Turn gradient checkpointing on, or off with None, by the name that this transformers has for it."""
-    new_name = hasattr(model, "activation_checkpointing_enable")
-    prefix = "activation" if new_name else "gradient"
-    if kind is None:
-        getattr(model, f"{prefix}_checkpointing_disable")()
-    else:
-        getattr(model, f"{prefix}_checkpointing_enable")(kind)
-
-
 def assert_no_empty_part(model: nn.Module) -> None:
     """Raise unless every parameter is a DTensor of which this rank holds something."""
     for name, parameter in model.named_parameters():
@@ -182,37 +171,8 @@ def assert_no_empty_part(model: nn.Module) -> None:
         assert local_tensor(parameter).numel() > 0, f"{name} {tuple(parameter.shape)} has an empty part"
 
 
-def equal_on_ranks(tensor: Tensor) -> bool:
-    """Tell whether all ranks hold bit-equal tensors."""
-    mine = tensor.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return all(torch.equal(parts[0], part) for part in parts)
-
-
 class SavesTooLittle(policies.LlamaForCausalLMPolicy):
     """A policy that is wrong: what it shards saves itself without one tensor."""
 
     def postprocess(self) -> None:
         self.model._keys_to_ignore_on_save = ["model.norm.weight"]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside, whoever starts them: c10d calls and functional ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # so that what DTensor does inside is seen
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-    def take(self) -> int:
-        """Return the number of collectives since the last time, and start again."""
-        count = len(self.names)
-        self.names.clear()
-        return count

@@ -6,20 +6,12 @@ import copy
 
 import pytest
 import torch
-from llama_cases import (
-    Collectives,
-    batch,
-    build,
-    checkpointing,
-    clip_and_step,
-    compare_forward,
-    is_checkpointing,
-    pair,
-    shard,
-)
+from llama_cases import batch, build, clip_and_step, compare_forward, is_checkpointing, pair, shard
 from torch.optim import SGD
 
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_same_gradients
+from shardcore.testing.subject import checkpointing
 
 LAYERS = 3
 KINDS = {"reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False}}

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from llama_cases import batch, build, checkpointing, compare_forward, shard
+from llama_cases import batch, build, compare_forward, shard
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardcore.comm.reads import CAN_TRACE
 from shardcore.testing.parity import assert_same_gradients, whole
+from shardcore.testing.subject import checkpointing
 
 # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.whole]
 
 needs_whole_graphs = pytest.mark.skipif(
     not CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read"

@@ -8,25 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from llama_cases import (
-    Batch,
-    adamw,
-    assert_no_empty_part,
-    batch,
-    build,
-    checkpointing,
-    clip_and_step,
-    equal_on_ranks,
-    pair,
-    shard,
-)
+from llama_cases import Batch, adamw, assert_no_empty_part, batch, build, clip_and_step, pair, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, whole
+from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, equal_on_ranks, whole
+from shardcore.testing.subject import checkpointing
 
 pytestmark = pytest.mark.newest
 

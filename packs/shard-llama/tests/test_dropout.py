@@ -15,26 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama_cases import (
-    adamw,
-    batch,
-    build,
-    checkpointing,
-    compare_forward,
-    equal_on_ranks,
-    loss_of,
-    outputs_of,
-    pair,
-    shard,
-    train_beside,
-)
+from llama_cases import adamw, batch, build, compare_forward, loss_of, outputs_of, pair, shard, train_beside
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardcore
 from shardcore.comm.collectives import all_gather
 from shardcore.comm.reads import local_tensor
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore.testing.parity import assert_close, assert_same_gradients, equal_on_ranks
+from shardcore.testing.subject import checkpointing
 
 CHECKPOINTS = {"none": None, "reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False}}
 

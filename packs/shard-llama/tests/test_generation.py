@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from llama_cases import batch, build, equal_on_ranks, shard, train_beside
+from llama_cases import batch, build, shard, train_beside
 from torch import Tensor
 
 import shardcore
+from shardcore.testing.parity import equal_on_ranks
 
 GREEDY = {"max_new_tokens": 7, "do_sample": False}
 STATIC = {"cache_implementation": "static", "disable_compile": True}

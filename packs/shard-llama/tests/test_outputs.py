@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from llama_cases import batch, build, checkpointing, shard
+from llama_cases import batch, build, shard
 from torch import Tensor
 
 from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore.testing.subject import checkpointing
 
 CAPTURE = {"output_attentions": True, "output_hidden_states": True}
 

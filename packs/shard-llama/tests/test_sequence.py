@@ -7,13 +7,15 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from llama_cases import Collectives, batch, build, checkpointing, compare_forward, loss_of, shard, train_beside
+from llama_cases import batch, build, compare_forward, loss_of, shard, train_beside
 from torch.utils.checkpoint import checkpoint
 
 from shardcore.errors import NotSupportedError
 from shardcore.nn import SequenceStack
 from shardcore.nn.partial import SCALES_PARTIAL
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore.testing.subject import checkpointing
 
 
 def _pair(name="LlamaForCausalLM", *, fields=None, **options):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from llama_cases import Collectives, batch, build, shard
+from llama_cases import batch, build, shard
 from resident import Peak
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
 from shardcore.errors import NotSupportedError
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -249,6 +250,7 @@ def test_with_replicas(pool, chunk):
 
 
 @pytest.mark.newest
+@pytest.mark.whole
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
 def test_memory_of_head_and_loss(pool):
     for way in pool.run(_memory, world=2, timeout=200):

@@ -10,18 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from llama_cases import (
-    adamw,
-    assert_no_empty_part,
-    batch,
-    build,
-    compare_forward,
-    equal_on_ranks,
-    loss_of,
-    pair,
-    shard,
-    train_beside,
-)
+from llama_cases import adamw, assert_no_empty_part, batch, build, compare_forward, loss_of, pair, shard, train_beside
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -30,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore.testing.parity import assert_same_gradients, assert_same_parameters
+from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 pytestmark = pytest.mark.newest
 
@@ -64,6 +53,7 @@ SAVED = {"tp4": (4, {"tp": 4}), "tp2": (2, {"tp": 2}), "tp2-dp2": (4, {"tp": 2, 
 LOADED = {"tp4": (4, {"tp": 4}), "unsharded": (1, None), "tp2-dp2": (4, {"tp": 2, "dp": 2}), "tp2": (2, {"tp": 2})}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("source", SAVED)
 def test_checkpoints_move_between_layouts(pool, source, tmp_path):
     # Saved in the middle of a training, the next step is the one that the unsharded model takes.

@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
-from vit_cases import case, equal_on_ranks, one_image_beside, pair, policy, shard, step_beside, train_beside
+from vit_cases import case, one_image_beside, pair, policy, shard, step_beside, train_beside
 
 import shardcore
 from shard_vit.cases import images, weighted_sum
 from shardcore.comm.reads import local_tensor
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 timm = pytest.importorskip("timm")
 

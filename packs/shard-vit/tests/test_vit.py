@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from vit_cases import case, one_image_beside, pair, shard, step_beside, tensors, train_beside
+from vit_cases import case, one_image_beside, pair, shard, step_beside, train_beside
 
 from shard_vit.cases import images, weighted_sum
 from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore.testing.subject import flat
 
 CASES = ("model", "image_classification", "masked_image_modeling")
 
@@ -84,10 +85,10 @@ def _bfloat16(name: str) -> None:
     model = shard(copy.deepcopy(reference))
     inputs = {k: t.bfloat16() if t.is_floating_point() else t for k, t in each.inputs(reference, 0).items()}
     outs = [m(**inputs) for m in (reference, model)]
-    for (label, mine), (_, theirs) in zip(*(tensors(out) for out in outs), strict=True):
+    for (label, mine), (_, theirs) in zip(*(flat(out) for out in outs), strict=True):
         assert theirs.dtype == mine.dtype
         assert_close(mine, theirs, label, 0.03)
     for out in outs:
-        weighted_sum(*(t.float() for label, t in tensors(out) if label != "loss")).backward()
+        weighted_sum(*(t.float() for label, t in flat(out) if label != "loss")).backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
     assert_same_gradients(reference, model, 0.05)

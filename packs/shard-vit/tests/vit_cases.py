@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
 from typing import Any
 
-import importlib_metadata
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-import shardcore
 from shard_vit.cases import cases
-from shardcore.plugins.registry import GROUP, Registry
+from shardcore.testing import pack
 from shardcore.testing.cases import Case
+from shardcore.testing.pack import policy_of, shard_by
 from shardcore.testing.parity import (
     assert_close,
     assert_gradients_own_storage,
@@ -25,21 +21,9 @@ from shardcore.testing.parity import (
 )
 from shardcore.testing.subject import adamw
 
-
-@functools.cache
-def registry() -> Registry:
-    """Return what this pack alone offers; packs are not installed while they are developed."""
-    return Registry.discover([importlib_metadata.EntryPoint(name="vit", value="shard_vit.plugin", group=GROUP)])
-
-
-def policy(model: nn.Module | type[nn.Module]) -> Any:
-    """Return the policy that discovery finds for a model, or for its class."""
-    return registry().resolve(model if isinstance(model, type) else type(model)).load()
-
-
-def shard(model: Any, **options: Any) -> Any:
-    """Shard ``model``; over all ranks along ``tp`` unless told otherwise."""
-    return shardcore.shard(model, policy=policy(model), **(options or {"tp": dist.get_world_size()}))
+PLUGIN = "shard_vit.plugin"
+policy = functools.partial(policy_of, PLUGIN)
+shard = functools.partial(shard_by, PLUGIN)
 
 
 def case(name: str) -> Case:
@@ -52,26 +36,10 @@ def loss_of(case: Case, out: Any) -> Tensor:
     return case.loss(out) if callable(case.loss) else out[case.loss]
 
 
-def tensors(out: Any) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors of an output with their names."""
-    if isinstance(out, Tensor):
-        return [("output", out)]
-    if isinstance(out, tuple):
-        return [(str(i), t) for i, t in enumerate(out)]
-    return [(name, t) for name, t in out.items() if isinstance(t, Tensor)]
-
-
 def step_beside(case: Case, reference: Any, sharded: Any, seed: int, **call: Any) -> None:
-    """Run both, compare everything they return, and run both backwards."""
-    inputs = case.inputs(reference, seed)
-    wanted, got = reference(**inputs, **call), sharded(**inputs, **call)
-    assert type(wanted) is type(got)
-    for (name, mine), (same, theirs) in zip(tensors(wanted), tensors(got), strict=True):
-        assert name == same
-        assert not isinstance(theirs, DTensor)
-        assert_close(mine, theirs, name)
-    for out in (wanted, got):
-        loss_of(case, out).backward()
+    """Run both on one batch of a case, compare everything they return, and run both backwards."""
+    loss = functools.partial(loss_of, case)
+    pack.step_beside(reference, sharded, case.inputs(reference, seed), loss, **call)
 
 
 def train_beside(case: Case, reference: Any, sharded: Any, steps: int = 2) -> None:
@@ -108,11 +76,3 @@ def pair(case: Case, **options: Any) -> tuple[Any, Any]:
     """Return an unsharded model and its sharded twin."""
     reference = case.build(**options)
     return reference, shard(copy.deepcopy(reference))
-
-
-def equal_on_ranks(tensor: Tensor) -> bool:
-    """Tell whether all ranks hold bit-equal tensors."""
-    mine = tensor.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return all(torch.equal(parts[0], part) for part in parts)

@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from whisper_cases import build, checkpointing, inputs, shard
+from whisper_cases import build, inputs, shard
 
 from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore.testing.subject import checkpointing
 
 
 # Of the encoder's layers; the states need no gradient, so that nothing is lost where layers get them by keyword.

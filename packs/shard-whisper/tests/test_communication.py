@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from whisper_cases import Collectives, build, inputs, loss_of, pair, shard
+from whisper_cases import build, inputs, loss_of, pair, shard
 
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 LAYERS = ("encoder_layers", "decoder_layers")

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from whisper_cases import equal_on_ranks, shard, speech
+from whisper_cases import shard, speech
 
 import shardcore
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 STATIC = {"cache_implementation": "static", "disable_compile": True}

@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import pytest
-from whisper_cases import REENTRANT, build, checkpointing, inputs, shard
+from whisper_cases import REENTRANT, build, inputs, shard
+
+from shardcore.testing.subject import checkpointing
 
 pytestmark = pytest.mark.skipif(REENTRANT, reason="transformers 5 can do it")
 

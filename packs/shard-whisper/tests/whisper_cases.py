@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import shardcore
 from shard_whisper.cases import build, hidden_loss, inputs
-from shard_whisper.plugin import shardcore_policies
-from shardcore.testing.parity import assert_close
+from shardcore.testing.pack import policy_of, shard_by, step_beside
 
 #: Before transformers 5 the unsharded model cannot do it (`shard_whisper.cases`).
 REENTRANT = Version(transformers.__version__) >= Version("5")
@@ -27,17 +23,9 @@ _MELS, _LENGTH, _FRAMES_EACH = 8, 6, 3
 _FIRST = 3  # the token of the lowest tone, after those for padding, start and end
 
 
-def policy(model: Any) -> Any:
-    """Return the pack's policy for the class of ``model``; packs are not installed while they are developed."""
-    name = type(model).__name__
-    (reference,) = (spec.policy for spec in shardcore_policies() if spec.target.endswith(f".{name}"))
-    module, _, found = reference.partition(":")
-    return getattr(importlib.import_module(module), found)
-
-
-def shard(model: Any, **options: Any) -> Any:
-    """Shard ``model`` by the pack's policy; over all ranks along ``tp`` unless told otherwise."""
-    return shardcore.shard(model, policy=policy(model), **(options or {"tp": dist.get_world_size()}))
+PLUGIN = "shard_whisper.plugin"
+policy = functools.partial(policy_of, PLUGIN)
+shard = functools.partial(shard_by, PLUGIN)
 
 
 def pair(name: str = "WhisperForConditionalGeneration", **options: Any) -> tuple[Any, Any]:
@@ -51,54 +39,12 @@ def loss_of(out: Any) -> Tensor:
     return out.loss if "loss" in out else hidden_loss(out)
 
 
-def compare(reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), tolerance: float = 1e-12) -> None:
-    """Run both on batches, compare losses and hidden states or logits, run both backwards: gradients add up."""
+def compare(
+    reference: Any, sharded: Any, *, seeds: tuple[int, ...] = (0, 1), tolerance: float = 1e-12, **call: Any
+) -> None:
+    """Run both on batches, compare the outputs and the loss, and run both backwards: gradients add up."""
     for seed in seeds:
-        batch = inputs(reference, seed)
-        wanted, got = reference(**batch), sharded(**batch)
-        assert type(wanted) is type(got)
-        for name in ("logits", "last_hidden_state", "encoder_last_hidden_state"):
-            if wanted.get(name) is not None:
-                assert_close(wanted[name], got[name], name, tolerance)
-        assert_close(loss_of(wanted), loss_of(got), "loss", tolerance)
-        loss_of(wanted).backward()
-        loss_of(got).backward()
-
-
-def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:
-    """Turn gradient checkpointing on, or off with None, by the name that this transformers has for it."""
-    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if kind is None:
-        getattr(model, f"{prefix}_checkpointing_disable")()
-    else:
-        getattr(model, f"{prefix}_checkpointing_enable")(kind)
-
-
-def equal_on_ranks(tensor: Tensor) -> bool:
-    """Tell whether all ranks hold bit-equal tensors."""
-    mine = tensor.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return all(torch.equal(parts[0], part) for part in parts)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
-            return NotImplemented  # so that what DTensor does inside is seen
-        self.count += func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name()
-        return func(*args, **(kwargs or {}))
-
-    def take(self) -> int:
-        """Return the number of collectives since the last time, and start again."""
-        count, self.count = self.count, 0
-        return count
+        step_beside(reference, sharded, inputs(reference, seed), loss_of, tolerance=tolerance, **call)
 
 
 def speech(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

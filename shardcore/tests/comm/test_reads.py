@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -14,6 +13,7 @@ from shardcore.comm import local_tensor, read_local
 from shardcore.comm.reads import CAN_TRACE, read_partial
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close
 
 
@@ -65,7 +65,7 @@ def partial_reads(mode):
         a, b = read_partial(context, whole, other)
         with Collectives() as counted:
             (a.pow(2).sum() * factor + b.sum() * factor).backward()
-        assert counted.total == (1 if mode == "in_backward" else 0), "one bucket for all of a module's parameters"
+        assert counted.count == (1 if mode == "in_backward" else 0), "one bucket for all of a module's parameters"
         assert_close(2 * full * total * step, whole.grad, f"{mode}, backward {step}")
         assert_close(torch.full_like(full, total * step), other.grad, f"{mode}, backward {step}")
         wanted = Replicate() if mode == "in_backward" else Partial()

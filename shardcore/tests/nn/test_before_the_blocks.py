@@ -18,7 +18,6 @@ from token_net import (
     Block,
     Embeddings,
     ModelPolicy,
-    Sent,
     Stack,
     build,
     compare,
@@ -33,6 +32,7 @@ import shardcore
 from shardcore import Policy
 from shardcore.errors import ShardcoreError
 from shardcore.styles import norm, region, replicate, sequence, vocab
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -42,7 +42,7 @@ def _lengths(tp: int) -> None:
     for length in range(1, 10):
         compare(native, sharded, length)
     compare(native, copy.deepcopy(sharded), 7, 5)
-    with Sent() as sent:
+    with Collectives() as sent:
         out = sharded(ids())
         assert sent.names == [SUM] + 2 * [GATHER, SCATTER] + [GATHER]
         out.sum().backward()
@@ -294,7 +294,7 @@ def test_containers_that_nobody_calls(pool):
 def _alone() -> None:
     native = build()
     sharded = shard(native)
-    with Sent() as sent:
+    with Collectives() as sent:
         whole = sharded.embeddings(ids())
     assert sent.names == [SUM]
     assert_close(native.embeddings(ids()), whole, "embeddings", 1e-12)

@@ -9,12 +9,12 @@ from fused_net import BATCH, IN, adamw, assert_equal, batch, make_context, make_
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.comm import strided
 from shardcore.comm.strided import torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedColumnLinear, SegmentedLayout, fsdp_placement, reduce_partial_gradients
+from shardcore.testing.observing import Collectives
 
 pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
 
@@ -59,32 +59,19 @@ def every_gradient_case(region):
 
 def count_collectives(region):
     net = shard_net(make_net(3), make_context((2,)), region)
-    with _AllReduces() as forward:
+    with Collectives() as forward:
         out = net(batch(0))
-    with _AllReduces() as backward:
+    with Collectives() as backward:
         out.sum().backward()
-    return forward.sizes, sorted(backward.sizes)
-
-
-class _AllReduces(TorchDispatchMode):
-    """Notes the numbers of elements that are summed."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            assert func is torch.ops.c10d.allreduce_.default
-            self.sizes += [t.numel() for t in args[0]]
-        return func(*args, **(kwargs or {}))
+    assert set(forward.names + backward.names) == {"c10d::allreduce_"}
+    return [[size // 8 for size in sorted(sent.bytes)] for sent in (forward, backward)]
 
 
 @pytest.mark.parametrize("region", [False, True], ids=["alone", "region"])
 def test_the_bias_costs_one_collective_of_its_size_in_backward(pool, region):
     x = BATCH * IN
     enters = [x] if region else [x, x]  # of two linears
-    assert pool.run(count_collectives, region)[0] == ([x], sorted([3 * 12, *enters]))
+    assert pool.run(count_collectives, region)[0] == [[x], sorted([3 * 12, *enters])]
 
 
 def frozen_members():

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Collectives, randomize
+from tiny import randomize
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -18,6 +18,7 @@ from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.reads import CAN_TRACE
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear, VocabEmbedding
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -235,7 +236,7 @@ def replicated():
             wanted, gx = _train(native, x)
             with Collectives() as counted:
                 got, own = _train(module, x)
-            assert counted.total == 0
+            assert counted.count == 0
         assert_close(wanted, got, "output")
         assert_close(gx, own, "input gradient")
         assert_same_gradients(native, module)

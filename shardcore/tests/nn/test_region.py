@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Collectives, FixedViewsPolicy, TinyPolicy, batch, build, shard, twins
+from tiny import FixedViewsPolicy, TinyPolicy, batch, build, shard, twins
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate
 
@@ -16,6 +16,7 @@ import shardcore
 from shardcore.comm.reads import CAN_TRACE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 HEAD = 1  # the head gathers its output: one all-gather forward; its enter: one all-reduce backward
@@ -80,7 +81,7 @@ def counts():
             loss = sharded(ids, labels=ids)
         with Collectives() as backward:
             loss.backward()
-        found[kind] = (forward.total, backward.total)
+        found[kind] = (forward.count, backward.count)
     return found
 
 
@@ -120,7 +121,7 @@ def partial_modes(mode):
     assert_same_gradients(reference, sharded)
     with Collectives() as counted:
         shardcore.reduce_partial_gradients(sharded)
-    assert counted.total == 0
+    assert counted.count == 0
     if mode == "deferred":
         sharded.model.layers[0].attention.q_norm.float()
         sharded.zero_grad()
@@ -245,7 +246,7 @@ def other_paths():
         with Collectives() as counted:
             out.tanh().sum().backward()
         if model is block.mlp:
-            assert counted.total == 0, "the input needs no gradient: nothing to sum"
+            assert counted.count == 0, "the input needs no gradient: nothing to sum"
     assert_same_gradients(twin.mlp, block.mlp)
     sharded.zero_grad()
     with pytest.raises(TypeError, match=r"Mlp.forward was called without the argument 'x', which enters its tensor-p"):

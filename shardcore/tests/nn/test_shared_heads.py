@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Collectives, TinyPolicy, batch, build, shard, twins
+from tiny import TinyPolicy, batch, build, shard, twins
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -16,6 +16,7 @@ import shardcore
 from shardcore.comm.reads import local_tensor
 from shardcore.mesh import context_of, shared_groups
 from shardcore.nn import ColumnLinear
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 HEAD_DIM, HIDDEN = 4, 32

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
-from tiny import Collectives, randomize, shard
+from tiny import randomize, shard
 from torch import nn
 
 from shardcore.errors import NotSupportedError
 from shardcore.nn import SoleRegion
 from shardcore.policy import Policy
 from shardcore.styles import region
+from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
@@ -76,9 +77,9 @@ def _collectives():
     for needs, backward in ((True, 1), (False, 0)):
         with Collectives() as counted:
             out = sharded(_x().requires_grad_(needs))
-            forward = counted.total
+            forward = counted.count
             out.sum().backward()
-        assert (forward, counted.total - forward) == (1, backward)
+        assert (forward, counted.count - forward) == (1, backward)
 
 
 def test_low_precision(pool):

@@ -7,7 +7,6 @@ regions: every kind of parameter that the core shards, without transformers.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardcore.apply.sharder import ModelSharder
@@ -211,21 +209,3 @@ def direction(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         found[name] = whole
     return found
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name, whoever starts them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0].strip("_")
-        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())

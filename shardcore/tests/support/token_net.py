@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcore
 from shardcore import Policy
@@ -93,19 +92,6 @@ def shard(native: nn.Module, tp: int = 2, **options: Any) -> nn.Module:
 
 def ids(length: int = 7) -> Tensor:
     return torch.arange(2 * length).view(2, length).mul(5) % 13
-
-
-class Sent(TorchDispatchMode):
-    """The names of all collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 SUM, SCATTER, GATHER = "c10d::allreduce_", "c10d::alltoall_base_", "c10d::_allgather_base_"  # as gloo scatters

@@ -134,26 +134,8 @@ def test_a_case_that_shows_nothing_is_caught(pool, fields, options, check, says)
     assert says in finding.message
 
 
-PLUGIN = """
-import torch
-from shardcore.hooks import PolicySpec, hookimpl
-
-@hookimpl
-def shardcore_policies():
-    return [PolicySpec(target="kit_net.Net", policy="wrong:OrderOfASet"),
-            PolicySpec(target="kit_net.Decoder", policy="wrong:OrderOfASet"),
-            PolicySpec(target="kit_net.Gone", policy="wrong:OrderOfASet")]
-
-@hookimpl
-def shardcore_conformance_cases():
-    return ["wrong:digest_cases"]
-"""
-
-
-def test_a_plugin_that_imports_torch_has_no_case_and_follows_the_hash_seed(tmp_path, monkeypatch):
-    (tmp_path / "wrong_plugin.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(tmp_path)
-    findings = {finding.check: finding for finding in fresh_findings("wrong_plugin", wrong.digest_cases())}
+def test_a_plugin_that_imports_torch_has_no_case_and_follows_the_hash_seed(pool):
+    findings = {finding.check: finding for finding in fresh_findings(pool, "wrong_plugin", wrong.digest_cases())}
     assert {finding.state for finding in findings.values()} == {"failed"}
     assert "imports torch" in findings["discovery"].message
     assert "no case covers kit_net.Decoder" in findings["policies"].message

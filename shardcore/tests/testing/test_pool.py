@@ -95,6 +95,10 @@ def process_id():
     return os.getpid()
 
 
+def hash_seed():
+    return os.environ["PYTHONHASHSEED"], hash("a string")
+
+
 def make_subgroup():
     group = dist.new_group([0, 1])
     return group.group_name
@@ -325,3 +329,11 @@ def is_running(process):
     status = Path(f"/proc/{process}/stat")
     # An orphan that nobody reaps, as in a container without an init process, is a zombie.
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_every_rank_has_a_hash_seed_of_its_own_in_every_run(pool):
+    before = os.environ.get("PYTHONHASHSEED")
+    seeds, hashes = zip(*pool.run(hash_seed, world=3), strict=True)
+    assert seeds == ("1", "2", "3")
+    assert len(set(hashes)) == 3
+    assert os.environ.get("PYTHONHASHSEED") == before

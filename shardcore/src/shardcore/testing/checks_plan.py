@@ -15,7 +15,7 @@ from shardcore.errors import AlreadyShardedError, PlanError
 from shardcore.nn.layout import ReplicatedLayout, last_rank_is_empty
 from shardcore.plan import ShardPlan
 from shardcore.testing.findings import Ledger
-from shardcore.testing.subject import Subject, flat, meta_copy
+from shardcore.testing.subject import Subject, checkpointing, flat, meta_copy
 
 __all__ = ["case", "identity", "plan", "refusals", "sizes"]
 
@@ -176,19 +176,6 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
         yield "sequence parallelism", lambda: s.plan(s.build(), enable_sequence_parallelism=True)
     if not supports.save_pretrained:
         yield "save_pretrained", lambda: s.shard(s.build()).save_pretrained("/dev/null/nowhere")
-
-
-def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:
-    """Turn gradient checkpointing on, or off with None, by the name that the model has for it.
-
-    Raises:
-        AttributeError: it has none.
-    """
-    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if kind is None:
-        getattr(model, f"{prefix}_checkpointing_disable")()
-    else:
-        getattr(model, f"{prefix}_checkpointing_enable")(kind)
 
 
 def identity(s: Subject, ledger: Ledger) -> None:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.reads import local_tensor
-from shardcore.testing.checks_plan import checkpointing
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Collectives, calls_of_leaves
 from shardcore.testing.parity import gradient_errors, parameter_errors, whole
-from shardcore.testing.subject import Subject, adamw, flat
+from shardcore.testing.subject import Subject, adamw, checkpointing, flat
 
 __all__ = ["communication", "options", "recomputation", "training"]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,16 +19,16 @@ from typing import Any, ClassVar
 
 import pytest
 
+from shardcore.testing import checks_pack
 from shardcore.testing.cases import Case
 from shardcore.testing.checks import CHECKS, SECTIONS, examine
 from shardcore.testing.findings import Finding
-from shardcore.testing.pool import WorkerPool
+from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore.testing.subject import Subject, cases_of, registry_of
 
 __all__ = ["Examination", "PolicyConformance", "fresh_findings"]
 
-#: Hash seeds of the processes in which all plans are compiled.
-HASH_SEEDS = ("0", "1", "2")
+_PLANS_LIMIT = 300.0  # seconds for all plans of a pack, which may import its libraries first
 
 Judge = Callable[[str], None]
 
@@ -70,40 +69,39 @@ def report(finding: Finding, subject: str) -> None:
         pytest.skip(f"closed for {subject}: {finding.message}")
 
 
-def fresh_findings(plugin: str, cases: Sequence[Case]) -> list[Finding]:
-    """Return what fresh processes of different hash seeds say about a pack.
+def fresh_findings(pool: WorkerPool, plugin: str, cases: Sequence[Case]) -> list[Finding]:
+    """Return what a fresh process says about a pack, and what processes of different hash seeds do.
 
     Args:
+        pool: the ranks, each of which has a hash seed of its own.
         plugin: the module of its plugin, which need not be installed; ``""`` for what is installed.
         cases: its cases.
     """
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    processes = []
-    for seed in HASH_SEEDS:
-        env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-m", "shardcore.testing._alone", plugin]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, env=env, **pipes))  # type: ignore[call-overload]  # of a mapping
-    given = pickle.dumps(list(cases))
-    answers = []
-    for seed, process in zip(HASH_SEEDS, processes, strict=True):
-        out, errors = process.communicate(given)
-        if process.returncode:
-            message = f"under hash seed {seed}: {errors.decode(errors='replace')[-2000:]}"
-            return [
-                Finding(check=check, state="failed", message=message) for check in ("discovery", "policies", "digest")
-            ]
-        answers.append(json.loads(out.splitlines()[-1]))
-    digests = [answer["digests"] for answer in answers]
-    moved = [name for name in digests[0] if len({of_seed[name] for of_seed in digests}) > 1]
+    return [_discovery(plugin), *_plans(pool, plugin, cases)]
+
+
+def _discovery(plugin: str) -> Finding:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-m", "shardcore.testing._alone", plugin]
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return _finding("discovery", [done.stderr[-2000:]])
+    return _finding("discovery", json.loads(done.stdout.splitlines()[-1]))
+
+
+def _plans(pool: WorkerPool, plugin: str, cases: Sequence[Case]) -> list[Finding]:
+    try:
+        answers = pool.run(checks_pack.plans, plugin, list(cases), world=pool.size, timeout=_PLANS_LIMIT)
+    except (WorkerError, WorkerTimeout) as error:
+        return [_finding(check, [str(error)]) for check in ("policies", "digest")]
+    policies, digests, _ = answers[0]
+    moved = [name for name in digests if len({of_rank[name] for _, of_rank, _ in answers}) > 1]
     order = [
         f"the plan of {name} depends on the hash seed: the order of a set decides something (H28)" for name in moved
     ]
-    return [
-        _finding("discovery", answers[0]["discovery"]),
-        _finding("policies", answers[0]["policies"]),
-        _finding("digest", order, compared=len(digests[0])),
-    ]
+    if len({hashes for *_, hashes in answers}) < len(answers):
+        order.append("the ranks share a hash seed, so that their plans say nothing about another one")
+    return [_finding("policies", policies), _finding("digest", order, compared=len(digests))]
 
 
 def _finding(check: str, problems: list[str], compared: int = 1) -> Finding:
@@ -114,7 +112,8 @@ def _finding(check: str, problems: list[str], compared: int = 1) -> Finding:
 class PolicyConformance:
     """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
 
-    A test that a case closes is skipped with the reason. ``pytest --quick`` leaves sizes above 2 out.
+    A test that a case closes is skipped with the reason. ``pytest --quick`` leaves out what
+    needs more than two ranks.
 
     Attributes:
         plugin: the module of the pack's plugin; the pack need not be installed.
@@ -137,7 +136,7 @@ class PolicyConformance:
         """Give each test its cases and sizes."""
         if "judge" not in metafunc.fixturenames:
             return
-        largest = 2 if metafunc.config.getoption("quick") else 4
+        ranks = 2 if metafunc.config.getoption("quick") else 4
         # By name, so that a subclass can override a test.
         check = next((c for c in CHECKS if metafunc.function.__name__ == _name(c)), None)
         section = SECTIONS[CHECKS[check]] if check else SECTIONS["plan"]
@@ -145,7 +144,7 @@ class PolicyConformance:
             f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin)
             for index, case in enumerate(self.all_cases())
             for tp in section.sizes(case, first=index == 0)
-            if tp <= largest
+            if tp * section.replicas <= ranks
         }
         metafunc.parametrize("judge", [(s, self.timeout) for s in found.values()], ids=list(found), indirect=True)
 

@@ -19,23 +19,57 @@ _NO_DRAW = "_scaled_dot_product"
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside, whoever starts them: c10d calls and functional ones."""
+    """Notes the collectives that run inside, whoever starts them: c10d calls and functional ones.
+
+    Attributes:
+        names: of the operations in their order, such as ``c10d::allreduce_``.
+        bytes: for each of them, the size of the whole tensor that it reduces, gathers or sends.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.count = 0
+        self.names: list[str] = []
+        self.bytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # so that what DTensor does inside is seen
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
-            self.count += 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        namespace, _, name = func.name().partition("::")
+        if namespace in ("c10d", "_c10d_functional") and name.partition(".")[0] not in _NO_COLLECTIVES:
+            self.names.append(func.name())
+            # An in-place gather has its result among its arguments, a functional one returns it.
+            self.bytes.append(max((tensor.nbytes for tensor in _tensors((args, out))), default=0))
+        return out
+
+    @property
+    def count(self) -> int:
+        """The number of collectives."""
+        return len(self.names)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The number of collectives of each kind, by names such as ``allreduce``."""
+        return Counter(name.partition("::")[2].strip("_") for name in self.names)
 
     def take(self) -> int:
         """Return the number of collectives since the last time, and start again."""
-        count, self.count = self.count, 0
+        count = self.count
+        self.names.clear()
+        self.bytes.clear()
         return count
+
+
+#: What accompanies a functional collective; counted too, each collective would be two or three.
+_NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
 
 
 def _draws(func: Any, out: Any) -> bool:

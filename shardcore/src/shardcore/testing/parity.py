@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardcore.comm.reads import local_tensor
 
@@ -20,6 +23,7 @@ __all__ = [
     "assert_gradients_own_storage",
     "assert_same_gradients",
     "assert_same_parameters",
+    "equal_on_ranks",
     "gradient_errors",
     "parameter_errors",
     "shared_gradients",
@@ -30,6 +34,14 @@ __all__ = [
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor (a collective on its mesh), a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def equal_on_ranks(tensor: Tensor) -> bool:
+    """Tell whether all ranks hold bit-equal tensors of one shape; of a DTensor, bit-equal parts (a collective)."""
+    mine = local_tensor(tensor.detach())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return all(part.shape == mine.shape and torch.equal(part, mine) for part in parts)
 
 
 def _errors(
@@ -45,12 +57,48 @@ def _errors(
         if (wanted is None) != (got is None):
             raise AssertionError(f"{name}: unsharded {_kind(wanted)}, sharded {_kind(got)}")
         if wanted is not None and got is not None:
-            full = whole(got.detach())
-            if full.shape != wanted.shape:  # they may broadcast
-                raise AssertionError(f"{name}: unsharded {_kind(wanted)}, sharded {_kind(full)}")
-            values[name] = (wanted.detach(), full)
+            if got.shape != wanted.shape:  # they may broadcast
+                raise AssertionError(f"{name}: unsharded {_kind(wanted)}, sharded {_kind(got)}")
+            values[name] = (wanted.detach(), got.detach())
     scale = max((float(w.abs().max()) for w, _ in values.values()), default=1.0) or 1.0
-    return {name: float((w - g).abs().max()) / scale for name, (w, g) in values.items()}
+    return {name: error / scale for name, error in _largest(values).items()}
+
+
+def _largest(values: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Return the largest difference of each wanted tensor and its sharded one, over all ranks of its mesh.
+
+    A rank compares what it holds with its part of the wanted tensor, so that every copy of a replicated tensor is
+    compared, and one collective for each axis of a mesh tells all errors.
+    """
+    errors: dict[str, float] = {}
+    of_mesh: dict[DeviceMesh, list[str]] = {}
+    for name, (wanted, got) in values.items():
+        parts = _parts(wanted, got)
+        if parts is None:
+            errors[name] = _distance(wanted, whole(got))
+        else:
+            errors[name] = float("inf") if parts[0].shape != parts[1].shape else _distance(*parts)
+            of_mesh.setdefault(cast(DTensor, got).device_mesh, []).append(name)
+    for mesh, names in of_mesh.items():
+        # The maximum of a backend may pass over NaN.
+        largest = torch.tensor([errors[name] for name in names], dtype=torch.float64, device=mesh.device_type)
+        largest = largest.nan_to_num(nan=float("inf"), posinf=float("inf"))
+        for axis in range(mesh.ndim):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        errors |= dict(zip(names, largest.tolist(), strict=True))
+    return errors
+
+
+def _parts(wanted: Tensor, got: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return this rank's part of ``wanted`` and what it holds; None for what only `full_tensor` puts together."""
+    if not isinstance(got, DTensor) or any(type(placed) not in (Shard, Replicate) for placed in got.placements):
+        return None
+    part = distribute_tensor(wanted.to(got.device), got.device_mesh, got.placements, src_data_rank=None)
+    return part.to_local(), got.to_local()
+
+
+def _distance(wanted: Tensor, got: Tensor) -> float:
+    return float((wanted - got).abs().max()) if wanted.numel() else 0.0
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,20 +13,52 @@ if TYPE_CHECKING:
     from shardcore.testing.conformance import Examination
     from shardcore.testing.findings import Finding
 
-__all__ = ["fresh", "judge", "pool"]
+__all__ = ["QuickPool", "fresh", "judge", "pool"]
+
+_WHOLE = "whole: takes long; ``--quick`` leaves it to the whole kit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--quick``."""
     parser.addoption(
-        "--quick", action="store_true", help="shardcore: conformance tests at tensor-parallel sizes 1 and 2 only"
+        "--quick",
+        action="store_true",
+        help="shardcore: on one and two ranks only, and without tests that are marked as `whole`",
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker ``whole`` known."""
+    config.addinivalue_line("markers", _WHOLE)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked as ``whole``, if the whole kit was not asked for."""
+    if not config.getoption("quick"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("whole")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+
+
+class QuickPool(WorkerPool):
+    """A pool of two ranks; a test that asks it for more is skipped, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def run(self, function: Callable[..., Any], *args: Any, world: int = 2, **kwargs: Any) -> list[Any]:
+        """Call a function on the ranks, as `WorkerPool.run` does."""
+        if world > self.size:
+            pytest.skip(f"--quick leaves {world} ranks to the whole kit")
+        return super().run(function, *args, world=world, **kwargs)
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
-    """Up to 4 gloo ranks, started by the first test that needs them and kept until the session ends."""
-    with WorkerPool() as workers:
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    """Up to 4 gloo ranks, with ``--quick`` 2, started by the first test that needs them and kept for the session."""
+    with QuickPool() if request.config.getoption("quick") else WorkerPool() as workers:
         yield workers
 
 
@@ -49,12 +81,12 @@ def judge(request: pytest.FixtureRequest, pool: WorkerPool, _examined: dict[Any,
 
 
 @pytest.fixture
-def fresh(request: pytest.FixtureRequest, _examined: dict[Any, Any]) -> dict[str, Finding]:
-    """What fresh processes say about the pack of a `PolicyConformance`."""
+def fresh(request: pytest.FixtureRequest, pool: WorkerPool, _examined: dict[Any, Any]) -> dict[str, Finding]:
+    """What a fresh process, and processes of different hash seeds, say about the pack of a `PolicyConformance`."""
     from shardcore.testing.conformance import fresh_findings
 
     if request.cls not in _examined:
-        findings = fresh_findings(request.cls.plugin, request.cls.all_cases())
+        findings = fresh_findings(pool, request.cls.plugin, request.cls.all_cases())
         _examined[request.cls] = {finding.check: finding for finding in findings}
     found: dict[str, Finding] = _examined[request.cls]
     return found

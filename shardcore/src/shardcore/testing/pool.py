@@ -13,8 +13,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -255,7 +255,8 @@ class _Handle:
         self.process: BaseProcess = context.Process(
             target=_serve, args=(rank, theirs, str(self.stacks)), name=f"shardcore-rank-{rank}", daemon=True
         )
-        self.process.start()
+        with _hash_seed(rank):
+            self.process.start()
         theirs.close()  # else its death would not end our input
 
     def wait_until_ready(self) -> None:
@@ -306,6 +307,20 @@ class _Handle:
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         details = f"the process of rank {self.rank} ended with {how} and without an answer"
         return Failure(rank=self.rank, error=f"died, {how}", details=details, at=time.monotonic())
+
+
+@contextmanager
+def _hash_seed(rank: int) -> Iterator[None]:
+    """Give each rank another order of sets, the same in every run; a process takes it when it starts."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = str(rank + 1)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONHASHSEED"]
+        else:
+            os.environ["PYTHONHASHSEED"] = before
 
 
 def _serve(rank: int, connection: Connection, stacks: str) -> None:

@@ -14,7 +14,6 @@ import importlib_metadata
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore.compile import compile_plan
@@ -25,7 +24,7 @@ from shardcore.plugins.registry import GROUP, Registry, default_registry
 from shardcore.policy import Policy
 from shardcore.testing.cases import Case
 
-__all__ = ["Subject", "adamw", "cases_of", "flat", "meta_copy", "registry_of"]
+__all__ = ["Subject", "adamw", "cases_of", "checkpointing", "flat", "meta_copy", "registry_of"]
 
 Value = TypeVar("Value")
 
@@ -158,12 +157,6 @@ class Subject:
         dist.all_gather_object(found, value)
         return found
 
-    def equal_on_ranks(self, tensor: Tensor) -> bool:
-        """Tell whether all ranks hold bit-equal tensors."""
-        mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        parts = self.gathered(mine)
-        return all(part.shape == mine.shape and torch.equal(part, parts[0]) for part in parts)
-
 
 def _item(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
@@ -176,6 +169,19 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     but them: as far as any other, and in another direction wherever a softmax in float32 rounds otherwise.
     """
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:
+    """Turn gradient checkpointing on, or off with None, by the name that the model has for it.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if kind is None:
+        getattr(model, f"{prefix}_checkpointing_disable")()
+    else:
+        getattr(model, f"{prefix}_checkpointing_enable")(kind)
 
 
 def flat(out: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
