@@ -14,7 +14,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding
-from shardcore.plan.steps import OpenRegion, SetAttribute, Swap
+from shardcore.plan.steps import OpenRegion, Phase, ScopeRandomness, SetAttribute, Swap
 from shardcore.policy import Heads, ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardcore.styles import attribute, col, head, local_heads, norm, outputs, region, replicate, row, vocab
 
@@ -264,8 +264,14 @@ def test_what_a_plan_says():
     assert [s.value for s in plan.steps if isinstance(s, SetAttribute)] == [2, 2]
     opened = [s for s in plan.steps if isinstance(s, OpenRegion)]
     assert [s.argument for s in opened] == [("input", 0)] + [("hidden", 0)] * 2 + [("x", 0)] * 2
-    kinds = [type(s) for s in plan.steps]
-    assert kinds == sorted(kinds, key=[Swap, SetAttribute, OpenRegion].index), "swaps come first, regions last"
+    phases = [s.phase for s in plan.steps]
+    assert phases == sorted(phases)
+    assert {type(s): s.phase for s in plan.steps} == {
+        Swap: Phase.SWAP,
+        SetAttribute: Phase.CHANGE,
+        OpenRegion: Phase.ENTER,
+        ScopeRandomness: Phase.SCOPE,
+    }
     text = str(plan)
     assert f"TinyLM by {TinyPolicy.__module__}.TinyPolicy, tp 4, digest {plan.digest[:12]}" in text
     assert "weight (97, 32) -> (25, 32)  split on dim 0, tied to head.weight" in text

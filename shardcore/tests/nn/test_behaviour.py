@@ -9,9 +9,11 @@ import traceback
 import weakref
 
 import pytest
+import token_net
 import torch
 from torch import nn
 
+import shardcore
 from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.base import LocalModule, SwappedModule, with_methods
 from shardcore.nn.behaviour import add_behaviour, behaviours, native_class
@@ -144,6 +146,20 @@ def test_classes_of_users_can_be_collected():
     del module, Users
     gc.collect()
     assert seen() is None
+
+
+def planned_and_made():
+    model = token_net.Model().double()
+    config = shardcore.ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
+    planned = shardcore.compile_plan(token_net.ModelPolicy, model, config).behaviours()
+    shardcore.shard(model, policy=token_net.ModelPolicy, tp=2, enable_sequence_parallelism=True)
+    return planned, {path: behaviours(module) for path, module in model.named_modules() if path}
+
+
+def test_a_plan_says_what_modules_will_do(pool):
+    for planned, made in pool.run(planned_and_made, world=2):
+        assert planned == {path: own for path, own in made.items() if own}
+        assert [b.__name__ for b in planned["stack.blocks.1"]] == ["SequenceEnd", "SequenceBlock"]
 
 
 def test_no_behaviours():

@@ -27,7 +27,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
-from shardcore.nn import RngScope, ShardedModel, SwappedModule
+from shardcore.nn import ShardedModel, SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
@@ -281,7 +281,6 @@ class ModelSharder:
     def _change(self, context: ShardContext, changes: Changes) -> None:
         self.replace_model_class()
         changes.commit()
-        self._guard(context)
         take_full_tensors(self.model)
         self._run_users_code(self.policy.postprocess)
         self._watch(context)
@@ -319,13 +318,6 @@ class ModelSharder:
             f"sharding this {type(self.model).__name__} failed half-way: {type(error).__name__}: {error}. "
             "The model is unusable; build it anew."
         )
-
-    def _guard(self, context: ShardContext) -> None:
-        """Guard the modules around the blocks too: they are often called by themselves (model.model(...))."""
-        lists = self.plan.stages.lists if self.plan and self.plan.stages else ()
-        owners = {".".join(name.split(".")[:depth]) for name in lists for depth in range(1, name.count(".") + 1)}
-        for owner in sorted(owners):
-            RngScope.adopt(self.model.get_submodule(owner), context)
 
     def _watch(self, context: ShardContext) -> None:
         """Write down which modules have to stay; whoever changes them later is told in the next call of the model."""

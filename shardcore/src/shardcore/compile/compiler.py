@@ -13,7 +13,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh import device_type_here
 from shardcore.plan import Choice, ParameterPlan, ShardPlan
-from shardcore.plan.steps import Step
+from shardcore.plan.steps import ScopeRandomness, Step
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy
 from shardcore.styles.shardformer import rules_of
 
@@ -64,6 +64,9 @@ def compile_plan(
         raise PlanError(_subject(policy, model, ranks), [*checked, *builder.refusals])
     builder.check()
     report_tensors(builder)
+    for path in policy.stages.around if policy.stages else ():
+        step = ScopeRandomness(path=path)
+        builder.steps.setdefault(repr(step), step)
     choices = _optimize(builder, policy, device_type or device_type_here())
     parameters = _parameters(builder)
     if builder.problems:

@@ -29,6 +29,10 @@ def _said(plan: ShardPlan, ranks: int) -> dict[str, list[str]]:
     said: dict[str, list[str]] = {}
     for step in plan.steps:
         said.setdefault(step.path, []).append(step.describe())
+    for path, behaviours in plan.behaviours().items():
+        if len(behaviours) > 1:
+            order = " > ".join(behaviour.__name__ for behaviour in behaviours)
+            said.setdefault(path, []).append(f"behaves as {order} > the native class")
     for parameter in plan.parameters:
         said.setdefault(parameter.name.rpartition(".")[0], []).append(_parameter(parameter, ranks))
     first = _first_parameters(plan)

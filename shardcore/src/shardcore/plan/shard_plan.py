@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from shardcore.config import ShardConfig
 from shardcore.nn import Layout
 from shardcore.plan.choice import Choice
@@ -78,6 +80,15 @@ class ShardPlan:
     def digest(self) -> str:
         """SHA-256 of the plan, equal for equal plans in every process."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def behaviours(self) -> dict[str, tuple[type[nn.Module], ...]]:
+        """Return what the plan makes each module do beyond its native class, outermost first, by its path."""
+        found: dict[str, tuple[type[nn.Module], ...]] = {}
+        for step in self.steps:
+            for path, behaviour in step.behaviours:
+                if behaviour not in found.get(path, ()):
+                    found[path] = (behaviour, *found.get(path, ()))
+        return found
 
     def render(self) -> str:
         """Return the plan as text: every module that changes, with its parameters; equal blocks are shown once."""

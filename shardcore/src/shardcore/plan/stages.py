@@ -34,6 +34,12 @@ class Stages:
         """The lists of blocks."""
         return _names(self.blocks)
 
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The modules around the lists of blocks, without the model itself, from the outside to the inside."""
+        holders = (".".join(name.split(".")[:depth]) for name in self.lists for depth in range(1, name.count(".") + 1))
+        return tuple(dict.fromkeys(holders))
+
     def under(self, prefix: str, *, then: tuple[str, ...] | str = ()) -> Stages:
         """Return the stages of a model that holds this one as ``prefix`` and runs ``then`` after it."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
-from shardcore.plan.steps.modules import CallByMethods, SetAttribute, Swap
+from shardcore.plan.steps.modules import CallByMethods, ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.outputs import GatherOutputs, KeepLogitsSharded, TakeLoss
 from shardcore.plan.steps.regions import EnterArgument, OpenRegion
 from shardcore.plan.steps.sequence import ShardSequence
@@ -31,6 +31,7 @@ __all__ = [
     "ReplaceMethods",
     "ReplaceModule",
     "ReplaceParameters",
+    "ScopeRandomness",
     "SetAttribute",
     "ShardSequence",
     "Step",

@@ -45,6 +45,8 @@ class Phase(enum.IntEnum):
     #: What is compiled, or recomputed, splits and draws as it did before.
     COMPILE = enum.auto()
     RECOMPUTE = enum.auto()
+    #: Around everything else that a module does.
+    SCOPE = enum.auto()
 
 
 class PlanView(Protocol):
@@ -101,9 +103,9 @@ class Step(ABC):
         return f"{self.path or 'the model'} {Step.describe(self)}"
 
     @property
-    def behaviour(self) -> type[SwappedModule] | None:
-        """What it adds to the behaviours of the module; None if it changes something else."""
-        return None
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """What it adds to the behaviours of modules, with their paths: around what earlier steps have added."""
+        return ()
 
     @property
     def splits_heads(self) -> bool:

@@ -33,9 +33,9 @@ class FuseNorm(Step):
         return "torch's fused rms_norm"
 
     @property
-    def behaviour(self) -> type[SwappedModule]:
-        """See `Step.behaviour`."""
-        return FusedRMSNorm
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, FusedRMSNorm),)
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
@@ -54,9 +54,9 @@ class Compile(Step):
         return "compiled while training"
 
     @property
-    def behaviour(self) -> type[SwappedModule]:
-        """See `Step.behaviour`."""
-        return CompiledBlock
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, CompiledBlock),)
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
@@ -75,9 +75,9 @@ class Recompute(Step):
         return "recomputed in the backward"
 
     @property
-    def behaviour(self) -> type[SwappedModule] | None:
-        """See `Step.behaviour`."""
-        return RecomputedBlock
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, RecomputedBlock),)
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""

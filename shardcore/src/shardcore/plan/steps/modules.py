@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
+from shardcore.nn.randomness.guard import RngScope
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step
 
-__all__ = ["CallByMethods", "SetAttribute", "Swap"]
+__all__ = ["CallByMethods", "ScopeRandomness", "SetAttribute", "Swap"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,9 @@ class Swap(Step):
         return f"{self.path or 'the model'} becomes {to_data(self.target)}({options})"
 
     @property
-    def behaviour(self) -> type[SwappedModule]:
-        """See `Step.behaviour`."""
-        return self.target
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, self.target),)
 
     @property
     def splits_heads(self) -> bool:
@@ -103,9 +104,9 @@ class CallByMethods(Step):
         return f"is run by {', '.join(self.methods)} too"
 
     @property
-    def behaviour(self) -> type[SwappedModule]:
-        """See `Step.behaviour`."""
-        return MethodsAsCalls
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, MethodsAsCalls),)
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
@@ -113,3 +114,23 @@ class CallByMethods(Step):
             return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
         module = bench.model.get_submodule(self.path)
         return functools.partial(MethodsAsCalls.adopt, module, bench.context, methods=self.methods)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScopeRandomness(Step):
+    """A module around the blocks, which is often called by itself, runs on the model's random stream then too."""
+
+    phase: ClassVar[Phase] = Phase.SCOPE
+
+    def describe(self) -> str:
+        """See `Step.describe`."""
+        return "on the model's random stream"
+
+    @property
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, RngScope),)
+
+    def prepare(self, bench: Bench) -> Commit:
+        """See `Step.prepare`."""
+        return functools.partial(RngScope.adopt, bench.model.get_submodule(self.path), bench.shared)

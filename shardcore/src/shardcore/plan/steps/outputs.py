@@ -37,9 +37,9 @@ class GatherOutputs(Step):
         return "gathers " + ", ".join([*gathered, *(f"{name} along the sequence" for name in self.by_tokens)])
 
     @property
-    def behaviour(self) -> type[SwappedModule]:
-        """See `Step.behaviour`."""
-        return OutputGatherer
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, OutputGatherer),)
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
@@ -71,9 +71,9 @@ class TakeLoss(Step):
         return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
 
     @property
-    def behaviour(self) -> type[SwappedModule]:
-        """See `Step.behaviour`."""
-        return LossFromOutputs
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, LossFromOutputs),)
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
@@ -104,9 +104,9 @@ class KeepLogitsSharded(Step):
         return f"logits of {', '.join(self.heads)} {how} where {self.labels[0]!r} are given"
 
     @property
-    def behaviour(self) -> type[SwappedModule]:
-        """See `Step.behaviour`."""
-        return VocabParallelLossModel
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        return ((self.path, VocabParallelLossModel),)
 
     def collectives(self, site: Site) -> Iterator[Collective]:
         """See `Step.collectives`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardcore.errors import Problem
+from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.sequence.tokens import SequenceBlock, SequenceEnd, SequenceStack
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
@@ -39,6 +40,12 @@ class ShardSequence(Step):
     def splits_tokens(self) -> tuple[str, ...]:
         """See `Step.splits_tokens`."""
         return (*self.blocks, self.end)
+
+    @property
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        """See `Step.behaviours`."""
+        blocks = ((block, SequenceBlock) for block in self.blocks)
+        return ((self.path, SequenceStack), *blocks, (self.end, SequenceEnd))
 
     def covers(self, path: str) -> bool:
         """Tell whether the module ``path`` works on split tokens, or inside regions between them."""
