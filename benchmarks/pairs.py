@@ -71,8 +71,9 @@ class PlainPair(Pair):
 
 def _shardcore() -> nn.Module:
     from shardcore.mesh import ShardContext
-    from shardcore.nn import ColumnLinear, RowLinear, SoleRegion
+    from shardcore.nn import ColumnLinear, RowLinear
     from shardcore.nn.randomness.dropout import DropoutSites
+    from shardcore.nn.region.sole import SoleRegion
 
     context = ShardContext.of(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     pair = Pair()

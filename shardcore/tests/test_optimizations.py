@@ -21,7 +21,8 @@ from shardcore.compile.switches import Choice
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import NotSupportedError, PlanError
-from shardcore.nn import FusedRMSNorm, RecomputedBlock, Replicated
+from shardcore.nn import FusedRMSNorm, Replicated
+from shardcore.nn.blocks.recompute import RecomputedBlock
 from shardcore.nn.region.region import Region
 from shardcore.plan.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
 from shardcore.policy import Stages

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import shardcore
 from shardcore.comm.reads import CAN_TRACE
-from shardcore.nn import CompiledBlock
+from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.testing.parity import assert_same_gradients
 from shardcore.testing.subject import checkpointing
 

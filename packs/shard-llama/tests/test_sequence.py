@@ -11,8 +11,8 @@ from llama_cases import batch, build, compare_forward, loss_of, shard, train_bes
 from torch.utils.checkpoint import checkpoint
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn import SequenceStack
 from shardcore.nn.partial import SCALES_PARTIAL
+from shardcore.nn.sequence.tokens import SequenceStack
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 from shardcore.testing.subject import checkpointing

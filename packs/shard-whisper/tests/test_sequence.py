@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from whisper_cases import build, inputs, loss_of, shard
 
-from shardcore.nn import SequenceStack
+from shardcore.nn.sequence.tokens import SequenceStack
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 

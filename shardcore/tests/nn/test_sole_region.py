@@ -10,7 +10,7 @@ from tiny import randomize, shard
 from torch import nn
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn import SoleRegion
+from shardcore.nn.region.sole import SoleRegion
 from shardcore.policy import Policy
 from shardcore.styles import region
 from shardcore.testing.observing import Collectives

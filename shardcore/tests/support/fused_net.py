@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.mesh import ShardContext, build_mesh, set_context
-from shardcore.nn import ColumnLinear, FusedColumnLinear, Region, Replicated, RowLinear
+from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.region.region import Region
 from shardcore.wrap.data_parallel import apply_data_parallel
 
 IN, BATCH = 8, 4

@@ -27,11 +27,12 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
-from shardcore.nn import ShardedModel, SwappedModule
+from shardcore.nn import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
+from shardcore.nn.root import ShardedModel
 from shardcore.plan import ShardPlan
 from shardcore.plan.digest import to_data
 from shardcore.plugins.registry import Registry, default_registry

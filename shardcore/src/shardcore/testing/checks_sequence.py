@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from shardcore.nn import SequenceStack
+from shardcore.nn.sequence.tokens import SequenceStack
 from shardcore.testing import checks_random, checks_state, checks_training
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject

@@ -47,7 +47,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it enters
     its region by itself, one all-reduce of its input's gradient for each such linear; as member of a region (see
-    `shardcore.nn.Region`) the region's entry does, once for all members.
+    `shardcore.nn.region.region.Region`) the region's entry does, once for all members.
 
     Options:
         gather_output: return the whole output on every rank.
