@@ -6,14 +6,17 @@ A page may hold these lines, which are replaced by what the sources say, read wi
     {{ verbatim shardcore.errors }}     the docstring of a module, as it stands
     {{ words shardcore.styles }}        a table of the public functions of a module: how each is called, what it does
     {{ names shardcore.nn }}            a table of everything in ``__all__`` of a module: the name, what it is
+    {{ planned shardcore._planned }}    a table of what this release lacks
     {{ file PATH LANGUAGE }}            a file of the repository, as a block of code
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ SOURCE = ROOT / "shardcore" / "src"
 # A warning of this logger is an error of `mkdocs build --strict`.
 log = logging.getLogger("mkdocs.plugins.shardcore")
 
-_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|file) ([^{}]+) \}\}$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|planned|file) ([^{}]+) \}\}$", re.MULTILINE)
 _REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 
 
@@ -104,6 +107,22 @@ def _said_of(module: str, name: str) -> str:
     return ""
 
 
+def planned(module: str) -> str:
+    """Return a Markdown table of the fields of the configuration that a later release is to bring."""
+    file = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location("shardcore_planned", file)
+    assert spec is not None  # a Python file has a loader
+    assert spec.loader is not None
+    read = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = read  # dataclasses look for their module
+    spec.loader.exec_module(read)
+    rows = [
+        f"| {field.feature or ''} | `{name}` | {field.release} | {field.instead} |"
+        for name, field in read.FIELDS.items()
+    ]
+    return "\n".join(["| feature | field | release | until then |", "|---|---|---|---|", *rows])
+
+
 def _call(node: ast.FunctionDef) -> str:
     """Return how a function is called, without annotations."""
     arguments = ast.unparse(node.args)
@@ -150,5 +169,6 @@ _KINDS: dict[str, Callable[..., str]] = {
     "verbatim": verbatim,
     "words": words,
     "names": names,
+    "planned": planned,
     "file": file,
 }
