@@ -42,6 +42,7 @@ TOOLS = ("ruff==0.17.5", "mypy==2.4.1")
 DOCS = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11")
 # The checks share it; it has no torch: mypy reads that of the newest releases.
 CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
+COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
 # The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
 ENV: dict[str, str | None] = {
@@ -163,8 +164,8 @@ for _cell in CELLS:
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
     requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
-    names = ("tests", "docs", "examples", "README.md", "tools", "noxfile.py", ".ci")
-    places = [CORE, *(ROOT / name for name in names), *(pack.folder for pack in PACKS)]
+    names = ("tests", "docs", "examples", "tools", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
+    places = [CORE, *(ROOT / name for name in names), *ROOT.glob("*.md"), *(pack.folder for pack in PACKS)]
     Suite(session, NEWEST, "together", ROOT / "tests", requirements, places, alone=False).run()
 
 
@@ -191,6 +192,40 @@ def fuzz(session: nox.Session) -> None:
     packs = [str(pack.folder) for pack in PACKS]
     pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
     session.run(str(python), str(ROOT / "tests" / "fuzz" / "search.py"), *session.posargs, env=ENV, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
+def coverage(session: nox.Session) -> None:
+    """Count the lines of the core that its tests run, on ranks too; arguments go to pytest.
+
+    What a process had counted is lost if it is killed, as ranks that hang are.
+    """
+    python = COVERAGE.make(ENVIRONMENTS, functools.partial(pip, session))
+    pip(session, python, "install", *COVERAGE.torch, *COVERAGE.pins, "--editable", f"{CORE}[testing]")
+
+    def run(*arguments: str) -> None:
+        session.run(str(python), "-m", "coverage", *arguments, env=ENV, external=True)
+
+    failure = None
+    run("erase")
+    try:
+        run("run", "-m", "pytest", *(session.posargs or [str(CORE / "tests")]))
+    except CommandFailed as error:  # what ran was counted all the same
+        failure = error
+    run("combine", "--quiet")
+    run("html", "--quiet")
+    run("report", "--skip-covered", "--sort=cover")
+    if failure is not None:
+        session.error(str(failure))
+
+
+@nox.session(venv_backend="none", default=False)
+def mutations(session: nox.Session) -> None:
+    """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
+    python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
+    packs = [str(pack.folder) for pack in PACKS]
+    pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, f"{CORE}[testing]", *packs)
+    session.run(str(python), str(ROOT / "tools" / "mutations.py"), *session.posargs, env=ENV, external=True)
 
 
 @nox.session(venv_backend="none", default=False)
