@@ -1,10 +1,13 @@
-"""The jobs of the workspace: ``nox -t tests``, ``nox -t matrix``, ``nox -s demo|fuzz|lint|docs``.
+"""The jobs of the workspace: ``nox``, ``nox -t tests checks``, ``nox -t matrix``, and others by their names.
+
+``nox`` alone is for a contributor before a commit: style, types, documentation (the tag ``checks``), and a few minutes
+of tests (``smoke``). ``.ci/run`` is ``nox -t tests checks``.
 
 Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
 ``shard-llama-transformers-5.0.0``. Tags: ``newest`` and ``oldest`` (the whole conformance kit), ``matrix`` (all
 releases; between the two, sizes 1 and 2), ``tests`` (the core, ``newest``, ``oldest``, all packs together), ``quick``
-(sizes 1 and 2 against the newest release), and the name of each pack. One environment for each release serves all of
-them, and those of one torch share its files.
+(sizes 1 and 2 against the newest release), ``pythons`` (the core with each other Python that is here), and the name of
+each pack. One environment for each release serves all of them, and those of one torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
 unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
@@ -28,20 +31,19 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from cells import Cell, Pack, cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
-from environments import Environment, capabilities_here  # noqa: E402
+from environments import Environment, capabilities_here, find_python  # noqa: E402
 from results import Result, Results, digest_of  # noqa: E402
 
 # The torch of every environment that needs no other; another one: SHARDCORE_TORCH=2.14.1 nox -t tests
 TORCH = f"torch=={os.environ.get('SHARDCORE_TORCH', '2.13.0')}"
 
+# Ruff formats the signatures in the documentation too.
 TOOLS = ("ruff==0.17.5", "mypy==2.4.1")
-DOCS = (
-    "mkdocs==1.6.1",
-    "mkdocs-material==9.8.1",
-    "mkdocstrings==1.0.8",
-    "mkdocstrings-python==2.0.11",
-    "ruff==0.17.5",  # formats signatures
-)
+DOCS = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11")
+# The checks share it; it has no torch: mypy reads that of the newest releases.
+CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
+COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
+PYTHONS = ("3.11", "3.12", "3.13")
 # The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
 ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",
@@ -54,12 +56,56 @@ PACKS = find_packs(ROOT)
 # The environment of the newest releases, which their cells use too.
 _PINS = sorted(newest_of(PACKS).items())
 NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH,), tuple(map("==".join, _PINS)))
+ENVIRONMENTS = ROOT / ".nox" / "environments"
 RESULTS = Results(ROOT / ".nox" / "results")
+# What the checks read.
+_CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py", "pyproject.toml",
+            "mkdocs.yml")  # fmt: skip
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint"]
-nox.options.tags = ["tests"]
+nox.options.sessions = ["lint", "types", "docs", "smoke"]
+
+
+@nox.session(venv_backend="none", tags=["checks"])
+def lint(session: nox.Session) -> None:
+    """Check style and format."""
+    check(session, ["ruff", "check", "."], ["ruff", "format", "--check", "."])
+
+
+@nox.session(venv_backend="none", tags=["checks"])
+def types(session: nox.Session) -> None:
+    """Check types, against the newest releases."""
+    project = nox.project.load_toml(CORE / "pyproject.toml")["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
+    python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
+    pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, *requirements)
+    check(session, ["mypy", "--python-executable", str(python)])
+
+
+@nox.session(venv_backend="none", tags=["checks"])
+def docs(session: nox.Session) -> None:
+    """Build the documentation into ``site``, which git ignores; a warning is an error. Needs no torch."""
+    check(session, ["mkdocs", "build", "--strict", "--clean", "--site-dir", "site"])
+
+
+@nox.session(venv_backend="none", default=False)
+def smoke(session: nox.Session) -> None:
+    """Test what needs no ranks, the documentation, and one model on ranks: a few minutes."""
+    requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
+    places = [CORE, ROOT / "tests", ROOT / "docs", ROOT / "README.md", ROOT / "tools", *(p.folder for p in PACKS)]
+    workspace = [str(ROOT / "tests" / f"test_{name}.py") for name in ("docs", "facts", "matrix", "environments")]
+    # The tests of the kit and its pool start processes of their own.
+    alone = ["-p", "without_ranks", "--without-ranks", f"--ignore={CORE / 'tests' / 'testing'}", *workspace]
+    suites = [
+        Suite(session, NEWEST, part, tests, requirements, places, alone=False, options=options)
+        for part, tests, options in (
+            ("without-ranks", CORE / "tests", alone),
+            ("on-ranks", CORE / "tests" / "nn" / "test_region.py", []),
+        )
+    ]
+    if failed := [suite.name for suite in suites if not suite.passes()]:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(venv_backend="none", tags=["tests"])
@@ -67,6 +113,25 @@ def core(session: nox.Session) -> None:
     """Test the core without transformers; arguments go to pytest."""
     suite = Suite(session, Environment("core", (TORCH,)), "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE])
     suite.run()
+
+
+def add_python(version: str) -> None:
+    """Make the session that tests the core with another Python."""
+
+    def test(session: nox.Session) -> None:
+        if (python := find_python(version)) is None:
+            session.skip(f"this machine has no Python {version}; install it, or name it by pyenv")
+        environment = Environment("core", (TORCH,), python=python)
+        against = f"Python {version}"
+        Suite(session, environment, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against=against).run()
+
+    test.__doc__ = f"Test the core with Python {version}, where this machine has it."
+    nox.session(venv_backend="none", name=f"core-python-{version}", tags=["pythons"], default=False)(test)
+
+
+for _version in PYTHONS:
+    if _version != f"{sys.version_info.major}.{sys.version_info.minor}":
+        add_python(_version)
 
 
 def add_cell(cell: Cell) -> None:
@@ -99,8 +164,8 @@ for _cell in CELLS:
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
     requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
-    sources = [CORE / "src", ROOT / "tests", ROOT / "docs", ROOT / "examples", ROOT / "README.md", ROOT / "tools"]
-    places = [*sources, *(pack.folder for pack in PACKS)]
+    names = ("tests", "docs", "examples", "tools", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
+    places = [CORE, *(ROOT / name for name in names), *ROOT.glob("*.md"), *(pack.folder for pack in PACKS)]
     Suite(session, NEWEST, "together", ROOT / "tests", requirements, places, alone=False).run()
 
 
@@ -123,10 +188,44 @@ def fuzz(session: nox.Session) -> None:
     """Search for configurations that differ from the unsharded model: nox -s fuzz -- --draws 2000."""
     # timm's environment has every library.
     environment = next(cell.environment for cell in CELLS if cell.library == "timm" and "newest" in cell.tags)
-    python = environment.make(ROOT / ".nox" / "environments", functools.partial(pip, session))
+    python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
     packs = [str(pack.folder) for pack in PACKS]
     pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
     session.run(str(python), str(ROOT / "tests" / "fuzz" / "search.py"), *session.posargs, env=ENV, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
+def coverage(session: nox.Session) -> None:
+    """Count the lines of the core that its tests run, on ranks too; arguments go to pytest.
+
+    What a process had counted is lost if it is killed, as ranks that hang are.
+    """
+    python = COVERAGE.make(ENVIRONMENTS, functools.partial(pip, session))
+    pip(session, python, "install", *COVERAGE.torch, *COVERAGE.pins, "--editable", f"{CORE}[testing]")
+
+    def run(*arguments: str) -> None:
+        session.run(str(python), "-m", "coverage", *arguments, env=ENV, external=True)
+
+    failure = None
+    run("erase")
+    try:
+        run("run", "-m", "pytest", *(session.posargs or [str(CORE / "tests")]))
+    except CommandFailed as error:  # what ran was counted all the same
+        failure = error
+    run("combine", "--quiet")
+    run("html", "--quiet")
+    run("report", "--skip-covered", "--sort=cover")
+    if failure is not None:
+        session.error(str(failure))
+
+
+@nox.session(venv_backend="none", default=False)
+def mutations(session: nox.Session) -> None:
+    """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
+    python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
+    packs = [str(pack.folder) for pack in PACKS]
+    pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, f"{CORE}[testing]", *packs)
+    session.run(str(python), str(ROOT / "tools" / "mutations.py"), *session.posargs, env=ENV, external=True)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -170,21 +269,8 @@ def demo(session: nox.Session) -> None:
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)
 
 
-@nox.session
-def lint(session: nox.Session) -> None:
-    """Check style, format and types."""
-    session.install(TORCH)
-    session.install(*NEWEST.pins, f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS), *TOOLS)
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("mypy")
-
-
-@nox.session(default=False)
-def docs(session: nox.Session) -> None:
-    """Build the documentation into ``site``, which git ignores; a warning is an error. Needs no torch."""
-    session.install(*DOCS)
-    session.run("mkdocs", "build", "--strict", "--clean", "--site-dir", "site", env={"NO_MKDOCS_2_WARNING": "1"})
+# Sessions of several suites, each of which has a result of its own.
+_SEVERAL = ("capabilities", "minimums", "smoke")
 
 
 class Suite:
@@ -223,7 +309,7 @@ class Suite:
         self.requirements, self.data, self.against, self.alone = requirements, data, against, alone
         self.env = dict(env or {})
         self.options = [*options, *session.posargs]
-        self.result = f"{session.name}-{name}" if session.name in ("minimums", "capabilities") else session.name
+        self.result = f"{session.name}-{name}" if session.name in _SEVERAL else session.name
         settings = repr((environment.torch, environment.pins, self.options, self.env))
         self.sources = f"{digest_of([*sources, ROOT / 'pyproject.toml'])} {settings}"
 
@@ -268,7 +354,7 @@ class Suite:
         return not result.failed
 
     def _install(self) -> Path:
-        python = self.environment.make(ROOT / ".nox" / "environments", self._pip)
+        python = self.environment.make(ENVIRONMENTS, self._pip)
         if self.alone:
             self._pip(python, "uninstall", "--yes", *(pack.name for pack in PACKS))
         self._pip(python, "install", *self.environment.torch, *self.environment.pins, *self.requirements)
@@ -278,6 +364,37 @@ class Suite:
 
     def _pip(self, python: Path, *arguments: str) -> None:
         pip(self.session, python, *arguments)
+
+
+def check(session: nox.Session, *commands: Sequence[str]) -> None:
+    """Call tools of the checks' environment, all of them, and keep the outcome; each counts as one test.
+
+    Args:
+        session: the session; its name is that of the result.
+        *commands: what is called; a failure does not keep the next one from being called.
+    """
+    sources = f"{digest_of([ROOT / name for name in _CHECKED])} {CHECKS.pins} {TORCH}"
+    if RESULTS.passed_before(session.name, sources):
+        session.log(f"{session.name} passed before, with the same sources")
+        return
+    start, failed = time.monotonic(), []
+    for command in commands:
+        try:
+            python = CHECKS.make(ENVIRONMENTS, functools.partial(pip, session))
+            pip(session, python, "install", *CHECKS.pins)
+            # Tools call each other by name.
+            path = os.pathsep.join((str(python.parent), os.environ.get("PATH", "")))
+            env = {**ENV, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
+            session.run(str(python.with_name(command[0])), *command[1:], env=env, external=True)
+        except CommandFailed as failure:
+            session.warn(str(failure))
+            failed.append(" ".join(command[:2]))
+    counts = {"passed": len(commands) - len(failed), "failed": len(failed)}
+    result = Result(name=session.name, suite=session.name, sources=sources, seconds=time.monotonic() - start, **counts)
+    RESULTS.write(result)
+    session.log(f"{session.name}: {result}")
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 def pip(session: nox.Session, python: Path, *arguments: str) -> None:

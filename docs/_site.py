@@ -5,14 +5,18 @@ A page may hold these lines, which are replaced by what the sources say, read wi
     {{ docstring shardcore.hooks }}     the docstring of a module, as Markdown
     {{ verbatim shardcore.errors }}     the docstring of a module, as it stands
     {{ words shardcore.styles }}        a table of the public functions of a module: how each is called, what it does
+    {{ names shardcore.nn }}            a table of everything in ``__all__`` of a module: the name, what it is
+    {{ planned shardcore._planned }}    a table of what this release lacks
     {{ file PATH LANGUAGE }}            a file of the repository, as a block of code
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ SOURCE = ROOT / "shardcore" / "src"
 # A warning of this logger is an error of `mkdocs build --strict`.
 log = logging.getLogger("mkdocs.plugins.shardcore")
 
-_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|file) ([^{}]+) \}\}$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|planned|file) ([^{}]+) \}\}$", re.MULTILINE)
 _REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 
 
@@ -83,6 +87,42 @@ def words(module: str) -> str:
     return "\n".join(["| word | call | what it says |", "|---|---|---|", *rows])
 
 
+def names(module: str) -> str:
+    """Return a Markdown table of the public names of a module and the first sentences of their docstrings."""
+    rows = [f"| `{name}` | {_said_of(module, name)} |" for name in public(tree(module))]
+    return "\n".join(["| name | what it is |", "|---|---|", *rows])
+
+
+def _said_of(module: str, name: str) -> str:
+    """Return the summary of a class or function where it is defined; nothing for other values."""
+    body = tree(module).body
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return _summary(node)
+    for node in (node for node in ast.walk(ast.Module(body=body, type_ignores=[])) if isinstance(node, ast.ImportFrom)):
+        if node.module and node.module.startswith("shardcore"):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _said_of(node.module, alias.name)
+    return ""
+
+
+def planned(module: str) -> str:
+    """Return a Markdown table of the fields of the configuration that a later release is to bring."""
+    file = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location("shardcore_planned", file)
+    assert spec is not None  # a Python file has a loader
+    assert spec.loader is not None
+    read = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = read  # dataclasses look for their module
+    spec.loader.exec_module(read)
+    rows = [
+        f"| {field.feature or ''} | `{name}` | {field.release} | {field.instead} |"
+        for name, field in read.FIELDS.items()
+    ]
+    return "\n".join(["| feature | field | release | until then |", "|---|---|---|---|", *rows])
+
+
 def _call(node: ast.FunctionDef) -> str:
     """Return how a function is called, without annotations."""
     arguments = ast.unparse(node.args)
@@ -94,7 +134,7 @@ def _call(node: ast.FunctionDef) -> str:
     return f"{node.name}({ast.unparse(bare.args)})".replace("|", "\\|")
 
 
-def _summary(node: ast.FunctionDef) -> str:
+def _summary(node: ast.FunctionDef | ast.ClassDef) -> str:
     return (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
@@ -124,4 +164,11 @@ def documented(name: str) -> bool:
     return True
 
 
-_KINDS: dict[str, Callable[..., str]] = {"docstring": as_markdown, "verbatim": verbatim, "words": words, "file": file}
+_KINDS: dict[str, Callable[..., str]] = {
+    "docstring": as_markdown,
+    "verbatim": verbatim,
+    "words": words,
+    "names": names,
+    "planned": planned,
+    "file": file,
+}

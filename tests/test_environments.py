@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from environments import Environment, capabilities_here  # noqa: E402  # from tools/
+from environments import Environment, capabilities_here, find_python  # noqa: E402  # from tools/
 
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
 
@@ -80,3 +80,38 @@ def test_capabilities_are_those_of_the_processor(tmp_path):
         (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
         assert capabilities_here(tmp_path / "cpuinfo") == wanted
     assert capabilities_here(tmp_path / "none") == ["default"]
+
+
+def test_tools_need_no_torch(tmp_path, pip):
+    python = Environment("tools", ()).make(tmp_path, pip)
+    assert pip.calls == []
+    assert Path(printed(python, "import sys; print(sys.prefix)")) == tmp_path / "no-torch" / "tools"
+    printed(python, "import pip")
+
+
+def test_each_python_has_environments_of_its_own(tmp_path, pip):
+    here = Environment("one", TORCH).make(tmp_path, pip)
+    other = Environment("one", TORCH, python=sys.executable).make(tmp_path, pip)
+    assert here != other
+    assert len(pip.calls) == 2
+    assert printed(other, "import torch, pip; print(torch.release)") == "1"
+
+
+def test_an_interpreter_is_one_that_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+    def script(path: Path, text: str) -> str:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    assert find_python(version) is None
+    script(tmp_path / "bin" / f"python{version}", "exit 127")  # a shim of a version that is not chosen
+    assert find_python(version) is None
+    script(tmp_path / "pyenv/versions/3.1.0/bin/python3.1", f'exec "{sys.executable}" "$@"')
+    assert find_python("3.1") is None  # says another version
+    kept = script(tmp_path / f"pyenv/versions/{version}.7/bin/python{version}", f'exec "{sys.executable}" "$@"')
+    assert find_python(version) == kept

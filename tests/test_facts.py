@@ -60,7 +60,7 @@ def test_nothing_that_is_planned_for_this_release_or_an_earlier_one_is_missing()
 
 
 def test_the_docstring_of_the_configuration_names_the_releases():
-    text = ast.get_docstring(next(n for n in ast.parse((SOURCE / "config.py").read_text()).body
+    text = ast.get_docstring(next(n for n in ast.parse((SOURCE / "config" / "shard_config.py").read_text()).body
                                   if isinstance(n, ast.ClassDef) and n.name == "ShardConfig"))  # fmt: skip
     items = re.findall(r"^    (\w+): (.*?)(?=^    \w+: |^\w|\Z)", text, re.M | re.S)
     said = {field: set(RELEASE.findall(body)) for field, body in items if RELEASE.search(body)}
@@ -73,6 +73,34 @@ def test_the_page_on_shardformer_names_the_releases():
         said = [set(RELEASE.findall(row)) for row in rows if f"`{planned}`" in row]
         assert said or planned in _planned.FIELDS, planned  # not every field comes from there
         assert all(found == {RELEASES[planned]} for found in said), (planned, said)
+
+
+def _unexplained(row: str) -> set[str]:
+    """Return the releases that a row of a table names and the table of what is planned does not give it."""
+    known = {**RELEASES, **{option: planned.release for option, planned in _planned.LAYER_OPTIONS.items()}}
+    named = {known[word] for word in re.findall(r'`"?(\w+)"?`', row) if word in known}
+    others = {release for words, release in _planned.OTHERS.items() if words in row}
+    return set(RELEASE.findall(row)) - named - others
+
+
+# The others have tables of measurements.
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name not in ("adr", "benchmarks", "tests")], ids=name)
+def test_every_release_that_a_table_names_is_from_the_table_of_what_is_planned(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for row in re.findall(r"^\|.*\|$", text, re.M):
+        assert _unexplained(row) == set(), row
+
+
+def test_a_release_that_nothing_gives_is_found():
+    assert _unexplained("| `Booster` | 0.4 | |") == set()
+    assert _unexplained("| `Booster` | 0.5 | |") == {"0.5"}
+    assert _unexplained("| `Other` | 0.4 | |") == {"0.4"}
+
+
+def test_what_only_the_documentation_names_is_there():
+    rows = [row for page in PAGES for row in re.findall(r"^\|.*\|$", page.read_text(), re.M)]
+    for words, release in _planned.OTHERS.items():
+        assert any(words in row and release in RELEASE.findall(row) for row in rows), words
 
 
 def test_the_page_on_shardformer_names_the_options_of_layers():

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Environment", "capabilities_here"]
+__all__ = ["Environment", "capabilities_here", "find_python"]
+
+# The folder of an environment, for paths that are relative to it.
+_BELOW = {"base": ".", "platbase": "."}
 
 
 def capabilities_here(processor: Path) -> list[str]:
@@ -31,13 +34,15 @@ class Environment:
 
     Attributes:
         name: such as ``transformers-5.0.0``.
-        torch: torch and what has to match it, as pins.
+        torch: torch and what has to match it, as pins; empty for tools that need no torch.
         pins: what else is installed in it, besides the packs.
+        python: the interpreter that it is made with; None for the one that runs nox.
     """
 
     name: str
     torch: tuple[str, ...]
     pins: tuple[str, ...] = ()
+    python: str | None = None
 
     def make(self, folder: Path, pip: Callable[..., None]) -> Path:
         """Return its interpreter; it is made if it is not there, without its pins.
@@ -46,21 +51,52 @@ class Environment:
             folder: where all environments are.
             pip: called as ``pip(python, *arguments)`` to install torch.
         """
-        siblings = folder / "-".join(pin.replace("==", "-") for pin in self.torch)
+        version = [] if self.python is None else [Path(self.python).name]
+        siblings = folder / ("-".join([*version, *(pin.replace("==", "-") for pin in self.torch)]) or "no-torch")
         base, own = siblings / "base", siblings / self.name
         if not _python(own).exists():
             if not _python(base).exists():
-                _make(base)
-            pip(_python(base), "install", *self.torch)
+                _make(self.python or sys.executable, base)
+            if self.torch:
+                pip(_python(base), "install", *self.torch)
             # The interpreter comes last: what was interrupted before is made anew.
             shutil.rmtree(own, ignore_errors=True)
-            shutil.copytree(_packages(base), _packages(own), copy_function=_link, symlinks=True)
-            _make(own, "--without-pip")
+            packages = self._packages()
+            shutil.copytree(base / packages, own / packages, copy_function=_link, symlinks=True)
+            _make(self.python or sys.executable, own, "--without-pip")
         return _python(own)
 
+    def _packages(self) -> str:
+        """Return where the interpreter keeps packages, below the folder of an environment."""
+        if self.python is None:
+            return sysconfig.get_path("purelib", "venv", _BELOW)
+        code = f"import sysconfig; print(sysconfig.get_path('purelib', 'venv', {_BELOW}))"
+        return subprocess.run([self.python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
-def _make(folder: Path, *options: str) -> None:
-    subprocess.run([sys.executable, "-m", "venv", *options, str(folder)], check=True)
+
+def find_python(version: str) -> str | None:
+    """Return an interpreter of a version such as ``3.13`` that starts; None if this machine has none.
+
+    Looked for: ``pythonX.Y`` on the path, and the versions that pyenv has installed. A name on the path may be a shim
+    that starts nothing, so each is asked for its version.
+    """
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    kept = sorted(str(python) for python in root.glob(f"versions/{version}.*/bin/python{version}"))
+    found = [shutil.which(f"python{version}"), *kept]
+    return next((python for python in found if python is not None and _is(python, version)), None)
+
+
+def _is(python: str, version: str) -> bool:
+    code = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and done.stdout.strip() == version
+
+
+def _make(python: str, folder: Path, *options: str) -> None:
+    subprocess.run([python, "-m", "venv", *options, str(folder)], check=True)
 
 
 def _link(source: str, target: str) -> str:
@@ -72,12 +108,5 @@ def _link(source: str, target: str) -> str:
 
 
 def _python(folder: Path) -> Path:
-    return _path("scripts", folder) / ("python.exe" if os.name == "nt" else "python")
-
-
-def _packages(folder: Path) -> Path:
-    return _path("purelib", folder)
-
-
-def _path(kind: str, folder: Path) -> Path:
-    return Path(sysconfig.get_path(kind, "venv", {"base": str(folder), "platbase": str(folder)}))
+    scripts = sysconfig.get_path("scripts", "venv", {"base": str(folder), "platbase": str(folder)})
+    return Path(scripts) / ("python.exe" if os.name == "nt" else "python")

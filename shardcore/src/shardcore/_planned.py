@@ -1,6 +1,7 @@
 """What later releases are to bring: the one table that the configuration, `shardcore.compat`, ``doctor`` and docs read.
 
-Imports nothing.
+A release number is written nowhere else, but where a test compares it with this table. Imports nothing, so that the
+documentation can read it without torch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FIELDS", "LAYER_OPTIONS", "NAMES", "Planned", "PlannedField", "features"]
+__all__ = ["FIELDS", "LAYER_OPTIONS", "NAMES", "OTHERS", "Planned", "PlannedField", "features"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,20 @@ LAYER_OPTIONS = {
         "0.5", "leave it out: a vocabulary of any size is split unevenly", (None, 1)
     ),
     "split_sizes": PlannedField("0.3", "segments=3, if there are three equal ones", (None,)),
+}
+
+#: What only the documentation names: the first word of a row of its tables, and the release.
+OTHERS = {
+    "tp_size": NAMES["HybridParallelPlugin"].release,
+    "Booster.execute_pipeline": FIELDS["pipeline_parallel_size"].release,
+    "_criterion": NAMES["Booster"].release,
+    "finetune.py": NAMES["Booster"].release,
+    "LazyInitContext": "0.4",
+    "xFormers": FIELDS["enable_flash_attention"].release,
+    "GPT2ForSequenceClassification": "0.5",
+    "RoBERTa": "0.5",
+    "GLM": "0.5",
+    "nn.MultiheadAttention": "0.5",
 }
 
 

@@ -90,6 +90,7 @@ def test_a_policy_that_is_wrong(pack):
     assert states["forward"]["state"] == "failed"
     assert states["forward"]["error"] > 1e-3
     assert "logits" in states["forward"]["message"]
+    assert all(isinstance(finding["hazards"], list) for finding in found["findings"])
 
 
 def test_a_plan_that_fails_is_the_only_finding(pack):

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardcore.testing.cases import Case, Supports
+from shardcore.testing import Case, Supports
 
 __all__ = ["build_timm", "build_vit", "cases"]
 

@@ -189,7 +189,7 @@ def progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[Job], None]]:
 def to_json(done: list[Job]) -> dict[str, Any]:
     """Return the findings as JSON data."""
     findings = [
-        {"case": job.subject.case.name, "tp": job.subject.tp, **dataclasses.asdict(finding)}
+        {"case": job.subject.case.name, "tp": job.subject.tp, **dataclasses.asdict(finding), "hazards": finding.hazards}
         for job in done
         for finding in job.findings
     ]
@@ -211,7 +211,7 @@ def show(done: list[Job]) -> None:
     show_table("verified", columns, [_cells(job, finding) for job, finding in found])
     for job, finding in found:
         if finding.state == "failed":
-            click.echo(f"\n{finding.check}, {job.subject}:\n  " + finding.message.replace("\n", "\n  "))
+            click.echo(f"\n{finding.check}, {job.subject}:\n  " + finding.explained().replace("\n", "\n  "))
     failed = sum(finding.state == "failed" for _, finding in found)
     closed = sum(finding.state == "closed" for _, finding in found)
     rest = len(found) - failed - closed

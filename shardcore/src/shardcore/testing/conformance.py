@@ -64,7 +64,7 @@ def report(finding: Finding, subject: str) -> None:
         largest = (
             "" if finding.error is None else f"largest relative difference {finding.error:.3g} at {finding.where}\n"
         )
-        pytest.fail(f"{finding.check}, {subject}: {largest}{finding.message}", pytrace=False)
+        pytest.fail(f"{finding.check}, {subject}: {largest}{finding.explained()}", pytrace=False)
     if finding.state == "closed":
         pytest.skip(f"closed for {subject}: {finding.message}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 __all__ = ["Finding", "Ledger", "difference", "worst"]
 
 State = Literal["passed", "failed", "closed"]
+
+_HAZARD = re.compile(r"\bH\d+\b")
 
 _SHOWN = 8  # messages of one check; the rest is counted
 
@@ -38,6 +41,16 @@ class Finding:
     error: float | None = None
     where: str = ""
     message: str = ""
+
+    @property
+    def hazards(self) -> tuple[str, ...]:
+        """The numbers of the hazards that the message names, such as ``H6``: headings of ``docs/hazards.md``."""
+        return tuple(dict.fromkeys(_HAZARD.findall(self.message)))
+
+    def explained(self) -> str:
+        """Return the message, and below it where the hazards that it names are explained."""
+        where = ", ".join(f"docs/hazards.md#{number.lower()}" for number in self.hazards)
+        return f"{self.message}\nSee {where}" if where else self.message
 
 
 class Ledger:

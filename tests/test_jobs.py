@@ -1,0 +1,93 @@
+"""What the jobs of the workspace run, and what they end with; needs no nox."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Instead of Python with nox: writes down how it was called, leaves totals, and ends with a status.
+STUB = """#!/bin/sh
+echo "$@" >> calls
+case "$*" in
+  "-m nox"*) mkdir -p .nox/results; echo "7 passed, 1 failed" > .nox/results/totals; echo summary; exit {status};;
+esac
+"""
+
+
+def sessions() -> dict[str, dict[str, ast.expr]]:
+    """Return name -> the keywords of ``nox.session`` of every session that is a function at the top level."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    return {
+        node.name: {keyword.arg or "": keyword.value for keyword in decorator.keywords}
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "nox.session"
+    }
+
+
+def tagged(tag: str) -> set[str]:
+    found = {name: ast.literal_eval(keywords.get("tags", ast.List([]))) for name, keywords in sessions().items()}
+    return {name for name, tags in found.items() if tag in tags}
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_command_of_ci_runs_tests_and_checks_and_ends_with_the_totals(tmp_path, status):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    stub = tmp_path / "bin" / "python"
+    stub.parent.mkdir()
+    stub.write_text(STUB.format(status=status))
+    stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
+    env = {**os.environ, "PATH": f"{stub.parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-1] == "7 passed, 1 failed"
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -t tests checks"
+    assert tagged("checks") == {"lint", "types", "docs"}
+    assert tagged("tests") >= {"core", "together"}
+
+
+def test_nox_alone_is_what_is_needed_before_a_commit():
+    tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    options = {
+        ast.unparse(target).removeprefix("nox.options."): ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if ast.unparse(target).startswith("nox.options.")
+    }
+    # Tags would be a second condition, which no session fulfils.
+    assert "tags" not in options
+    assert set(options["sessions"]) == {*tagged("checks"), "smoke"} <= sessions().keys()
+
+
+def test_tests_that_need_ranks_are_left_out(tmp_path):
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\ndef pool(): raise ZeroDivisionError\n"
+        "@pytest.fixture\ndef model(pool): return 1\n"
+        "def test_alone(): pass\n"
+        "def test_direct(pool): pass\n"
+        "def test_through_another(model): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "without_ranks", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+
+    def run(*options: str) -> str:
+        done = subprocess.run(
+            [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.stdout.splitlines()[-1]
+
+    assert run("--without-ranks").startswith("1 passed, 2 deselected")
+    assert run().startswith("1 passed, 2 errors")

@@ -1,0 +1,71 @@
+"""What is promised to authors of packs exists, and the packs of this repository use nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from shardcore._deprecation import warn_deprecated
+from shardcore.errors import ShardcoreDeprecationWarning
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("## What is promised")[2].partition("\nOf each module")[0]
+PROMISED = {"shardcore", *re.findall(r"`(shardcore(?:\.[a-z]\w*)*)(?:\.__all__)?`", TABLE)}
+FILES = sorted(ROOT.glob("packs/*/src/**/*.py"))
+
+
+def imported(source: str) -> list[tuple[str, str]]:
+    """Return (module, name) of every import of shardcore; the name is empty for a module as such."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardcore":
+            found += [(str(node.module), alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names if alias.name.partition(".")[0] == "shardcore"]
+    return found
+
+
+def unpromised(source: str) -> list[tuple[str, str]]:
+    return [
+        (module, name)
+        for module, name in imported(source)
+        if module not in PROMISED or (name and name not in importlib.import_module(module).__all__)
+    ]
+
+
+def test_what_is_promised_exists():
+    assert len(PROMISED) > 7
+    for module in PROMISED:
+        assert importlib.import_module(module).__all__, module
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(ROOT / "packs").as_posix())
+def test_packs_use_what_is_promised(file):
+    if "transformers" in file.read_text(encoding="utf-8"):
+        pytest.importorskip("transformers")
+    assert unpromised(file.read_text(encoding="utf-8")) == []
+
+
+def test_what_is_not_promised_is_found():
+    for line in ("from shardcore.comm.reads import local_tensor", "from shardcore.hooks import pluggy",
+                 "import shardcore.nn.base"):  # fmt: skip
+        assert unpromised(line)
+    assert unpromised("from shardcore.hooks import hookimpl\nimport shardcore") == []
+
+
+def old_name() -> int:
+    warn_deprecated("here.old_name", since="0.4", instead="here.new_name", removed="0.6")
+    return 1
+
+
+def test_a_deprecation_says_what_to_do_and_points_at_the_caller():
+    message = r"^here.old_name is deprecated since shardcore 0.4 and goes in release 0.6: use here.new_name$"
+    with pytest.warns(ShardcoreDeprecationWarning, match=message) as found:
+        assert old_name() == 1
+    assert found[0].filename == __file__
+    assert issubclass(ShardcoreDeprecationWarning, DeprecationWarning)
