@@ -63,10 +63,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.sequence, self.block = Tokens(), Block()
+        self.tokens, self.block = Tokens(), Block()
 
     def forward(self, x):
-        return self.block(self.sequence(x))
+        return self.block(self.tokens(x))
 
 
 class NetPolicy(Policy):

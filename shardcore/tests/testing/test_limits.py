@@ -31,9 +31,11 @@ def loop_for_ever():
 def test_hangs_in_a_rank(pool):
     pool.run(wait_for_ever, timeout=2)
 
+def test_starts_ranks_anew(pool):
+    assert pool.run(dist.get_rank) == [0, 1]
+
 @pytest.mark.timeout(5)
 def test_waits_for_a_rank_that_hangs(pool):
-    pool.run(dist.get_rank)
     pool.run(loop_for_ever, timeout=100)
 
 @pytest.mark.timeout(1)
@@ -54,7 +56,9 @@ def test_a_test_over_its_limit_fails_alone(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1, done.stdout
     found = {case.get("name"): case.find("failure") for case in ElementTree.parse(report).iter("testcase")}
-    assert [name for name, failure in found.items() if failure is None] == ["test_next"], done.stdout
+    assert [name for name, failure in found.items() if failure is None] == ["test_starts_ranks_anew", "test_next"], (
+        done.stdout
+    )
     said = {name: failure.text for name, failure in found.items() if failure is not None}
     assert "in wait_for_ever" in said["test_hangs_in_a_rank"]
     assert "Timeout" in said["test_waits_for_a_rank_that_hangs"]
