@@ -129,7 +129,7 @@ def _length(size: int, parts: int, index: int) -> int:
     return stop - start
 
 
-class _Copy(Function):
+class _CopyToTP(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -142,7 +142,7 @@ class _Copy(Function):
         return all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
-class _Reduce(Function):
+class _ReduceFromTP(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
         return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
@@ -152,7 +152,7 @@ class _Reduce(Function):
         return grads[0], None
 
 
-class _ReduceInPlace(Function):
+class _ReduceFromTPInPlace(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
@@ -163,7 +163,7 @@ class _ReduceInPlace(Function):
         return grads[0], None
 
 
-class _Gather(Function):
+class _GatherFromTP(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, size
@@ -175,7 +175,7 @@ class _Gather(Function):
         return grads[0].narrow(ctx.dim, start, stop - start).contiguous(), None, None, None
 
 
-class _Split(Function):
+class _SplitToTP(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, x.size(dim)
@@ -195,7 +195,7 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
 
 def copy_to_tp(x: Tensor, group: ProcessGroup) -> Tensor:
     """Enter a region: identity forward, all-reduce backward (Megatron's *f*). Shape (..., H) in and out."""
-    return _apply(_Copy, x, group)
+    return _apply(_CopyToTP, x, group)
 
 
 def reduce_from_tp(x: Tensor, group: ProcessGroup, *, fresh: bool = False) -> Tensor:
@@ -207,8 +207,8 @@ def reduce_from_tp(x: Tensor, group: ProcessGroup, *, fresh: bool = False) -> Te
         fresh: nobody else holds ``x`` and no gradient formula reads it, so that it may be reduced in place.
     """
     if fresh and not torch.compiler.is_compiling():
-        return _apply(_ReduceInPlace, x, group)
-    return _apply(_Reduce, x, group)
+        return _apply(_ReduceFromTPInPlace, x, group)
+    return _apply(_ReduceFromTP, x, group)
 
 
 def gather_from_tp(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
@@ -216,9 +216,9 @@ def gather_from_tp(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tenso
 
     The backward holds if what follows is the same on all ranks, as it is outside regions.
     """
-    return _apply(_Gather, x, group, dim % x.ndim, size)
+    return _apply(_GatherFromTP, x, group, dim % x.ndim, size)
 
 
 def split_to_tp(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Own part forward, all-gather backward: (..., H, ...) to (..., H/tp, ...) along ``dim``."""
-    return _apply(_Split, x, group, dim % x.ndim)
+    return _apply(_SplitToTP, x, group, dim % x.ndim)

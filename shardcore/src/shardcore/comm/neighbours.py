@@ -47,14 +47,14 @@ def _put_together(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor,
 def _all_gather(flat: Tensor, group: ProcessGroup, ranks: int) -> Tensor:
     """Return what each rank of ``group`` has: (m) to (c, m)."""
     if torch.compiler.is_compiling():
-        out: Tensor = _CompiledGather.apply(flat, group)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _CompiledGatherRows.apply(flat, group)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
     gathered = flat.new_empty(ranks * flat.numel())
     all_gather_single(gathered, flat, group=group)
     return gathered.view(ranks, -1)
 
 
-class _CompiledGather(Function):
+class _CompiledGatherRows(Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -68,7 +68,7 @@ class _CompiledGather(Function):
         return own.squeeze(0), None
 
 
-class _Gather(Function):
+class _GatherRows(Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -117,5 +117,5 @@ def gather_rows(group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
         return _put_together(read_local(*parameters), group)
     if not torch.is_grad_enabled():
         return _put_together([local_tensor(p) for p in parameters], group)
-    out: tuple[Tensor, ...] = _Gather.apply(group, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: tuple[Tensor, ...] = _GatherRows.apply(group, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
     return out

@@ -130,7 +130,7 @@ def own_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     return packed(part)
 
 
-class _Enter(Function):
+class _EnterFromSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, length: int) -> Tensor:
         ctx.group = group
@@ -142,7 +142,7 @@ class _Enter(Function):
         return reduce_scatter_tokens(grads[0], ctx.group), None, None
 
 
-class _Leave(Function):
+class _LeaveToSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group, ctx.length = group, x.size(1)
@@ -154,7 +154,7 @@ class _Leave(Function):
         return all_gather_tokens(grads[0], ctx.group, ctx.length), None
 
 
-class _Scatter(Function):
+class _ScatterSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group, ctx.length = group, x.size(1)
@@ -166,7 +166,7 @@ class _Scatter(Function):
         return all_gather_tokens(grads[0], ctx.group, ctx.length), None
 
 
-class _Gather(Function):
+class _GatherSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, length: int) -> Tensor:
         ctx.group = group
@@ -184,17 +184,17 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
 
 def enter_from_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
     """Enter a region: all-gather forward, reduce-scatter backward; (B, L, ...) to (B, S, ...)."""
-    return _apply(_Enter, x, group, length)
+    return _apply(_EnterFromSequence, x, group, length)
 
 
 def leave_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """Leave a region: reduce-scatter of the summands forward, all-gather backward; (B, S, ...) to (B, L, ...)."""
-    return _apply(_Leave, x, group)
+    return _apply(_LeaveToSequence, x, group)
 
 
 def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """Keep this rank's tokens forward, all-gather backward; (B, S, ...), the same on all ranks, to (B, L, ...)."""
-    return _apply(_Scatter, x, group)
+    return _apply(_ScatterSequence, x, group)
 
 
 def gather_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
@@ -202,4 +202,4 @@ def gather_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
 
     The backward holds if what follows is the same on all ranks, as it is outside regions.
     """
-    return _apply(_Gather, x, group, length)
+    return _apply(_GatherSequence, x, group, length)

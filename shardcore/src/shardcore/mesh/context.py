@@ -42,6 +42,8 @@ class ShardContext:
         partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
             ``"deferred"`` leaves them partial until `shardcore.reduce_partial_gradients`.
         keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
+        fuses_regions: whether the entry of a region computes the parameter gradients of its members beside its own
+            collective. False where each node has to compute its own gradient (schedules that split a backward).
         neighbours: this rank's group of so many neighbouring ranks of ``tp``, as far as `join_neighbours` made them.
     """
 
@@ -53,6 +55,7 @@ class ShardContext:
     random: RandomStream
     partial_gradients: PartialGradients = "in_backward"
     keeps_gathered: bool = True
+    fuses_regions: bool = True
     neighbours: dict[int, ProcessGroup] = field(default_factory=dict)
 
     @classmethod
@@ -63,6 +66,7 @@ class ShardContext:
         seed: int = 0,
         partial_gradients: PartialGradients = "in_backward",
         keeps_gathered: bool = True,
+        fuses_regions: bool = True,
         forks: bool = True,
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
@@ -80,10 +84,16 @@ class ShardContext:
             random=RandomStream(seed, tp.get_local_rank(), device, forks=forks),
             partial_gradients=partial_gradients,
             keeps_gathered=keeps_gathered,
+            fuses_regions=fuses_regions,
             neighbours=neighbours_on(tp.get_group()),
         )
         context.reseed(seed)
         return context
+
+    @property
+    def fuses(self) -> bool:
+        """Whether regions take their fused path now; a compiled graph cannot hold what it keeps in Python."""
+        return self.fuses_regions and not torch.compiler.is_compiling()
 
     def join_neighbours(self, count: int) -> None:
         """Make the groups of ``count`` neighbouring ranks that ``tp`` consists of; once for all models on its group.

@@ -42,6 +42,11 @@ class RandomStream:
     Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork. After
     a fork in which nothing was drawn the stream has not moved on.
 
+    Outside of calls ``_states`` holds the stream, and ``_levels`` is empty. In the outermost call (`enter` to `leave`)
+    the process's generators hold it, ``_outside`` the user's states, ``_levels`` an entry for each module that was
+    entered, and ``_forks`` one for each region that is open. Whatever ends the outermost call, an exception too, puts
+    everything back.
+
     Args:
         seed: the seed that the group agreed on.
         rank: this rank's position on the tensor-parallel axis.

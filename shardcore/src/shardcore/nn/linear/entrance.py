@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["require_entered"]
 
 #: Entries that tell nothing of their members; a graph of the compiler's may hold any.
-_ANY_ENTRY = (collectives._Copy, sequence._Enter)
+_ANY_ENTRY = (collectives._CopyToTP, sequence._EnterFromSequence)
 _COMPILED = "CompiledFunction"
 #: Where regions end: behind them are the entries of other regions, or of an earlier call.
-_EXITS = (collectives._Reduce, collectives._ReduceInPlace, sequence._Leave)
+_EXITS = (collectives._ReduceFromTP, collectives._ReduceFromTPInPlace, sequence._LeaveToSequence)
 
 
 def require_entered(member: ColumnLinear, x: Tensor) -> None:

@@ -104,7 +104,7 @@ def _gradient(
     return grad.mul_(grads.unsqueeze(-1)).to(logits.dtype)
 
 
-class _Split(Function):
+class _VocabCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: float) -> Tensor:
         losses, normalizer = _losses(_look(logits, labels, vocabulary, smoothing), vocabulary, smoothing)
@@ -133,7 +133,7 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
         rows.add_(some.t() @ x)
 
 
-class _Chunked(Function):
+class _ChunkedCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -190,7 +190,7 @@ class _Chunked(Function):
 
 def split_cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: float = 0.0) -> Tensor:
     """Return the loss of each token, (N), from this rank's ``logits`` (N, V/tp) and ``labels`` (N) in [0, V)."""
-    losses: Tensor = _Split.apply(logits, labels, vocabulary, smoothing)  # type: ignore[no-untyped-call]  # untyped
+    losses: Tensor = _VocabCrossEntropy.apply(logits, labels, vocabulary, smoothing)  # type: ignore[no-untyped-call]  # untyped
     return losses
 
 
@@ -215,5 +215,5 @@ def chunked_cross_entropy(
         smoothing: the share of the loss that all words have.
         chunk: the number of tokens whose logits are computed at a time.
     """
-    losses: Tensor = _Chunked.apply(x, weight, bias, labels, vocabulary, smoothing, chunk)  # type: ignore[no-untyped-call]
+    losses: Tensor = _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk)  # type: ignore[no-untyped-call]
     return losses

@@ -62,7 +62,12 @@ class _Call(NamedTuple):
 
 
 class _Open:
-    """An open region: its calls fill up during a backward and are taken by enter's."""
+    """An open region: its calls fill up during a backward and are taken by enter's.
+
+    It lives as long as the graph of one forward: enter's node holds it, and the tensor that enter returned, on which
+    members find it. Members are added in the forward, before the first of them is called. `_calls` is empty but between
+    the backward of the first member and that of enter, which torch runs last; `_task` says of which backward they are.
+    """
 
     def __init__(self, context: ShardContext, *, again: bool = False) -> None:
         self.context = context
@@ -108,7 +113,7 @@ def _used(parameter: Tensor) -> Tensor:
     return held.detach() if held.requires_grad else held
 
 
-class _Enter(Function):
+class _EnterRegion(Function):
     """Identity forward; backward: the all-reduce of the input gradient, beside all parameter gradients.
 
     Where the sequence is split (``length`` tokens): all-gather forward, reduce-scatter backward.
@@ -176,7 +181,7 @@ def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
     return grad if total is None else total + grad
 
 
-class _Deferred(Function):
+class _MemberLinear(Function):
     """A member's product; its backward leaves (gradient, input, weight) for enter's."""
 
     @staticmethod
@@ -201,13 +206,13 @@ def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
     region: _Open | None = getattr(x, OPEN, None)
     if region is None or (found := region.members.get(id(member))) is None:
         return None
-    out: Tensor = _Deferred.apply(region, found, x)  # type: ignore[no-untyped-call]
+    out: Tensor = _MemberLinear.apply(region, found, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def entered_for(node: Any, member: ColumnLinear) -> bool:
     """Tell whether ``node``, of an autograd graph, is the entry of a region of ``member``."""
-    return getattr(type(node), "_forward_cls", None) is _Enter and id(member) in node.region.known
+    return getattr(type(node), "_forward_cls", None) is _EnterRegion and id(member) in node.region.known
 
 
 def backward_is_running() -> bool:
@@ -325,14 +330,14 @@ class Region:
         length = None
         if self.sequence is not None and (length := self.sequence.length) is not None:
             self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            if not self.context.fuses or not torch.is_grad_enabled():
                 return enter_from_sequence(x, self.context.group, length)
-        elif torch.compiler.is_compiling():
+        elif not self.context.fuses:
             return copy_to_tp(x, self.context.group)
         region = _Open(self.context, again=length is not None and not self.context.keeps_gathered)
         for member in self.members:
             region.add(member)
-        new = _Enter.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
+        new = _EnterRegion.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
 

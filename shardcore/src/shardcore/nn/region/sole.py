@@ -97,7 +97,7 @@ class SoleRegion(Region):
             self._fork()
         else:
             self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not self.context.fuses or not torch.is_grad_enabled():
             if length is not None:
                 x = enter_from_sequence(x, self.context.group, length)
             elif torch.is_grad_enabled():

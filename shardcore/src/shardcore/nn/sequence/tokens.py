@@ -39,6 +39,10 @@ class _State(NamedTuple):
 class SequenceShard:
     """How the tokens of one stack of blocks are split, for the call that is running.
 
+    There is one for each stack, for as long as the model lives. The stack's forward starts and stops it, its first
+    block sets ``length`` (`begin`), its last module resets it (`end`), and a block that is recomputed sets it for its
+    own forward. Regions, row linears and norms of the stack read it; ``last`` outlives the call, for captured outputs.
+
     Attributes:
         length: the tokens of the call; None where they are whole: outside the stack, and in calls too short to split.
         last: what ``length`` was in the last forward of the stack.
