@@ -152,6 +152,50 @@ def test_the_ranges_that_the_readme_names_are_those_of_the_packs():
         assert f"{releases[-1]}.".startswith(f"{highest}."), (pack, releases)
 
 
+def _served(pack: str) -> set[str]:
+    """Return the names of the classes that the plugin of a pack offers policies for."""
+    plugin = importlib.import_module(f"{pack.replace('-', '_')}.plugin")
+    return {spec.target.rpartition(".")[2] for spec in plugin.shardcore_policies()}
+
+
+def _named_in(cells: str) -> set[str]:
+    """Return the classes that a table names; ``...ForX`` begins as the first one does."""
+    names = re.findall(r"`([.\w]+)`", cells)
+    family = re.match(r"(\w+?)(?:Model|For)", names[0])
+    return {name.replace("...", family[1] if family else "") for name in names}
+
+
+@pytest.mark.parametrize("pack", sorted(first_party()))
+def test_the_classes_that_the_readme_names_are_served(pack):
+    pytest.importorskip(f"{pack.replace('-', '_')}.plugin")
+    rows = re.findall(rf"^\| `{pack}(?:\[\w+\])?` \| ([^|]*) \|", READMES[0].read_text(), re.M)
+    named = set().union(*map(_named_in, rows))
+    assert _served(pack) <= named
+    # timm's distilled model is a subclass, which is found by itself.
+    assert named - _served(pack) <= {"VisionTransformerDistilled"}
+    own = (ROOT / "packs" / pack / "README.md").read_text()
+    heads = {8: "eight"}.get(len(_served(pack)) - 1)
+    assert all(found == heads for found in re.findall(r"\bits (\w+) heads\b", own))
+
+
+@pytest.mark.parametrize("pack", sorted(first_party()))
+def test_the_torch_that_a_packs_readme_names_is_one_of_its_metadata(pack):
+    metadata = project(ROOT / "packs" / pack)["project"]
+    lines = [*metadata["dependencies"], *(line for e in metadata["optional-dependencies"].values() for line in e)]
+    floors = {line.partition(">=")[2] for line in lines if line.startswith("torch>=")}
+    assert set(re.findall(r"torch (2\.\d+)", (ROOT / "packs" / pack / "README.md").read_text())) <= floors
+
+
+@pytest.mark.parametrize("pack", sorted(first_party()))
+def test_what_a_readme_says_raises_is_not_what_its_policies_let_in(pack):
+    sources = "".join(file.read_text() for file in (ROOT / "packs" / pack).glob("src/**/*.py"))
+    let_in = set(re.findall(r'"(\w+)"', " ".join(re.findall(r"\bcalls\((.*?)\)", sources, re.S))))
+    text = " ".join((ROOT / "packs" / pack / "README.md").read_text().split())
+    for sentence in re.split(r"(?<=[.:]) ", text):
+        if re.search(r"\brais(?:e|es)\b|\brefused\b", sentence):
+            assert not set(re.findall(r"`(\w+)`", sentence)) & let_in, sentence
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_what_is_not_published_is_installed_from_a_checkout(page):
     ours = {"shardcore", *first_party()}

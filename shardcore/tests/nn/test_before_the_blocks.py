@@ -371,6 +371,9 @@ def _failed() -> None:
             sharded(ids())
         handle.remove()
         assert_close(native.embeddings(ids()), sharded.embeddings(ids()), f"embeddings after {place}", 1e-12)
+        states = native.embeddings(ids()).detach()
+        for mine, theirs in zip(native.stack.blocks, sharded.stack.blocks, strict=True):  # whole tokens, by itself
+            assert_close(mine(states), theirs(states), f"a block after {place}", 1e-12)
         compare(native, sharded)
 
 
