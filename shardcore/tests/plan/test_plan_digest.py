@@ -123,7 +123,7 @@ class Shardformers(TinyPolicy):
 def test_the_digest_is_the_same_in_every_process(tmp_path):
     """H28."""
     (tmp_path / "test_plan_data.py").write_text(_POLICY)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent / "support"), *filter(None, sys.path)])
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1] / "support"), *filter(None, sys.path)])
     started = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _SCRIPT],
