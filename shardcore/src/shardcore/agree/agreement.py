@@ -53,7 +53,8 @@ class Report:
 
     Attributes:
         error: the rank's error as text; None if it has none.
-        items: (name, value) pairs that must be equal on all ranks, the most telling first.
+        items: (name, value) pairs that must be equal on all ranks, ordered so that the first difference explains the
+            others.
         seed: the rank's own random seed; the group takes the first rank's.
         digest: stands for ``items`` where they were left out.
         modes: the training mode of every module, where one rank's are taken; need not be equal.

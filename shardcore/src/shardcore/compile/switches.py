@@ -1,4 +1,4 @@
-"""The wishes of a configuration that a policy fulfils in its own way: the steps they become, and what was chosen."""
+"""Turns the kernel and recomputation switches of `ShardConfig` into steps, and records what each came to."""
 
 from __future__ import annotations
 

@@ -98,12 +98,12 @@ class ShardConfig:
     Shardformer's ``ShardConfig`` (ColossalAI).
 
     Attributes:
-        tensor_parallel_size: ranks that share every layer. Derived: all ranks that no data axis takes; what remains
-            has to be a whole number.
+        tensor_parallel_size: ranks that share every layer. Default: the number of ranks divided by
+            ``data_parallel_size``, which must be an integer.
         data_parallel_size: model replicas, each with other data; the product of the two fields below.
-        dp_replicate_size: replicas that hold whole parameters. Derived: what ``dp_shard_size`` leaves of the
-            data-parallel ranks, else 1.
-        dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded by FSDP2. Derived: all
+        dp_replicate_size: replicas that hold whole parameters. Default: ``data_parallel_size``
+            divided by ``dp_shard_size`` if both are given, else 1.
+        dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded by FSDP2. Default: all
             data-parallel ranks.
         pipeline_parallel_size: stages of a pipeline; 1 in this release, more from 0.4.
         context_parallel_size: ranks that share each sequence; 1 in this release, more from 0.5.

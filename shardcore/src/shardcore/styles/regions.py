@@ -233,8 +233,9 @@ class RegionRule(Rule):
     def _entry(self, scope: Scope) -> OpenRegion | None:
         """Return where the region is entered, or None if its several column linears enter by themselves.
 
-        Without a backward there is nothing to do at the entry, unless tokens are gathered there; linears that enter by
-        themselves cost nothing then, and are right if somebody asks for a gradient all the same.
+        Under ``inference_only`` no region is opened, unless tokens are gathered at its entry: the forward sends nothing
+        there. Users may still call backward; linears that enter by themselves stay correct, and cost nothing in the
+        forward.
         """
         members = tuple(scope.name(name) for name in (*self.col, *self.kv))
         place = self.enter if self.enter is not None else self.col[0]

@@ -7,9 +7,9 @@ the weight gradients meanwhile, and waits.
 
 The running region hangs on the tensor that *enter* returns and dies with it; no module holds any of it. A member that
 is called with another tensor, as hooks on one rank may do, computes the same gradients, without the overlap, and sends
-the same: nothing is summed in *enter* but its input's gradient. The entered tensor itself has no gradient to ask for:
-torch says that it is not used. What was measured, and the variants that lost, are in
-``docs/adr/0002-regions.md``.
+the same: nothing is summed in *enter* but its input's gradient. ``torch.autograd.grad(..., entered)`` raises "not
+used in the graph"; differentiate with respect to the input of *enter*. What was measured, and the variants that lost,
+are in ``docs/adr/0002-regions.md``.
 """
 
 from __future__ import annotations
