@@ -6,6 +6,7 @@ import copy
 import json
 
 import pytest
+import token_net
 import torch
 from tiny import TinyLM, TinyPolicy, build
 from torch import nn
@@ -348,3 +349,9 @@ def test_problems_come_in_the_order_of_the_row():
 
 
 NAMES = tuple(f"part{number}" for number in range(9))
+
+
+def test_one_rank_may_ask_for_a_split_sequence():
+    config = ShardConfig(tensor_parallel_size=1, enable_sequence_parallelism=True)
+    plan = compile_plan(token_net.ModelPolicy, token_net.Model(), config)
+    assert [step for step in plan.steps if step.splits] == []

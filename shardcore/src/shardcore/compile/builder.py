@@ -12,7 +12,7 @@ from torch import nn
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, SwappedModule
-from shardcore.plan.steps import Step, Swap
+from shardcore.plan.steps import Phase, Step, Swap
 from shardcore.policy import HeadCounts, Rule
 
 __all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
@@ -67,6 +67,16 @@ class PlanBuilder:
             for problem in step.check(self):
                 if problem not in self.problems:
                     self.problems.append(problem)
+        # One rank alone carries none of them out; what the policy says is the same.
+        if self.config.enable_sequence_parallelism and not any(s.phase is Phase.SEQUENCE for s in self.steps.values()):
+            self.problems.append(
+                Problem(
+                    where="",
+                    rule="ShardConfig.enable_sequence_parallelism=True",
+                    what="the policy does not say between which modules tokens may be split",
+                    todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
+                )
+            )
 
     @property
     def carried_out(self) -> list[Step]:

@@ -14,7 +14,7 @@ from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
 from shardcore.nn import Replicated
 from shardcore.plan.choice import Choice
-from shardcore.plan.steps import Compile, FreezeForInference, FuseNorm, Phase, Step, Swap
+from shardcore.plan.steps import Compile, FreezeForInference, FuseNorm, Step, Swap
 from shardcore.policy import Policy
 
 __all__ = ["optimize"]
@@ -34,13 +34,6 @@ def optimize(
         yield from _recompute(policy, model, config.gradient_checkpoint_config)
     if config.inference_only:
         yield FreezeForInference(path="")
-    if config.enable_sequence_parallelism and not any(step.phase is Phase.SEQUENCE for step in planned):
-        yield Problem(
-            where="",
-            rule="ShardConfig.enable_sequence_parallelism=True",
-            what="the policy does not say between which modules tokens may be split",
-            todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
-        )
     yield from _unread(policy, config)
 
 
