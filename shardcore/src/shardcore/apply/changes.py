@@ -15,9 +15,7 @@ from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Commit, ShardSequence
 
-__all__ = [
-    "Changes",
-]
+__all__ = ["Changes"]
 
 
 @dataclass

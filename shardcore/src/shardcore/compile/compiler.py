@@ -17,9 +17,7 @@ from shardcore.plan.steps import ScopeRandomness, Step
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy
 from shardcore.styles.shardformer import rules_of
 
-__all__ = [
-    "compile_plan",
-]
+__all__ = ["compile_plan"]
 
 
 def compile_plan(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "AXES",
-    "DATA_AXES",
-    "axis_name",
-]
+__all__ = ["AXES", "DATA_AXES", "axis_name"]
 
 
 #: The axes of the mesh, outermost first: tensor-parallel ranks are neighbours.

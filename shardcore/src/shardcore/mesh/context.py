@@ -17,11 +17,7 @@ from shardcore.mesh.axes import DATA_AXES, axis_name
 from shardcore.mesh.meshes import default_group, mesh_of_group, neighbours_on
 from shardcore.mesh.random_stream import RandomStream, mix
 
-__all__ = [
-    "PartialGradients",
-    "ShardContext",
-    "as_context",
-]
+__all__ = ["PartialGradients", "ShardContext", "as_context"]
 
 
 #: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.

@@ -16,15 +16,9 @@ __all__ = [
     "unwrapped",
 ]
 
-
 _CONTEXT = "_shardcore_context"
-
-
 _ALONE = "_shardcore_alone"
-
-
 _PART_OF = "_shardcore_part_of"
-
 
 # Where wrappers of torch keep the one module they wrap: torch.compile, checkpoint_wrapper, FSDP1.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "Choice",
-]
+__all__ = ["Choice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

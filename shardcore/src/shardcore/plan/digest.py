@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "to_data",
-]
+__all__ = ["to_data"]
 
 
 def to_data(value: Any) -> Any:

@@ -17,10 +17,7 @@ from shardcore.plan.render import render
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Step
 
-__all__ = [
-    "ParameterPlan",
-    "ShardPlan",
-]
+__all__ = ["ParameterPlan", "ShardPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "Stages",
-]
+__all__ = ["Stages"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,7 @@ from shardcore.nn.layout import Layout
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import KeepLogitsSharded, ShardSequence
 
-__all__ = [
-    "Collective",
-    "collectives",
-]
+__all__ = ["Collective", "collectives"]
 
 
 def collectives(plan: ShardPlan) -> list[Collective]:

@@ -8,11 +8,7 @@ from torch import nn
 
 from shardcore.policy import Scope
 
-__all__ = [
-    "argument_of",
-    "is_parameter",
-    "number_of",
-]
+__all__ = ["argument_of", "is_parameter", "number_of"]
 
 
 def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:

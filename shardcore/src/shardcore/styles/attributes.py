@@ -11,12 +11,7 @@ from typing import Any
 from shardcore.plan.steps import SetAttribute
 from shardcore.policy import HeadCounts, Rule, Scope
 
-__all__ = [
-    "attribute",
-    "local_groups",
-    "local_heads",
-    "per_rank",
-]
+__all__ = ["attribute", "local_groups", "local_heads", "per_rank"]
 
 
 def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = False) -> Rule:

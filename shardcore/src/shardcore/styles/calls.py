@@ -9,9 +9,7 @@ from shardcore.plan.steps import CallByMethods
 from shardcore.policy import Rule, Scope
 from shardcore.styles._text import written
 
-__all__ = [
-    "calls",
-]
+__all__ = ["calls"]
 
 
 def calls(*methods: str) -> Rule:

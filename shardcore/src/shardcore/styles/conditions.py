@@ -11,11 +11,7 @@ from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import number_of
 from shardcore.styles._text import written
 
-__all__ = [
-    "layer_drop",
-    "refuse",
-    "when_divisible",
-]
+__all__ = ["layer_drop", "refuse", "when_divisible"]
 
 
 def when_divisible(size: str, rule: Rule, *, otherwise: Rule) -> Rule:

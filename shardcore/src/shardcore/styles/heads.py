@@ -13,9 +13,7 @@ from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter
 from shardcore.styles._text import written
 
-__all__ = [
-    "head",
-]
+__all__ = ["head"]
 
 
 def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:

@@ -14,15 +14,7 @@ from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import is_parameter
 from shardcore.styles._text import written
 
-__all__ = [
-    "SwapRule",
-    "col",
-    "norm",
-    "partial",
-    "replicate",
-    "row",
-    "vocab",
-]
+__all__ = ["SwapRule", "col", "norm", "partial", "replicate", "row", "vocab"]
 
 
 def vocab(*names: str, optional: bool = False) -> Rule:

@@ -11,10 +11,7 @@ from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, number_of
 from shardcore.styles._text import names_of, written
 
-__all__ = [
-    "loss",
-    "outputs",
-]
+__all__ = ["loss", "outputs"]
 
 
 def outputs(

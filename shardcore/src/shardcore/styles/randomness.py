@@ -7,10 +7,7 @@ from shardcore.policy import Rule
 from shardcore.styles._text import written
 from shardcore.styles.layers import SwapRule
 
-__all__ = [
-    "shared_numpy",
-    "shared_rng",
-]
+__all__ = ["shared_numpy", "shared_rng"]
 
 
 def shared_rng(*names: str, optional: bool = False) -> Rule:

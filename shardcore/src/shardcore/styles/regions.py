@@ -14,12 +14,7 @@ from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter, number_of
 from shardcore.styles._text import names_of, written
 
-__all__ = [
-    "Fused",
-    "enter_arg",
-    "region",
-    "segments",
-]
+__all__ = ["Fused", "enter_arg", "region", "segments"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,7 @@ from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of
 from shardcore.styles._text import written
 
-__all__ = [
-    "sequence",
-]
+__all__ = ["sequence"]
 
 
 def sequence(*, scatter: str, gather: str, stack: str = "", optional: bool = False) -> Rule:
