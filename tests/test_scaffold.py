@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardcore.cli import main
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
 from shardcore.errors import ShardcoreError
 
 pytest.importorskip("transformers")
@@ -106,6 +109,62 @@ def test_it_is_a_complete_distribution(tmp_path):
             text = (pack / file).read_text()
             compile(text, file, "exec")
             assert max(map(len, text.splitlines())) <= 120, file
+
+
+def test_its_stages_hold_the_model(tmp_path):
+    assert new_pack(tmp_path).exit_code == 0
+    policy = (tmp_path / "shard-gpt-neox" / "src" / "shard_gpt_neox" / "policy.py").read_text()
+    begin = '    stages = Stages(\n        first="gpt_neox.embed_in",\n        blocks="gpt_neox.layers",\n'
+    rest = '        last=("gpt_neox.final_layer_norm", "HEAD"),\n        everywhere="gpt_neox.rotary_emb",\n    )\n'
+    assert any(begin + rest.replace("HEAD", head) in policy for head in ("lm_head", "embed_out"))  # before and since 5
+
+
+STAGED_MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+class Trunk(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.register_buffer("mask", torch.ones(8))
+        self.an_attribute_whose_name_is_so_long_that_only_one_fits_on_a_line = nn.LayerNorm(8)
+        self.another_attribute_whose_name_is_so_long_that_only_one_fits = nn.LayerNorm(8)
+        self.gone = None
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(8))
+        self.embed = nn.Linear(8, 8)
+        self.trunk = Trunk()
+        self.head = nn.Linear(8, 8)
+"""
+
+
+def test_stages_are_guessed_from_the_order_of_modules(tmp_path, monkeypatch):
+    (tmp_path / "staged_models.py").write_text(STAGED_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert new_pack(tmp_path, "shard-staged", "staged_models.Net").exit_code == 0
+    monkeypatch.syspath_prepend(tmp_path / "shard-staged" / "src")
+    policy = importlib.import_module("shard_staged.policy").NetPolicy
+    model = importlib.import_module("staged_models").Net()
+    plan = compile_plan(policy, model, ShardConfig.of(tp=2))
+    assert list(plan.stages.parts()) == [
+        ("first", "token"),
+        ("first", "embed"),
+        ("blocks", "trunk.blocks"),
+        ("last", "trunk.an_attribute_whose_name_is_so_long_that_only_one_fits_on_a_line"),
+        ("last", "trunk.another_attribute_whose_name_is_so_long_that_only_one_fits"),
+        ("last", "head"),
+        ("everywhere", "trunk.mask"),
+    ]
 
 
 def test_its_tests_pass_after_the_documented_edits(made):

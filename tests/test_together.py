@@ -15,7 +15,6 @@ import shardcore
 from shardcore.cli import main
 from shardcore.plugins.registry import Registry
 from shardcore.testing.parity import assert_close, assert_same_gradients
-from shardcore.testing.subject import Subject, cases_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -203,20 +202,3 @@ def test_each_family_is_explained():
         result = CliRunner().invoke(main, ["explain", name, "--tp", "2"])
         assert result.exit_code == 0, result.output
         assert "collectives per step" in result.output
-
-
-@pytest.mark.parametrize("pack", ["shard_bert", "shard_llama", "shard_vit", "shard_whisper"])
-def test_stages_hold_every_parameter_once(pack):
-    subjects = [Subject(case=case, tp=2) for case in cases_of((f"{pack}.cases:cases",))]
-    models = [(one.case.name, one.build()) for one in subjects]
-    for (name, model), one in zip(models, subjects, strict=True):
-        stages = one.plan(model).stages
-        places = [stages.first, stages.blocks, stages.between, stages.last, stages.everywhere]
-        held = [n for place in places for n in ((place,) if isinstance(place, str) else place)]
-        names: dict[int, list[str]] = {}
-        for parameter, p in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(p), []).append(parameter)
-        for tied in names.values():
-            for parameter in tied:
-                holders = [h for h in held if parameter == h or parameter.startswith(f"{h}.")]
-                assert len(holders) == 1, (name, parameter, holders)

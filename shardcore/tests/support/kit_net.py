@@ -232,7 +232,7 @@ class Cache:
 
 class NetPolicy(Policy):
     checks = (Heads("heads", kv="kv_heads"),)
-    stages = Stages(first="embed", blocks="decoder.layers", last=("decoder.norm", "head"))
+    stages = Stages(first=("embed", "encode", "positions"), blocks="decoder.layers", last=("decoder.norm", "head"))
 
     def module_policy(self) -> ModulePolicy:
         return {

@@ -132,7 +132,7 @@ class TinyLM(nn.Module):
 
 class TinyPolicy(Policy):
     checks = (Heads("heads", kv="kv_heads"),)
-    stages = Stages(first="embed", blocks="layers", last="norm").under("model", then="head")
+    stages = Stages(first=("embed", "positions"), blocks="layers", last="norm").under("model", then="head")
 
     def module_policy(self) -> ModulePolicy:
         return {

@@ -18,6 +18,7 @@ from shardcore.comm.reads import read_local
 from shardcore.mesh import context_of
 from shardcore.nn import ColumnLinear, RowLinear
 from shardcore.nn.linear.functional import local_linear
+from shardcore.policy import Stages
 from shardcore.styles import (
     attribute,
     col,
@@ -414,3 +415,15 @@ def restore() -> None:
 
 def digest_cases() -> list[Any]:
     return [dataclasses.replace(kit_net.CASE, policy=OrderOfASet)]
+
+
+class NoStages(NetPolicy):
+    """Nothing says where the model can be cut."""
+
+    stages = None
+
+
+class TiedHeadNotNamed(NetPolicy):
+    """The weight is held as the embedding's, so that the plan has nothing against it; the head itself is nowhere."""
+
+    stages = Stages(first=("embed", "encode", "positions"), blocks="decoder.layers", last="decoder.norm")

@@ -53,6 +53,8 @@ WRONG = [
     (wrong.MissingAttribute, "plan", "no attribute 'num_key_value_groups'", {}),
     (wrong.Misspelled, "plan", "gate_proj", {}),
     (wrong.MisspelledOptional, "plan", "gate", {}),
+    (wrong.NoStages, "plan", "no stages=Stages(...)", {}),
+    (wrong.TiedHeadNotNamed, "plan", "stages leave out head.weight", {"tied": True}),
     (wrong.NoSizeCheck, "sizes", "tp 3 can be planned", {}),
     (wrong.PatchesTheClass, "twin", "other methods", {}),
     (wrong.ChangesTheClassesOutput, "twin", "logits of an unsharded twin changed", {}),

@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from shard_bert.policy import BertModelPolicy
-from shardcore.policy import ModulePolicy, Stages
+from shardcore.policy import ModulePolicy
 from shardcore.styles import head, loss, norm, replicate
 
-_POOLED = BertModelPolicy.stages
-_PLAIN = Stages(first="embeddings", blocks="encoder.layer")  # these heads have no pooler below them
+_MODEL = BertModelPolicy.stages
 
 #: The decoder is tied to the embedding, and its bias to a parameter of the module around it.
 _VOCABULARY: ModulePolicy = {
@@ -34,7 +33,7 @@ def pretraining_loss(model: Any, words: Tensor, order: Tensor, labels: Tensor, f
 class BertForPreTrainingPolicy(BertModelPolicy):
     """Masked words and the next sentence."""
 
-    stages = _POOLED.under("bert", then="cls")
+    stages = _MODEL.under("bert", then="cls")
     rows: ClassVar[ModulePolicy] = {
         **_VOCABULARY,
         "BertPreTrainingHeads": [replicate("seq_relationship")],
@@ -51,47 +50,47 @@ class BertForPreTrainingPolicy(BertModelPolicy):
 class BertForMaskedLMPolicy(BertModelPolicy):
     """Masked words."""
 
-    stages = _PLAIN.under("bert", then="cls")
+    stages = _MODEL.under("bert", then="cls")
     rows: ClassVar[ModulePolicy] = {**_VOCABULARY, "BertForMaskedLM": [loss(masked_lm_loss)]}
 
 
 class BertLMHeadModelPolicy(BertModelPolicy):
     """The next word, of a decoder; its loss is the model's own ``loss_function``, of gathered logits."""
 
-    stages = _PLAIN.under("bert", then="cls")
+    stages = _MODEL.under("bert", then="cls")
     rows: ClassVar[ModulePolicy] = _VOCABULARY
 
 
 class BertForNextSentencePredictionPolicy(BertModelPolicy):
     """The next sentence."""
 
-    stages = _POOLED.under("bert", then="cls")
+    stages = _MODEL.under("bert", then="cls")
     rows: ClassVar[ModulePolicy] = {"BertForNextSentencePrediction": [replicate("cls")]}
 
 
 class BertForSequenceClassificationPolicy(BertModelPolicy):
     """A label for each sequence."""
 
-    stages = _POOLED.under("bert", then=("dropout", "classifier"))
+    stages = _MODEL.under("bert", then=("dropout", "classifier"))
     rows: ClassVar[ModulePolicy] = {"BertForSequenceClassification": [replicate("classifier")]}
 
 
 class BertForMultipleChoicePolicy(BertModelPolicy):
     """A score for each choice."""
 
-    stages = _POOLED.under("bert", then=("dropout", "classifier"))
+    stages = _MODEL.under("bert", then=("dropout", "classifier"))
     rows: ClassVar[ModulePolicy] = {"BertForMultipleChoice": [replicate("classifier")]}
 
 
 class BertForTokenClassificationPolicy(BertModelPolicy):
     """A label for each token."""
 
-    stages = _PLAIN.under("bert", then=("dropout", "classifier"))
+    stages = _MODEL.under("bert", then=("dropout", "classifier"))
     rows: ClassVar[ModulePolicy] = {"BertForTokenClassification": [replicate("classifier")]}
 
 
 class BertForQuestionAnsweringPolicy(BertModelPolicy):
     """Scores for where an answer starts and ends."""
 
-    stages = _PLAIN.under("bert", then="qa_outputs")
+    stages = _MODEL.under("bert", then="qa_outputs")
     rows: ClassVar[ModulePolicy] = {"BertForQuestionAnswering": [replicate("qa_outputs")]}

@@ -27,6 +27,7 @@ class VisionTransformerPolicy(Policy):
         first=("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed", "norm_pre"),
         blocks="blocks",
         last=("norm", "attn_pool", "fc_norm", "head", "head_dist"),
+        optional=("dist_token", "head_dist"),  # DeiT's own
     )
 
     def module_policy(self) -> ModulePolicy:

@@ -40,7 +40,7 @@ class WhisperForAudioClassificationPolicy(PretrainedPolicy):
     """The encoder with a label for each recording."""
 
     stages = Stages(first=("conv1", "conv2", "embed_positions"), blocks="layers", last="layer_norm").under(
-        "encoder", then=("layer_weights", "projector", "classifier")
+        "encoder", then=("layer_weights", "projector", "classifier"), optional="layer_weights"
     )
 
     def module_policy(self) -> ModulePolicy:

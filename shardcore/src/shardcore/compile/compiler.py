@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
+from shardcore.compile.stage_checks import check_stages
 from shardcore.compile.switches import optimize
 from shardcore.compile.tensor_checks import report_tensors
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh import device_type_here
-from shardcore.plan import Choice, ParameterPlan, ShardPlan
+from shardcore.plan import Choice, ParameterPlan, ShardPlan, Stages
 from shardcore.plan.steps import ScopeRandomness, Step
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy
 from shardcore.styles.shardformer import rules_of
@@ -62,11 +63,12 @@ def compile_plan(
         raise PlanError(_subject(policy, model, ranks), [*checked, *builder.refusals])
     builder.check()
     report_tensors(builder)
-    for path in policy.stages.around if policy.stages else ():
+    stages = check_stages(builder, policy)
+    for path in stages.around if stages else ():
         step = ScopeRandomness(path=path)
         builder.steps.setdefault(repr(step), step)
-    choices = _optimize(builder, policy, device_type or device_type_here())
-    parameters = _parameters(builder)
+    choices = _optimize(builder, policy, stages, device_type or device_type_here())
+    parameters = _parameters(builder, stages)
     if builder.problems:
         raise PlanError(_subject(policy, model, ranks), builder.problems)
     return ShardPlan(
@@ -76,14 +78,14 @@ def compile_plan(
         config=config,
         parameters=parameters,
         steps=_ordered(builder.carried_out),
-        stages=policy.stages,
+        stages=stages,
         choices=choices,
     )
 
 
-def _optimize(builder: PlanBuilder, policy: Policy, device_type: str) -> tuple[Choice, ...]:
+def _optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> tuple[Choice, ...]:
     choices = []
-    for item in list(optimize(policy, builder.model, builder.config, device_type, builder.carried_out)):
+    for item in list(optimize(policy, builder.model, builder.config, stages, device_type, builder.carried_out)):
         if isinstance(item, Choice):
             choices.append(item)
         elif isinstance(item, Problem):
@@ -136,7 +138,7 @@ def _matches(module: nn.Module, key: str | type[nn.Module]) -> bool:
     return any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
 
 
-def _parameters(builder: PlanBuilder) -> tuple[ParameterPlan, ...]:
+def _parameters(builder: PlanBuilder, stages: Stages | None) -> tuple[ParameterPlan, ...]:
     """Account for every parameter: claimed under each of its names, once, with one layout."""
     names: dict[int, list[str]] = {}
     by_id: dict[int, nn.Parameter] = {}
@@ -166,9 +168,15 @@ def _parameters(builder: PlanBuilder) -> tuple[ParameterPlan, ...]:
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype),
                 layout=claims[0].layout if claims else None,
+                held_by=_holders(stages, names[key]),
             )
         )
     return tuple(plans)
+
+
+def _holders(stages: Stages | None, names: Sequence[str]) -> tuple[str, ...]:
+    holders = map(stages.holder, names) if stages else ()
+    return tuple(dict.fromkeys(holder for holder in holders if holder))
 
 
 def _first_name(builder: PlanBuilder, name: str) -> str:

@@ -14,24 +14,36 @@ from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
 from shardcore.nn import Replicated
 from shardcore.plan.choice import Choice
+from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Compile, FreezeForInference, FuseNorm, Step, Swap
 from shardcore.policy import Policy
 
 __all__ = ["optimize"]
 
+#: The named blocks of each list.
+Blocks = dict[str, list[tuple[str, nn.Module]]]
+
 
 def optimize(
-    policy: Policy, model: nn.Module, config: ShardConfig, device_type: str, planned: list[Step]
+    policy: Policy,
+    model: nn.Module,
+    config: ShardConfig,
+    stages: Stages | None,
+    device_type: str,
+    planned: list[Step],
 ) -> Iterator[Step | Choice | Problem]:
-    """Yield the steps that the switches of ``config`` add to those ``planned`` by the rules, and what they came to."""
+    """Yield the steps that the switches of ``config`` add to those ``planned`` by the rules, and what they came to.
+
+    ``stages`` are those of the policy, by names that the model has.
+    """
     if switch := config.enable_flash_attention:
         yield from _flash_attention(policy, device_type, asked=switch is True)
     if config.enable_fused_normalization:
         yield Choice(switch="enable_fused_normalization", outcome=_fused(planned))
     if config.enable_jit_fused:
-        yield from _compile(policy, model, config, device_type)
+        yield from _compile(policy, _blocks(policy, model, stages), config, device_type)
     if config.gradient_checkpoint_config is not None:
-        yield from _recompute(policy, model, config.gradient_checkpoint_config)
+        yield from _recompute(policy, _blocks(policy, model, stages), config.gradient_checkpoint_config)
     if config.inference_only:
         yield FreezeForInference(path="")
     yield from _unread(policy, config)
@@ -71,7 +83,7 @@ def _fused(planned: list[Step]) -> str:
 
 
 def _compile(
-    policy: Policy, model: nn.Module, config: ShardConfig, device_type: str
+    policy: Policy, found: Blocks | None, config: ShardConfig, device_type: str
 ) -> Iterator[Step | Choice | Problem]:
     """Compile all blocks if it was asked for: on the CPU nothing was gained, and elsewhere it was not measured."""
     switch = "enable_jit_fused"
@@ -79,11 +91,10 @@ def _compile(
         yield Choice(switch=switch, outcome="off: compiling gained nothing where it was measured, on the CPU")
         return
     rule = f"ShardConfig.{switch}=True"
-    found = _blocks(policy, model, rule)
     if reason := _no_graphs(config, device_type):
         yield Problem(where="", rule=rule, what=reason, todo=f"mend that, or leave {switch} alone")
-    elif isinstance(found, Problem):
-        yield found
+    elif found is None:
+        yield _no_blocks(policy, rule)
     else:
         blocks = [f"{name}.{index}" for name, children in found.items() for index, _ in children]
         yield from (Compile(path=path) for path in blocks)
@@ -101,24 +112,22 @@ def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
     return None
 
 
-def _blocks(policy: Policy, model: nn.Module, rule: str) -> Problem | dict[str, list[tuple[str, nn.Module]]]:
-    """Return the named blocks of each of the policy's lists."""
-    lists = policy.stages.lists if policy.stages else ()
-    if not lists:
-        what = f"{type(policy).__qualname__} does not say where the model's blocks are"
-        return Problem(where="", rule=rule, what=what, todo="give the policy stages=Stages(blocks=...)")
-    try:
-        return {name: list(model.get_submodule(name).named_children()) for name in lists}
-    except AttributeError as error:
-        todo = f"correct stages of {type(policy).__qualname__}"
-        return Problem(where=", ".join(lists), rule=rule, what=str(error), todo=todo)
+def _blocks(policy: Policy, model: nn.Module, stages: Stages | None) -> Blocks | None:
+    """Return the named blocks of each list that the model has; None if the policy names no lists."""
+    if stages is None or not (policy.stages and policy.stages.lists):
+        return None
+    return {name: list(model.get_submodule(name).named_children()) for name in stages.lists}
 
 
-def _recompute(policy: Policy, model: nn.Module, switch: GradientCheckpointConfig) -> Iterator[Step | Problem]:
+def _no_blocks(policy: Policy, rule: str) -> Problem:
+    what = f"{type(policy).__qualname__} does not say where the model's blocks are"
+    return Problem(where="", rule=rule, what=what, todo="give the policy stages=Stages(blocks=...)")
+
+
+def _recompute(policy: Policy, found: Blocks | None, switch: GradientCheckpointConfig) -> Iterator[Step | Problem]:
     rule = f"ShardConfig.gradient_checkpoint_config={switch}"
-    found = _blocks(policy, model, rule)
-    if isinstance(found, Problem):
-        yield found
+    if found is None:
+        yield _no_blocks(policy, rule)
         return
     where = ", ".join(found)
     try:

@@ -30,6 +30,8 @@ class ParameterPlan:
         shape: the whole shape.
         dtype: as torch prints it.
         layout: how it lies on ``tp``; None if a user's callable decides.
+        held_by: what holds it in the policy's stages (`Stages.holder`), in the order of its names: one, or several for
+            a tied weight (the embedding in ``first`` and the head in ``last``). Empty without stages.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ParameterPlan:
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None
+    held_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class ShardPlan:
         config: the configuration it was compiled for.
         parameters: every parameter of the model.
         steps: what is done to the model, in order. At a tensor-parallel size of 1, only what splits nothing.
-        stages: where the model can be cut.
+        stages: where the model can be cut, by names that it has.
         choices: what became of the wishes of the configuration that leave a choice.
     """
 

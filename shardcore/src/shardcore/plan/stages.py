@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 
 __all__ = ["Stages"]
+
+Names = tuple[str, ...] | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Where a model can be cut, by names relative to it: of submodules, or of parameters of the model itself.
+    """Where a model can be cut, by names relative to it: of submodules, or of parameters and buffers of the model.
 
-    Together they hold every parameter, each once.
+    Together they hold every parameter, each of its names once: compiling a plan checks that. A name whose attribute the
+    model sets to None (a pooler that its configuration leaves out) holds nothing. One whose attribute is not always
+    there has to be in ``optional`` too. A tied weight may be held in several places.
 
     Attributes:
-        first: submodules that only the first stage needs (embeddings).
-        blocks: the list of repeated blocks, or several (an encoder's and a decoder's), in the order in which they run.
-        between: submodules that run between two lists of blocks (an encoder's last norm, a decoder's embeddings).
-        last: submodules that only the last stage needs.
-        everywhere: submodules that every stage needs.
+        first: what only the first stage needs (embeddings).
+        blocks: the `torch.nn.ModuleList` or `torch.nn.Sequential` of repeated blocks, or several (an encoder's and a
+            decoder's), in the order in which they run.
+        between: what runs between two lists of blocks (an encoder's last norm, a decoder's embeddings).
+        last: what only the last stage needs.
+        everywhere: what every stage needs.
+        optional: those of all these names that a model may lack.
     """
 
-    first: tuple[str, ...] | str = ()
-    blocks: tuple[str, ...] | str = ()
-    between: tuple[str, ...] | str = ()
-    last: tuple[str, ...] | str = ()
-    everywhere: tuple[str, ...] | str = ()
+    first: Names = ()
+    blocks: Names = ()
+    between: Names = ()
+    last: Names = ()
+    everywhere: Names = ()
+    optional: Names = ()
 
     @property
     def lists(self) -> tuple[str, ...]:
@@ -38,21 +46,47 @@ class Stages:
         holders = (".".join(name.split(".")[:depth]) for name in self.lists for depth in range(1, name.count(".") + 1))
         return tuple(dict.fromkeys(holders))
 
-    def under(self, prefix: str, *, then: tuple[str, ...] | str = ()) -> Stages:
-        """Return the stages of a model that holds this one as ``prefix`` and runs ``then`` after it."""
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Yield each name with the part (``"first"``, ...) that it is in, in the order in which they run."""
+        for field in fields(self):
+            if field.name != "optional":
+                yield from ((field.name, name) for name in _names(getattr(self, field.name)))
 
-        def moved(names: tuple[str, ...] | str) -> tuple[str, ...]:
-            return tuple(f"{prefix}.{name}" for name in _names(names))
+    def holder(self, name: str) -> str | None:
+        """Return what holds the parameter or buffer ``name``: a name in these stages, or that of a block in a list.
 
+        ``"model.layers.0"`` holds ``"model.layers.0.mlp.weight"`` if ``blocks`` is ``"model.layers"``.
+        """
+        for part, held in self.parts():
+            if part != "blocks" and name == held:
+                return held
+            if name.startswith(f"{held}."):
+                block, _, inside = name[len(held) + 1 :].partition(".")
+                if part != "blocks":
+                    return held
+                return f"{held}.{block}" if inside else None  # a list has blocks; nothing runs what is its own
+        return None
+
+    def under(self, prefix: str, *, then: Names = (), optional: Names = ()) -> Stages:
+        """Return the stages of a model that holds this one as ``prefix`` and runs ``then`` after it.
+
+        Args:
+            prefix: its name in that model.
+            then: what is added to ``last``.
+            optional: those of ``then`` that the model may lack.
+        """
+        moved = self.mapped(lambda name: f"{prefix}.{name}")
         return replace(
-            self,
-            first=moved(self.first),
-            blocks=moved(self.blocks),
-            between=moved(self.between),
-            last=(*moved(self.last), *_names(then)),
-            everywhere=moved(self.everywhere),
+            moved,
+            last=(*_names(moved.last), *_names(then)),
+            optional=(*_names(moved.optional), *_names(optional)),
         )
 
+    def mapped(self, change: Callable[[str], str | None]) -> Stages:
+        """Return these stages with other names; those of which ``change`` makes None are left out."""
+        changed = {f.name: [change(name) for name in _names(getattr(self, f.name))] for f in fields(self)}
+        return Stages(**{part: tuple(n for n in names if n is not None) for part, names in changed.items()})
 
-def _names(names: tuple[str, ...] | str) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+
+def _names(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

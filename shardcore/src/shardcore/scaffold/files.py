@@ -114,12 +114,25 @@ def _policy(values: dict[str, str], draft: Draft) -> str:
         + f"\n\nclass {values['model']}Policy({base}):\n"
         + f'    """Guessed from the module tree of {values["library"]} {values["version"]}."""\n\n'
         + (f"    checks = {draft.checks}\n" if draft.checks else "")
-        + f"    stages = Stages({draft.stages})\n\n"
+        + f"    stages = Stages(\n{_stages(draft)}    )\n\n"
         + "    def module_policy(self) -> ModulePolicy:\n"
         + '        """Return the rows of each class."""\n'
         + body
         + "\n"
     )
+
+
+def _stages(draft: Draft) -> str:
+    """Return the arguments of ``Stages``, a part on each line if it fits, and a name on each line if it does not."""
+    text = ""
+    for part, names in draft.stages.items():
+        quoted = [f'"{name}"' for name in names]
+        value = quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
+        line = f"        {part}={value},"
+        if len(line) > 120:
+            line = "\n".join([f"        {part}=(", *(f"            {name}," for name in quoted), "        ),"])
+        text += f"{line}\n"
+    return text
 
 
 _PYPROJECT = """\

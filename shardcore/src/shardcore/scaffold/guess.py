@@ -24,7 +24,7 @@ class Draft:
     Attributes:
         rows: lines of rows by the name of the class that they are listed under.
         checks: the check of heads, or empty.
-        stages: the arguments of ``Stages``, or empty.
+        stages: the names in each part of ``Stages``.
         words: the words of `shardcore.styles` that the rules use.
         doubts: what the author has to look at, in words.
         heads: the number of heads in the configuration; None if it is not known.
@@ -33,7 +33,7 @@ class Draft:
 
     rows: dict[str, list[str]] = field(default_factory=dict)
     checks: str = ""
-    stages: str = ""
+    stages: dict[str, list[str]] = field(default_factory=dict)
     words: set[str] = field(default_factory=set)
     doubts: list[str] = field(default_factory=list)
     heads: int | None = None
@@ -54,7 +54,11 @@ def guess(model: nn.Module) -> Draft:
         ConfigError: there is no list of equal blocks in it, so that nothing can be guessed.
     """
     where, blocks = _stack(model)
-    draft = Draft(stages=f'blocks="{where}"')
+    draft = Draft(stages=_stages(model, where))
+    draft.doubts.append(
+        "stages: what stands before the blocks in the model was put into first, what stands after them into last, and "
+        "what has buffers only into everywhere. A second list of blocks belongs into blocks too."
+    )
     block = blocks[0]
     _check_heads(model, draft)
     covered = _regions(block, type(block).__name__, draft)
@@ -79,6 +83,29 @@ def _stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if len(lists) > 1:
         lists.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
     return lists[0]
+
+
+def _stages(model: nn.Module, where: str) -> dict[str, list[str]]:
+    """Return the names of each part, which hold every parameter and buffer once; ``where`` is the list of blocks."""
+    first: list[str] = []
+    last: list[str] = []
+    everywhere: list[str] = []
+    owner, above = model, ""
+    for part in where.split("."):
+        first += [above + name for name, parameter in owner._parameters.items() if parameter is not None]
+        everywhere += [above + name for name, buffer in owner._buffers.items() if buffer is not None]
+        children = [name for name, _ in owner.named_children()]
+        behind: list[str] = []
+        for place, name in enumerate(children):
+            child = owner.get_submodule(name)
+            if name != part and any(True for _ in child.parameters()):
+                (first if place < children.index(part) else behind).append(above + name)
+            elif name != part and any(True for _ in child.buffers()):
+                everywhere.append(above + name)
+        last = behind + last  # what is inside runs before what is around it
+        owner, above = owner.get_submodule(part), f"{above}{part}."
+    parts = {"first": first, "blocks": [where], "last": last, "everywhere": everywhere}
+    return {part: names for part, names in parts.items() if names}
 
 
 def _check_heads(model: nn.Module, draft: Draft) -> None:

@@ -53,9 +53,22 @@ def plan(s: Subject, ledger: Ledger) -> None:
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         planned = {name for p in made.parameters for name in (p.name, *p.aliases)}
         ledger.true(names == planned, f"the plan leaves out {sorted(names ^ planned)}")
+        _stages(ledger, made, model)
         if s.tp > 1:
             _splits(s, ledger, made)
             _whole_blocks(s, ledger, made, model)
+
+
+def _stages(ledger: Ledger, made: ShardPlan, model: nn.Module) -> None:
+    """Require stages that hold every buffer and every name of a tied weight too, which a part cannot do without."""
+    if made.stages is None:
+        ledger.failed("the policy has no stages=Stages(...), which say where the model can be cut")
+        return
+    names = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    loose = [name for name in names if made.stages.holder(name) is None]
+    ledger.true(
+        not loose, f"the policy's stages leave out {', '.join(loose)}; name what holds it in one of their parts"
+    )
 
 
 def _splits(s: Subject, ledger: Ledger, made: ShardPlan) -> None:

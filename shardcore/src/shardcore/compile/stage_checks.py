@@ -1,0 +1,113 @@
+"""Whether a policy's stages hold every parameter of the model, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardcore.compile.builder import PlanBuilder
+from shardcore.errors import Problem
+from shardcore.plan import Stages
+from shardcore.policy import Policy
+
+__all__ = ["check_stages"]
+
+_MISSING = object()
+
+
+def check_stages(builder: PlanBuilder, policy: Policy) -> Stages | None:
+    """Return the stages of ``policy`` with the names that this model has, and report what does not fit."""
+    stages = policy.stages
+    if stages is None:
+        return None
+    rule = f"{type(policy).__qualname__}.stages"
+    if not isinstance(stages, Stages):
+        what = f"stages is a {type(stages).__name__}; wanted a shardcore.Stages or None"
+        builder.problems.append(Problem(where="", rule=rule, what=what, todo="write stages = Stages(...)"))
+        return None
+    builder.problems += _twice(stages, rule)
+    found = []
+    optional = stages.mapped(lambda name: name).optional
+    for part, name in stages.parts():
+        value, problem = _find(builder.model, name, optional=name in optional)
+        if problem is None and part == "blocks" and not isinstance(value, nn.ModuleList | nn.Sequential | None):
+            what = f"it is a {type(value).__name__}, and no list of blocks"
+            problem = what, "name an nn.ModuleList or nn.Sequential in blocks, and anything else in another part"
+        if problem is not None:
+            what, todo = problem
+            builder.problems.append(Problem(where=name, rule=f"{rule}.{part}", what=what, todo=todo))
+        if isinstance(value, nn.Module) or (part != "blocks" and value is not None):
+            found.append(name)
+    present = stages.mapped(lambda name: name if name in found else None)
+    builder.problems += _loose(builder.model, present, rule)
+    return present
+
+
+def _twice(stages: Stages, rule: str) -> Iterator[Problem]:
+    """Yield names that hold what another one holds, and optional ones that are nowhere else."""
+    parts: dict[str, str] = {}
+    for part, name in stages.parts():
+        if name in parts:
+            yield Problem(
+                where=name, rule=f"{rule}.{part}", what=f"{parts[name]} names it already", todo="keep one of them"
+            )
+        parts.setdefault(name, part)
+    for name, part in parts.items():
+        for outer in (outer for outer in _above(name) if outer in parts):
+            what = f"it is below {outer!r}, which {parts[outer]} names already"
+            yield Problem(where=name, rule=f"{rule}.{part}", what=what, todo=f"name it, or {outer!r}, not both")
+    for name in stages.mapped(lambda name: name).optional:
+        if name not in parts:
+            what = "it may be absent, but no part of the stages names it"
+            yield Problem(where=name, rule=f"{rule}.optional", what=what, todo="remove it, or correct the name")
+
+
+def _find(model: nn.Module, name: str, *, optional: bool) -> tuple[object, tuple[str, str] | None]:
+    """Return what ``name`` is in the model, None if the model leaves it out, and what is wrong with it."""
+    owner: str = ""
+    value: Any = model
+    parts = name.split(".")
+    for end, part in enumerate(parts, 1):
+        leaf = end == len(parts)
+        place, value = value, getattr(value, part, _MISSING)
+        if value is None or (value is _MISSING and optional and leaf):
+            return None, None
+        if not isinstance(value, nn.Module | Tensor if leaf else nn.Module):
+            shown = f"{type(place).__name__} ({owner})" if owner else type(place).__name__
+            children = ", ".join(child for child, _ in place.named_children()) or "none"
+            what = f"{shown} has no {'submodule or parameter' if leaf else 'submodule'} {part!r}; its children are "
+            todo = "correct the name for this version of the model; if some models of the class lack it, name it in "
+            return None, (what + children, todo + "Stages(optional=...) too")
+        owner = f"{owner}.{part}" if owner else part
+    return value, None
+
+
+def _loose(model: nn.Module, stages: Stages, rule: str) -> Iterator[Problem]:
+    """Yield what no stage holds: a module if nothing in it is held, and otherwise a parameter."""
+    names: dict[int, list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        shapes[name] = tuple(parameter.shape)
+    around = {outer for _, name in stages.parts() for outer in _above(name)} | set(stages.lists)
+    loose: dict[str, list[str]] = {}
+    for tied in names.values():
+        if not any(map(stages.holder, tied)):
+            place = next(outer for outer in (*_above(tied[0]), tied[0]) if outer not in around)
+            loose.setdefault(place, []).append(tied[0])
+    for place, inside in loose.items():
+        if place in shapes:
+            what = f"the parameter {shapes[place]} is held by no stage"
+        else:
+            first = ", ".join(name[len(place) + 1 :] for name in inside[:3])
+            more = ", ..." if len(inside) > 3 else ""
+            what = f"its parameters ({len(inside)}: {first}{more}) are held by no stage"
+        todo = "name it in first, blocks, between, last or everywhere"
+        yield Problem(where=place, rule=rule, what=what, todo=todo)
+
+
+def _above(name: str) -> list[str]:
+    """Return the names of what holds ``name``, the outermost first."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "."]
