@@ -111,7 +111,7 @@ def _made(sizes: dict[str, int], **options: Any) -> tuple[Any, Any, slice]:
     reference = build(**options)
     sharded = shardcore.shard(copy.deepcopy(reference), policy=TinyPolicy, **sizes)
     context = context_of(sharded)
-    replicas = context.axis_size("dp_shard") * context.axis_size("dp_replicate")
+    replicas = context.sizes.replicas
     rows = 4 // replicas
     return reference, sharded, slice(rows * context.replica, rows * (context.replica + 1))
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.mesh import ShardContext, build_mesh, set_context
+from shardcore.mesh import ShardContext, Sizes, build_mesh, set_context
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.region import Region
@@ -54,7 +54,7 @@ def make_net(segments, size=12, bias=True, seed=0):
 
 def make_context(shape, **options):
     replicas, shards, tp = (1, 1, *shape)[-3:]
-    return ShardContext.of(build_mesh({"dp_replicate": replicas, "dp_shard": shards, "tp": tp}), **options)
+    return ShardContext.of(build_mesh(Sizes(dp_replicate=replicas, dp_shard=shards, tp=tp)), **options)
 
 
 def shard_net(net, context, region=False):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardcore.testing.pool
-from shardcore.mesh import build_mesh
+from shardcore.mesh import Sizes, build_mesh
 from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
 
 QUICK = 15.0  # seconds: a failure is reported long before the 30 s of a collective
@@ -165,7 +165,7 @@ def test_groups_that_a_task_made_are_destroyed(pool):
 
 
 def make_a_mesh(size):
-    mesh = build_mesh({"tp": dist.get_world_size()})["tp"]
+    mesh = build_mesh(Sizes(tp=dist.get_world_size()))["tp"]
     # DTensor remembers how it came from one layout to the other, with the mesh.
     distribute_tensor(torch.ones(size), mesh, [Shard(0)]).redistribute(placements=[Replicate()])
     return len(list(Path("/proc/self/task").iterdir()))

@@ -325,7 +325,7 @@ class ModelSharder:
         steps = self.plan.steps if self.plan else ()
         regions = {step.path for step in steps if step.splits_heads}
         tokens = [path for step in steps for path in step.splits_tokens]
-        replicas = context.axis_size("dp_replicate") * context.axis_size("dp_shard")
+        replicas = context.sizes.replicas
         self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
 
     def _run_users_code(self, function: Callable[[], Any]) -> None:

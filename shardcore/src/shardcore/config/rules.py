@@ -13,7 +13,7 @@ import shardcore
 from shardcore import _planned
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import AXES, DATA_AXES, PartialGradients, axis_name
+from shardcore.mesh import AXES, PartialGradients, Sizes, axis_name
 
 if TYPE_CHECKING:
     from shardcore.config import ShardConfig
@@ -165,10 +165,8 @@ def _check_place(config: ShardConfig) -> None:
 def sizes_of_place(config: ShardConfig) -> dict[str, int]:
     """Return the sizes that a mesh or a process group of the caller determines, or that the switch of ``tp`` does."""
     if (mesh := config.device_mesh) is not None:
-        found = {axis: axis_name(mesh, axis) for axis in (*DATA_AXES, "tp")}
-        sizes = {axis: mesh[name].size() if name else 1 for axis, name in found.items()}
-        replicate, shard = sizes["dp_replicate"], sizes["dp_shard"]
-        return dict(zip(SIZES, (sizes["tp"], replicate * shard, replicate, shard), strict=True))
+        sizes = Sizes.of(mesh)
+        return dict(zip(SIZES, (sizes.tp, sizes.replicas, sizes.dp_replicate, sizes.dp_shard), strict=True))
     if (group := config.tensor_parallel_process_group) is not None:
         return dict(zip(SIZES, (group.size(), 1, 1, 1), strict=True))
     return {} if config.enable_tensor_parallelism else {"tensor_parallel_size": 1}

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.config.rules import SIZES, SWITCHES, check, fill_in, sizes_of_place
 from shardcore.errors import ConfigError
-from shardcore.mesh import PartialGradients, build_mesh, group_of, mesh_of_group
+from shardcore.mesh import PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
 
 __all__ = ["ShardConfig", "Switch"]
 
@@ -221,12 +221,13 @@ class ShardConfig:
             return self.device_mesh
         if self.tensor_parallel_process_group is not None:
             return mesh_of_group(self.tensor_parallel_process_group)
-        sizes = {
-            "dp_replicate": self.dp_replicate_size,
-            "dp_shard": self.dp_shard_size,
-            "tp": self.tensor_parallel_size,
-        }
-        return build_mesh({axis: size or 1 for axis, size in sizes.items()})
+        return build_mesh(
+            Sizes(
+                dp_replicate=self.dp_replicate_size or 1,
+                dp_shard=self.dp_shard_size or 1,
+                tp=self.tensor_parallel_size or 1,
+            )
+        )
 
     def group(self) -> ProcessGroup | None:
         """Return the ranks that shard a model together; None for the default process group.

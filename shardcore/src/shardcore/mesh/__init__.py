@@ -5,7 +5,7 @@ May import `shardcore.errors`.
 
 from __future__ import annotations
 
-from shardcore.mesh.axes import AXES, DATA_AXES, axis_name
+from shardcore.mesh.axes import AXES, DATA_AXES, Axis, Sizes, axis_name
 from shardcore.mesh.context import PartialGradients, ShardContext, as_context
 from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.mesh.marks import (
@@ -30,9 +30,11 @@ from shardcore.mesh.meshes import (
 __all__ = [
     "AXES",
     "DATA_AXES",
+    "Axis",
     "PartialGradients",
     "ProcessGroupManager",
     "ShardContext",
+    "Sizes",
     "accelerator",
     "as_context",
     "axis_name",

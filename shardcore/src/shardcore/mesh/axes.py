@@ -1,18 +1,78 @@
-"""The axes of the device mesh, and the names that they may have."""
+"""The axes of the device mesh: their names, their sizes, and a rank's place on one of them."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import astuple, dataclass, fields
+
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "DATA_AXES", "axis_name"]
+__all__ = ["AXES", "DATA_AXES", "Axis", "Sizes", "axis_name"]
 
 
-#: The axes of the mesh, outermost first: tensor-parallel ranks are neighbours.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The number of ranks on each axis of a mesh, outermost first: tensor-parallel ranks are neighbours."""
 
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Sizes:
+        """Return the sizes of the axes that ``mesh`` has; a mesh without names is an axis ``tp``."""
+        if not mesh.mesh_dim_names:
+            return cls(tp=mesh.size())
+        return cls(**{axis: mesh[name].size() for axis in AXES if (name := axis_name(mesh, axis))})
+
+    @property
+    def replicas(self) -> int:
+        """Model replicas with data of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes in the order of `AXES`."""
+        return astuple(self)
+
+
+#: The axes of the mesh, outermost first.
+AXES = tuple(field.name for field in fields(Sizes))
 
 #: The axes along which ranks hold replicas with data of their own.
 DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Axis:
+    """This rank's place on one axis.
+
+    Attributes:
+        name: one of `AXES`.
+        mesh: the one-dimensional mesh along it.
+        group: its process group.
+        rank: this rank's position.
+        size: the number of ranks.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    group: ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, name: str, mesh: DeviceMesh) -> Axis:
+        """Return this rank's place on a one-dimensional mesh."""
+        return cls(name=name, mesh=mesh, group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
 
 
 def axis_name(mesh: DeviceMesh, axis: str) -> str | None:

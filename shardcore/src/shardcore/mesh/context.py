@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh.axes import DATA_AXES, axis_name
+from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name
 from shardcore.mesh.meshes import default_group, mesh_of_group, neighbours_on
 from shardcore.mesh.random_stream import RandomStream, mix
 
@@ -129,10 +129,23 @@ class ShardContext:
             index = index * self.mesh[axis].size() + self.mesh[axis].get_local_rank()
         return index
 
-    def axis_size(self, axis: str) -> int:
-        """Return the number of ranks on an axis; 1 if the mesh does not have it."""
-        name = axis_name(self.mesh, axis)
-        return self.mesh[name].size() if name else 1
+    @property
+    def sizes(self) -> Sizes:
+        """The number of ranks on each axis."""
+        return Sizes.of(self.mesh)
+
+    def axis(self, name: str) -> Axis:
+        """Return this rank's place on the axis ``name``, one of `AXES`.
+
+        Raises:
+            ConfigError: the mesh has no such axis.
+        """
+        if name == "tp":
+            return Axis(name=name, mesh=self.tp, group=self.group, rank=self.rank, size=self.size)
+        if (own := axis_name(self.mesh, name)) is None:
+            names = ", ".join(self.mesh.mesh_dim_names or ("tp",))
+            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {names}")
+        return Axis.of(name, self.mesh[own])
 
     @property
     def device(self) -> torch.device:

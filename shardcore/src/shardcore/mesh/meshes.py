@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardcore.mesh.axes import AXES
+from shardcore.mesh.axes import AXES, Sizes
 
 __all__ = [
     "accelerator",
@@ -72,14 +72,14 @@ _shared = _SharedMeshes()
 _neighbours: WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = WeakKeyDictionary()
 
 
-def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh of the default process group with `AXES` of the given ``sizes`` (absent axes have size 1).
+def build_mesh(sizes: Sizes) -> DeviceMesh:
+    """Return the mesh of the default process group with `AXES` of the given ``sizes``.
 
     Every rank of the default process group has to call this. Models that are sharded alike share one mesh: each new one
     would cost four process groups, with their threads and connections.
     """
     known = _shared.of(default_group())
-    key = device_type_of(), tuple(sizes.get(axis, 1) for axis in AXES)
+    key = device_type_of(), sizes.shape
     if key not in known:
         known[key] = init_device_mesh(*key, mesh_dim_names=AXES)
     return known[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.strided import segment_runs, segmented
-from shardcore.mesh import ShardContext
+from shardcore.mesh import Axis, ShardContext
 
 __all__ = [
     "GroupShardedLayout",
@@ -35,15 +35,18 @@ def last_rank_is_empty(size: int, ranks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout(ABC):
-    """The placement of a parameter on the ``tp`` axis."""
+    """The placement of a parameter on one axis of the mesh."""
+
+    #: The axis; the parameter is a DTensor on it.
+    axis: ClassVar[str] = "tp"
 
     @property
     @abstractmethod
     def placement(self) -> Placement:
-        """The DTensor placement on ``tp``."""
+        """The DTensor placement on the axis."""
 
     @abstractmethod
-    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+    def local(self, full: Tensor, axis: Axis) -> Tensor:
         """Return this rank's part of ``full`` as a tensor with storage of its own."""
 
     @abstractmethod
@@ -67,7 +70,7 @@ class ReplicatedLayout(Layout):
         """See `Layout.placement`."""
         return Replicate()
 
-    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+    def local(self, full: Tensor, axis: Axis) -> Tensor:
         """See `Layout.local`."""
         return full.detach()
 
@@ -90,9 +93,9 @@ class ShardedLayout(Layout):
         """See `Layout.placement`."""
         return Shard(self.dim)
 
-    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+    def local(self, full: Tensor, axis: Axis) -> Tensor:
         """See `Layout.local`."""
-        start, stop = chunk_bounds(full.size(self.dim), context.size, context.rank)
+        start, stop = chunk_bounds(full.size(self.dim), axis.size, axis.rank)
         return full.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
@@ -129,9 +132,9 @@ class SegmentedLayout(Layout):
         """See `Layout.placement`."""
         return segmented(self.count)
 
-    def local(self, full: Tensor, context: ShardContext) -> Tensor:
+    def local(self, full: Tensor, axis: Axis) -> Tensor:
         """See `Layout.local`."""
-        runs = segment_runs(full.size(0), self.count, context.size, context.rank)
+        runs = segment_runs(full.size(0), self.count, axis.size, axis.rank)
         return torch.cat([full.detach()[start:stop] for start, stop in runs])
 
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
@@ -144,7 +147,7 @@ class SegmentedLayout(Layout):
 
 
 def distribute(parameter: nn.Parameter, layout: Layout, context: ShardContext) -> nn.Parameter:
-    """Return ``parameter`` as a DTensor on the ``tp`` axis; the original is not changed.
+    """Return ``parameter`` as a DTensor on the axis of its layout; the original is not changed.
 
     No collective runs: every rank cuts its part out of the whole it already holds. Only that part moves to the
     device of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
@@ -157,10 +160,11 @@ def distribute(parameter: nn.Parameter, layout: Layout, context: ShardContext) -
 
 
 def _as_dtensor(full: Tensor, layout: Layout, context: ShardContext) -> DTensor:
-    local = layout.local(full, context)
-    if local.device.type not in ("meta", context.tp.device_type):
+    axis = context.axis(layout.axis)
+    local = layout.local(full, axis)
+    if local.device.type not in ("meta", axis.mesh.device_type):
         local = local.to(context.device)
     stride: Any = torch.empty(full.shape, device="meta").stride()  # the parts are contiguous, so the whole is
     return DTensor.from_local(
-        local.contiguous(), context.tp, (layout.placement,), run_check=False, shape=full.shape, stride=stride
+        local.contiguous(), axis.mesh, (layout.placement,), run_check=False, shape=full.shape, stride=stride
     )

@@ -34,7 +34,8 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         **options: of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
             ``shard_placement_fn``, which is not asked about fused weights).
     """
-    replicas, shards = context.axis_size("dp_replicate"), context.axis_size("dp_shard")
+    sizes = context.sizes
+    replicas, shards = sizes.dp_replicate, sizes.dp_shard
     if replicas * shards == 1:
         return model
     wide = {"dp_replicate": replicas, "dp_shard": shards}
