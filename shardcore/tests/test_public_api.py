@@ -60,3 +60,13 @@ def test_every_name_resolves_and_is_documented(name: str) -> None:
     # A dataclass without one gets its signature instead.
     assert documentation.strip()
     assert not documentation.startswith(f"{name}(")
+
+
+def test_no_word_has_the_name_of_a_module() -> None:
+    """Whoever looks for one finds the other: tools that read sources do."""
+    import pkgutil
+
+    import shardcore.styles
+
+    modules = {module.name for module in pkgutil.iter_modules(shardcore.styles.__path__)}
+    assert modules.isdisjoint(shardcore.styles.__all__)

@@ -14,14 +14,14 @@ A new word is a constructor with its `shardcore.policy.Rule`, both in one module
 from __future__ import annotations
 
 from shardcore.styles.attributes import attribute, local_groups, local_heads, per_rank
-from shardcore.styles.calls import calls
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
 from shardcore.styles.heads import head
 from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
-from shardcore.styles.outputs import loss, outputs
+from shardcore.styles.methods import calls
+from shardcore.styles.model_outputs import loss, outputs
 from shardcore.styles.randomness import shared_numpy, shared_rng
 from shardcore.styles.regions import enter_arg, region, segments
-from shardcore.styles.sequence import sequence
+from shardcore.styles.sequences import sequence
 
 __all__ = [
     "attribute",
