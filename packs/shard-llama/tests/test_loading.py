@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.comm.strided import torch_lacks
 from shardcore.compat import Linear1D_Col
 from shardcore.integrations._gathering import Transport, check_parts
 from shardcore.nn import FusedColumnLinear
@@ -110,6 +111,7 @@ def _in_a_module() -> None:
     assert torch.equal(column.weight.full_tensor(), native.weight)
 
 
+@pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
 def test_a_fused_weight(pool):
     pool.run(_fused, world=2)
 

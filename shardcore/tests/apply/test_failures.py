@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.comm.strided import torch_lacks
 from shardcore.errors import AgreementError, ConfigError, PartlyShardedError, PlanError, ShardcoreError
 from shardcore.policy import ModulePolicyDescription, Policy
 from shardcore.styles import region, replicate, segments
@@ -168,6 +169,7 @@ def uneven_columns():
     assert isinstance(model, FSDPModule)
 
 
+@pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
 def test_what_fsdp_would_refuse_is_said_before(pool):
     pool.run(uneven_columns, world=4)
 
