@@ -131,6 +131,7 @@ def compiled(backend):
     assert_same_gradients(native, sharded)
 
 
+@pytest.mark.filterwarnings("default")  # torch warns of its own doings while it compiles
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])  # inductor drops clones that are outputs
 def test_compiled(pool, backend):
     pool.run(compiled, backend, world=2, timeout=100)
