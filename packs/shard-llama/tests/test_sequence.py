@@ -10,9 +10,9 @@ import torch.distributed as dist
 from llama_cases import batch, build, compare_forward, loss_of, shard, train_beside
 from torch.utils.checkpoint import checkpoint
 
+from shardcore._torch import SCALES_PARTIAL
 from shardcore.errors import NotSupportedError
 from shardcore.nn import SequenceStack
-from shardcore.nn.partial import SCALES_PARTIAL
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 from shardcore.testing.subject import checkpointing
