@@ -80,8 +80,8 @@ FOREIGN = {"transformers", "timm", "accelerate", "peft", "huggingface_hub", "saf
 ROOMS = {
     "mesh": {"errors"},
     "config": {"mesh", "errors", "_planned"},
-    "comm": {"mesh", "errors"},
-    "nn": {"comm", "mesh", "errors", "_planned"},
+    "comm": {"mesh", "errors", "_private", "_torch"},
+    "nn": {"comm", "mesh", "errors", "_planned", "_private", "_torch"},
     "plan": {"nn", "comm", "config", "mesh", "errors"},
     "styles": {"policy", "plan", "nn", "config", "errors"},
     "compile": {"styles", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},

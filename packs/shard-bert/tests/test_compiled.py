@@ -14,7 +14,7 @@ from test_dropout import directional
 from torch._dynamo.utils import counters
 
 import shardcore
-from shardcore.comm.reads import CAN_TRACE
+from shardcore._torch import CAN_TRACE
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.testing.parity import assert_same_gradients
 from shardcore.testing.subject import checkpointing

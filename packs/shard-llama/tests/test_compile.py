@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardcore.comm.reads import CAN_TRACE
+from shardcore._torch import CAN_TRACE
 from shardcore.testing.parity import assert_same_gradients, whole
 from shardcore.testing.subject import checkpointing
 

@@ -17,7 +17,8 @@ from saving_files import DP2, ODD, SQUARE, TIED, TP2, assert_saved, names_in, sa
 from transformers import PreTrainedModel
 
 from shardcore import AgreementError, MissingRanksError, NotSupportedError
-from shardcore.integrations import _gathering, _native
+from shardcore._private import PrivateName
+from shardcore.integrations import _gathering, _private
 from shardcore.testing.parity import whole
 
 LAYOUTS = {"tp2": TP2, "dp2": DP2, "tp2-dp2": SQUARE}
@@ -93,14 +94,17 @@ def _distributed(folder: str, axes: dict[str, int]) -> None:
         assert_saved(f"{folder}/given", reference.state_dict())
 
 
-def test_transformers_calls_what_is_overridden(pool):
+def test_transformers_has_the_private_names():
+    assert _private.missing() == []
     code = inspect.unwrap(PreTrainedModel.save_pretrained).__code__
-    for name, since in _native.OVERRIDDEN.items():
+    for name, since in _private.OVERRIDDEN.items():
         if Version(transformers.__version__) >= Version(since):
-            assert hasattr(PreTrainedModel, name), name
             assert name in code.co_names, f"save_pretrained calls no {name}"
         else:
             assert not hasattr(PreTrainedModel, name), f"{name} is older than {since}"
+
+
+def test_a_name_that_transformers_lost(pool):
     pool.run(_renamed)
 
 
@@ -108,9 +112,10 @@ def _renamed() -> None:
     model = shard(build(**ODD))
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setitem(_native.OVERRIDDEN, "_upload_all_files", "4")
+            gone = PrivateName("transformers.PreTrainedModel._upload_all_files", "saving on one rank", "saving")
+            patch.setattr(_private, "TRANSFORMERS", (*_private.TRANSFORMERS, gone))
         expected = NotSupportedError if dist.get_rank() == 1 else AgreementError
-        with pytest.raises(expected, match=r"has no PreTrainedModel\._upload_all_files"):
+        with pytest.raises(expected, match=r"has no transformers\.PreTrainedModel\._upload_all_files.*4\.57\.6 to"):
             model.save_pretrained("/nonexistent/folder")
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from llama_cases import batch, build, compare_forward, loss_of, shard, train_beside
 from torch.utils.checkpoint import checkpoint
 
+from shardcore._torch import SCALES_PARTIAL
 from shardcore.errors import NotSupportedError
-from shardcore.nn.partial import SCALES_PARTIAL
 from shardcore.nn.sequence.tokens import SequenceStack
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from shardcore._torch import CAN_TRACE
 from shardcore.comm import local_tensor, read_local
-from shardcore.comm.reads import CAN_TRACE, read_partial
+from shardcore.comm.reads import read_partial
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.testing.observing import Collectives

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
-from rms import RmsPolicy, compare, rms_net
+from rms import RmsBlock, RmsPolicy, compare, rms_net
 from tiny import shard
 from torch._dynamo.utils import counters
 
-from shardcore.comm.reads import CAN_TRACE
+from shardcore._torch import CAN_TRACE
 from shardcore.compile import compile_plan
 from shardcore.compile.switches import Choice
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import PlanError
+from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.plan.steps import Compile, Recompute
 
 
@@ -83,3 +87,35 @@ def _compiled():
         warnings.simplefilter("ignore")  # torch warns of its own doings while it traces
         compare(reference, shard(copy.deepcopy(reference), RmsPolicy, tp=2, enable_jit_fused=True).train())
     assert counters["stats"]["unique_graphs"] == 1 or not CAN_TRACE, "one graph serves all blocks"
+
+
+def _only_called(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+
+    return call
+
+
+def test_classes_of_compiled_blocks_are_freed():
+    def made() -> weakref.ref[type]:
+        class Own(RmsBlock):
+            def forward(self, x):
+                return super().forward(x)  # its function knows its class
+
+        blocks = [Own(), Own()]
+        for block in blocks:
+            CompiledBlock.compile_block(block.train())
+            block(torch.ones(1, 2, 16)).sum().backward()
+        known = [block.__dict__["_shard_compiled"] for block in blocks]
+        assert known[0][1] is known[1][1], "blocks of a class share what was compiled"
+        twin = copy.deepcopy(blocks[0])
+        assert twin.__dict__["_shard_compiled"][1] is known[0][1]
+        return weakref.ref(Own)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # What torch keeps of a graph is its own affair: here it is only called.
+        patch.setattr(torch, "compile", _only_called)
+        own = made()
+    gc.collect()
+    assert own() is None

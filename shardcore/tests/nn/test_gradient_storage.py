@@ -11,7 +11,7 @@ from torch import nn
 
 import shardcore
 from shardcore import Policy
-from shardcore.comm.reads import CAN_TRACE
+from shardcore._torch import CAN_TRACE
 from shardcore.styles import norm, partial, region, replicate
 from shardcore.testing.parity import assert_close, assert_gradients_own_storage, assert_same_gradients
 

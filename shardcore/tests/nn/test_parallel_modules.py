@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardcore._torch import CAN_TRACE
 from shardcore.comm.collectives import chunk_bounds
-from shardcore.comm.reads import CAN_TRACE
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear, VocabEmbedding
 from shardcore.testing.observing import Collectives
@@ -349,6 +349,7 @@ def test_fused_linears_refuse_an_older_torch(monkeypatch):
     monkeypatch.delattr("torch.distributed.tensor._dtensor_spec._StridedShardNotDecodableError", raising=False)
     problem = FusedColumnLinear.problem(nn.Linear(8, 36), 2, segments=3)
     assert problem == (
-        "linears that fuse several segments need torch 2.12 or newer (developed with 2.13); torch "
-        f"{torch.__version__} lacks full_tensor of such tensors"
+        f"torch {torch.__version__} has no torch.distributed.tensor._dtensor_spec._StridedShardNotDecodableError, "
+        "which torch has since 2.12: a private name, needed by linears that fuse several segments (full_tensor of such "
+        "tensors). shardcore was tested with torch 2.11 to 2.14; install a release of that range"
     )

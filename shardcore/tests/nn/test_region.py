@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate
 
 import shardcore
-from shardcore.comm.reads import CAN_TRACE
+from shardcore._torch import CAN_TRACE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.testing.observing import Collectives

@@ -11,7 +11,7 @@ from island_net import CASE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardcore.comm.reads import CAN_TRACE
+from shardcore._torch import CAN_TRACE
 from shardcore.testing import WorkerPool, no_float32_islands
 from shardcore.testing.checks import examine
 from shardcore.testing.islands import without_islands

@@ -19,6 +19,10 @@ from shardcore.plugins.versions import installed
 
 __all__ = ["examine", "show"]
 
+_PRESENT = {
+    "private names of torch": "all that shardcore uses are there",
+    "fused column linears": "one weight for several projections",
+}
 _LIBRARIES = ("torch", "transformers", "timm", "accelerate", "flash-attn", "pluggy", "safetensors")
 
 
@@ -53,7 +57,7 @@ def _of_torch() -> Iterator[dict[str, str]]:
     import torch
     import torch.distributed as dist
 
-    from shardcore.comm.strided import torch_lacks
+    from shardcore._private import CORE, DATA_PARALLEL, FUSED, SAVING, complaint, missing
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if dist.is_available():
@@ -68,10 +72,12 @@ def _of_torch() -> Iterator[dict[str, str]]:
     cores = os.cpu_count() or 1
     yield _finding("CPU cores", "works", f"{cores}; set OMP_NUM_THREADS so that ranks do not compete for them")
     yield _attention(count)
-    lacks = torch_lacks()
-    yield _finding(
-        "fused column linears", "missing" if lacks else "works", lacks or "one weight for several projections"
-    )
+    for what, features, state in (
+        ("private names of torch", (CORE, DATA_PARALLEL, SAVING), "fails"),
+        ("fused column linears", (FUSED,), "missing"),
+    ):
+        gone = missing(*features)
+        yield _finding(what, state if gone else "works", complaint(gone) if gone else _PRESENT[what])
 
 
 def _backend(available: bool, purpose: str) -> tuple[str, str]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol  # the collectives that torch.compile traces; no public path
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
+from shardcore._torch import all_gather_single, funcol
 from shardcore.errors import NotSupportedError
 
 __all__ = [
@@ -31,10 +31,6 @@ __all__ = [
     "refuse_double_backward",
     "split_to_tp",
 ]
-
-
-# torch 2.13 renamed all_gather_into_tensor.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def refuse_double_backward() -> None:

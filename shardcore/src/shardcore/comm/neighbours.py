@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol  # the collectives that torch.compile traces; no public path
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from shardcore._torch import funcol
 from shardcore.comm.collectives import all_gather_single, refuse_double_backward
 from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
 from shardcore.comm.sequence import Scattering

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec  # no public path, as in `shardcore.comm.reads`
 
+from shardcore._torch import DTensorSpec
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.reads import spec_of
 from shardcore.comm.strided import Block, blocks_at

@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial
 
-# The spec type has no public path; it is what every DTensor carries.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
+from shardcore._torch import CAN_TRACE, DTensorSpec
 from shardcore.comm.collectives import all_reduce, refuse_double_backward
 from shardcore.comm.ownership import owned, traced_owned
 from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext
 
 __all__ = [
-    "CAN_TRACE",
     "all_reduce_bucket",
     "held",
     "local_tensor",
@@ -185,11 +182,6 @@ class _CompiledPartial(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grads[0].contiguous(), ctx.context.group), None
-
-
-#: Whether reads of parameters may be compiled. Traced by torch 2.11, `to_local` of a split parameter has a gradient
-#: that calls itself replicated.
-CAN_TRACE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch

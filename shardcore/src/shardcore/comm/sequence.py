@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol  # the collectives that torch.compile traces; no public path
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardcore.comm.collectives import all_gather_single, packed, refuse_double_backward
+from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
+from shardcore.comm.collectives import packed, refuse_double_backward
 
 __all__ = [
     "Gathering",
@@ -34,9 +34,6 @@ __all__ = [
     "scatter_sequence",
     "start_reduce_scatter",
 ]
-
-# torch 2.13 renamed reduce_scatter_tensor.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def local_tokens(length: int, ranks: int) -> int:
@@ -98,7 +95,7 @@ class Scattering:
         else:
             self._summands = stacked  # alive as long as it is read
             self._out = stacked.new_empty(stacked.shape[1:])
-            self._work = _reduce_scatter_single(self._out, stacked, group=group, async_op=True)
+            self._work = reduce_scatter_single(self._out, stacked, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """Return this rank's part of the sum, (B, L, ...)."""

@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Shard, _dtensor_spec
-from torch.distributed.tensor._dtensor_spec import DTensorSpec  # no public path, as in `shardcore.comm.reads`
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 # The public placements cannot say "every segment is split".
-from torch.distributed.tensor.placement_types import _StridedShard
-
+from shardcore._private import FUSED, complaint, missing
+from shardcore._torch import DTensorSpec, StridedShard
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.reads import local_tensor, spec_of
 from shardcore.errors import NotSupportedError
@@ -65,18 +64,13 @@ def segment_runs(size: int, segments: int, ranks: int, rank: int) -> Runs:
 
 def segmented(segments: int) -> Placement:
     """Return the DTensor placement of `segment_runs` on dim 0."""
-    return _StridedShard(0, split_factor=segments)
+    return StridedShard(0, split_factor=segments)
 
 
 def torch_lacks() -> str | None:
     """Say why this torch cannot hold such DTensors, or return None if it can."""
-    missing = [name for name, owner, attribute in _needed() if not hasattr(owner, attribute)]
-    if not missing:
-        return None
-    return (
-        f"linears that fuse several segments need torch 2.12 or newer (developed with 2.13); torch {torch.__version__} "
-        f"lacks {', '.join(missing)}"
-    )
+    gone = missing(FUSED)
+    return complaint(gone) if gone else None
 
 
 def install() -> None:
@@ -107,20 +101,6 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if spec is not None and parameter.ndim > 1 and _strided_dim(spec) == 0 else None
 
 
-def _needed() -> list[tuple[str, Any, str]]:
-    from torch.distributed import _state_dict_utils
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    return [
-        ("full_tensor of such tensors", _dtensor_spec, "_StridedShardNotDecodableError"),
-        ("DTensor.__create_write_items__", DTensor, "__create_write_items__"),
-        ("DTensor.__create_chunk_list__", DTensor, "__create_chunk_list__"),
-        ("DTensor.__get_tensor_shard__", DTensor, "__get_tensor_shard__"),
-        ("_state_dict_utils._distribute_tensors", _state_dict_utils, "_distribute_tensors"),
-        ("FSDPParam._init_sharded_param", FSDPParam, "_init_sharded_param"),
-    ]
-
-
 def _strided_dim(spec: DTensorSpec) -> int | None:
     """Return the dim of which a rank holds several runs, or None.
 
@@ -128,7 +108,7 @@ def _strided_dim(spec: DTensorSpec) -> int | None:
     into as many parts as the factor says, which leaves one run. Those are torch's own to handle.
     """
     for at, placement in enumerate(spec.placements):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             later = _cuts(spec, placement.dim)
             parts = math.prod(spec.mesh.size(i) for i in later if i > at)
             if placement.split_factor not in (1, parts):
@@ -137,7 +117,7 @@ def _strided_dim(spec: DTensorSpec) -> int | None:
 
 
 def _cuts(spec: DTensorSpec, dim: int) -> list[int]:
-    return [i for i, p in enumerate(spec.placements) if isinstance(p, Shard | _StridedShard) and p.dim == dim]
+    return [i for i, p in enumerate(spec.placements) if isinstance(p, Shard | StridedShard) and p.dim == dim]
 
 
 def _blocks(tensor: DTensor) -> list[Block] | None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from shardcore.errors import NotSupportedError
+from shardcore.integrations import _private
 from shardcore.plan.steps import Bench, Commit, Step
 
 __all__ = ["ChooseAttention", "choose_flash_attention"]
@@ -51,6 +52,7 @@ def choose_flash_attention(model: PreTrainedModel, device_type: str, *, asked: b
         NotSupportedError: it is impossible (the message is the reason), or it was not asked for and the model uses
             eager attention, which somebody chose.
     """
+    _private.require("flash attention")
     current = model.config._attn_implementation
     if not getattr(model, "_supports_flash_attn", False):
         raise NotSupportedError(f"transformers has none for {type(model).__name__} (it stays at {current!r})")

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardcore.errors import NotSupportedError
+from shardcore.integrations import _private
 from shardcore.plan.steps import Bench, Commit, Step
 
 __all__ = ["RecomputeLayer", "recompute_layer"]
@@ -43,11 +44,12 @@ def recompute_layer(path: str, layer: nn.Module) -> Step:
     """Return the step for ``layer``.
 
     Raises:
-        NotSupportedError: the layer cannot be checkpointed by itself.
+        NotSupportedError: the layer cannot be checkpointed by itself, or not in this release of transformers.
     """
     if not isinstance(layer, GradientCheckpointingLayer):
         raise NotSupportedError(
             f"{path} is a {type(layer).__name__}, which is no GradientCheckpointingLayer of transformers and cannot be "
             "checkpointed by itself"
         )
+    _private.require("recomputation")
     return RecomputeLayer(path=path)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.parts import Block, blocks_of, part_shape, split_dim
@@ -61,7 +61,7 @@ class Meeting:
         Raises:
             MissingRanksError: some ranks did not come.
         """
-        store = _get_default_store()  # private, and the only store that every process group has
+        store = dist.distributed_c10d._get_default_store()  # the only store that every process group has
         base = f"shardcore/save/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
         end = time.monotonic() + _PATIENCE
         while True:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -21,10 +20,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.integrations._placing import Staging
 from shardcore.nn.behaviour import native_class
 
-__all__ = ["OVERRIDDEN", "Call", "refuse_renamed"]
-
-#: The methods of `PreTrainedModel` that `Call.native` overrides, and the release since which it calls them.
-OVERRIDDEN = {"_get_files_timestamps": "4", "_upload_modified_files": "4", "should_save_on_this_rank": "5.17"}
+__all__ = ["Call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +74,6 @@ class Call:
                 "install a release of the range that shardcore was tested with (shardcore doctor)"
             )
         staging.place()
-
-
-def refuse_renamed() -> None:
-    """Make sure that this release of transformers has the methods that a save overrides.
-
-    Raises:
-        NotSupportedError: it lacks one.
-    """
-    here = Version(transformers.__version__)
-    for name, since in OVERRIDDEN.items():
-        if here >= Version(since) and not hasattr(PreTrainedModel, name):
-            raise NotSupportedError(
-                f"transformers {here} has no PreTrainedModel.{name}, through which a sharded model is saved by one of "
-                "its ranks; install a release of the range that shardcore was tested with (shardcore doctor)"
-            )
 
 
 @contextmanager

@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from shardcore._private import SAVING, require
 from shardcore.comm.reads import local_tensor
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
+from shardcore.integrations import _private
 from shardcore.integrations._gathering import Meeting, Transport, check_parts
-from shardcore.integrations._native import Call, refuse_renamed
+from shardcore.integrations._native import Call
 from shardcore.mesh import ShardContext
 
 __all__ = ["save_pretrained"]
@@ -204,7 +206,8 @@ class _Plan:
 
 
 def _refuse(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    refuse_renamed()
+    require(SAVING)
+    _private.require("saving")
     if not arguments.get("safe_serialization", True):
         raise NotSupportedError("a sharded model is saved as safetensors; leave out safe_serialization=False")
     if arguments.get("distributed_checkpoint", False):

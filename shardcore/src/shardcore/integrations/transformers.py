@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardcore.errors import NotSupportedError
-from shardcore.integrations import _saving
+from shardcore.integrations import _private, _saving
 from shardcore.integrations._attention import choose_flash_attention
 from shardcore.integrations._checkpointing import recompute_layer
 from shardcore.integrations._stopping import with_agreed_criteria
@@ -83,13 +83,22 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
     }
     if hasattr(native, "generate"):
         namespace["generate"] = _generating(native.generate)
-        # A private name, which has been the same since transformers 4.57; without it, max_time would be lost on it.
+        # Without it, max_time would be lost on the model.
         namespace["_get_stopping_criteria"] = with_agreed_criteria(native._get_stopping_criteria)
     return type(native.__name__, (_ShardedPretrained, native), namespace)
 
 
 class PretrainedPolicy(Policy):
     """Base of policies for transformers models: what worked before sharding works after it."""
+
+    def set_model(self, model: nn.Module) -> None:
+        """See `Policy.set_model`.
+
+        Raises:
+            NotSupportedError: this release of transformers generates in another way than shardcore knows.
+        """
+        _private.require("generation")
+        super().set_model(model)
 
     def new_model_class(self) -> type[nn.Module] | None:
         """Return the model's class with `generate` and `save_pretrained` for sharded models."""

@@ -13,8 +13,8 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec  # no public path, as in `shardcore.comm.reads`
 
+from shardcore._torch import DTensorSpec
 from shardcore.comm.parts import part_of, split_dim
 from shardcore.comm.reads import local_tensor, spec_of
 from shardcore.errors import WrapError

@@ -11,15 +11,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardcore._torch import SCALES_PARTIAL
 from shardcore.comm.reads import all_reduce_bucket, local_tensor, spec_of, with_spec
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import context_of, is_alone, unwrapped
 
-__all__ = ["SCALES_PARTIAL", "reduce_partial_gradients", "require_sums"]
-
-#: Whether torch multiplies partial gradients rightly, as it does to clip them. 2.11 multiplies several of them at once
-#: (``_foreach_mul_``) by a part of the factor, so that they are hardly clipped.
-SCALES_PARTIAL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+__all__ = ["reduce_partial_gradients", "require_sums"]
 
 
 def reduce_partial_gradients(model: nn.Module) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
@@ -212,18 +212,21 @@ class UnitPart(_OfUnit):
 
 
 def require_known_fsdp() -> None:
-    """Refuse an FSDP2 that keeps its state otherwise: these are the only private names of it that are used.
+    """Refuse an FSDP2 that keeps its state otherwise than `Unit` knows.
 
     Raises:
         NotSupportedError: the installed torch has another FSDP2 than the one that this was written for.
     """
-    state: Any = FSDPState()
-    known = hasattr(state, "_is_root") and hasattr(state, "_lazy_init") and hasattr(state, "_state_ctx")
-    if not known or getattr(getattr(state, "_training_state", None), "name", None) != "IDLE":
+    otherwise = "pass wrap=False and apply fully_shard yourself."
+    if gone := missing(DATA_PARALLEL):
+        raise NotSupportedError(f"{complaint(gone)}, or {otherwise}")
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    if getattr(FSDPState()._training_state, "name", None) != "IDLE":
         raise NotSupportedError(
             f"the FSDP2 of torch {torch.__version__} keeps its state in another way than shardcore knows, so that "
             "calls of parts of a model could not be made right. Use a version of torch that shardcore was tested "
-            "with, or pass wrap=False and apply fully_shard yourself."
+            f"with ({' to '.join(TESTED)}), or {otherwise}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -10,9 +9,12 @@ import torch
 from torch import nn
 
 from shardcore.nn.base import LocalModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.behaviour import add_behaviour, once
 
 __all__ = ["CompiledBlock"]
+
+# On a block: its native forward and what was compiled of it, which lives as long as one of the blocks that share it.
+_COMPILED = "_shard_compiled"
 
 
 class CompiledBlock(LocalModule):
@@ -34,10 +36,14 @@ class CompiledBlock(LocalModule):
         native: Any = super().forward
         if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return native(*args, **kwargs)
-        return _compiled(native.__func__)(self, *args, **kwargs)
+        function = native.__func__
+        known = self.__dict__.get(_COMPILED)
+        if known is None or known[0] is not function:
+            known = self.__dict__[_COMPILED] = function, _compiled(function)
+        return known[1](self, *args, **kwargs)
 
 
-@functools.cache
+@once
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # For each function once, not for each block: `torch.compile` counts recompilations by function.
     return torch.compile(function)

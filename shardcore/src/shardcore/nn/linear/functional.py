@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor  # no public path; memory is estimated with such tensors
 from torch.autograd import Function
 
+from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from shardcore._torch import backward_task
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
@@ -58,7 +59,7 @@ class RngScope(SwappedModule):
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def _enter(module: RngScope) -> bool:
     """Use the model's stream; returns False where a forward is recomputed inside a backward."""
-    if torch._C._current_graph_task_id() == -1:  # no public way to ask whether a backward is running
+    if backward_task() == -1:  # no public way to ask whether a backward is running
         module._shard_context.random.enter()
         return True
     if module._stream_dropouts.live():

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardcore._torch import backward_task
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, with_methods
@@ -102,7 +103,7 @@ def _drawing(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs
         used = _numpy_state() != fresh
     finally:
         np.random.set_state(users)
-    if used and torch._C._current_graph_task_id() != -1:  # no public way to ask whether a backward is running
+    if used and backward_task() != -1:  # no public way to ask whether a backward is running
         raise NotSupportedError(
             f"a checkpoint around the whole {type(module).__name__} recomputes it with other random numbers than "
             f"{native.__name__} drew before. Checkpoint its blocks instead (model.gradient_checkpointing_enable())."

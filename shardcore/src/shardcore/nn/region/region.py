@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
 from shardcore.comm.reads import local_tensor, refuse_assigned, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Region", "deferred_linear"]
 
 # The number of the backward that is running; torch has no public name for it.
-_backward_task = torch._C._current_graph_task_id
 
 OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
 
@@ -91,7 +91,7 @@ class _Open:
 
     def put(self, call: _Call) -> None:
         """Leave a call for the backward of enter."""
-        task = _backward_task()
+        task = backward_task()
         if task != self._task:  # a backward that raised half-way left its calls behind
             self._task, self._calls = task, []
         self._calls.append(call)
@@ -99,7 +99,7 @@ class _Open:
     def take(self) -> list[_Call]:
         """Return the calls of the backward that is running."""
         calls, self._calls = self._calls, []
-        return calls if self._task == _backward_task() else []
+        return calls if self._task == backward_task() else []
 
 
 def _is_readable(parameter: Tensor) -> bool:
@@ -217,7 +217,7 @@ def entered_for(node: Any, member: ColumnLinear) -> bool:
 
 def backward_is_running() -> bool:
     """Tell whether this thread is inside a backward."""
-    return _backward_task() != -1
+    return backward_task() != -1
 
 
 class Region:

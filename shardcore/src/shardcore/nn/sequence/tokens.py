@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from shardcore._torch import backward_task
 from shardcore.comm.sequence import gather_sequence, local_tokens, scatter_sequence
 from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore.mesh import ShardContext
@@ -187,7 +188,7 @@ class SequenceBlock(SequenceModule):
             if tokens.phase != "inside":
                 args, kwargs = self._with_argument(tokens.begin(self._argument(args, kwargs)), args, kwargs)
             length = tokens.length
-        elif not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        elif not torch.compiler.is_compiling() and backward_task() != -1:
             # RecomputedBlock by a checkpoint that somebody put around the call.
             args, kwargs = self._again(args, kwargs)
             length = tokens.last

@@ -1,0 +1,182 @@
+"""What shardcore uses of torch that torch does not promise to keep, and what is said when one of it is gone.
+
+Every private name of torch in the core is in `TORCH`; those of transformers are in `shardcore.integrations._private`.
+A release that lacks a name makes `require` raise where the feature that needs it is asked for, and is reported by
+``shardcore doctor``. Private names that are imported come from `shardcore._torch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.errors import NotSupportedError
+
+__all__ = [
+    "CORE",
+    "DATA_PARALLEL",
+    "FUSED",
+    "KIT",
+    "SAVING",
+    "TESTED",
+    "TORCH",
+    "PrivateName",
+    "complaint",
+    "missing",
+    "require",
+]
+
+#: The first and the last series of torch that the tests have passed with.
+TESTED = ("2.11", "2.14")
+
+# What needs a name: it works as long as all of its names are there.
+CORE = "everything"
+DATA_PARALLEL = "data parallelism"
+FUSED = "linears that fuse several segments"
+SAVING = "saving"
+KIT = "shardcore.testing"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """A name that its library does not promise to keep.
+
+    Attributes:
+        path: the module or class that has it, and the name: ``"torch.nn.Module._parameters"``.
+        use: what for.
+        feature: what needs it.
+        since: the first release that has it, if that is not the first one that is supported.
+        until: the first release that does without it, and that is known to.
+        of_instances: instances have it, the class has not.
+        code: where the class cannot be asked, a function of the library that names it.
+    """
+
+    path: str
+    use: str
+    feature: str = CORE
+    since: str = ""
+    until: str = ""
+    of_instances: bool = False
+    code: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name alone."""
+        return self.path.rpartition(".")[2]
+
+    def is_there(self) -> bool:
+        """Tell whether the installed library has it."""
+        owner = _find(self.path.rpartition(".")[0])
+        if self.code:
+            return self.name in getattr(getattr(_find(self.code), "__code__", None), "co_names", ())
+        return owner is not None and hasattr(owner() if self.of_instances else owner, self.name)
+
+
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_COLLECTIVES = "torch.distributed._functional_collectives"
+_MODULE = "torch.nn.Module"
+_TENSOR = "torch.distributed.tensor.DTensor"
+_C10D = "torch.distributed.distributed_c10d"
+_TRACED = "collectives that torch.compile traces"
+_CALLS = "calls of parts of a model that FSDP2 has wrapped"
+_FRESH = "forgetting what one test leaves to the next"
+
+TORCH: tuple[PrivateName, ...] = (
+    PrivateName(f"{_TENSOR}._local_tensor", "reading a parameter's part without a node in the graph"),
+    PrivateName(f"{_TENSOR}._spec", "giving a gradient the layout of its parameter"),
+    PrivateName(f"{_SPEC}.DTensorSpec", "the type of that layout"),
+    PrivateName("torch.distributed.tensor.placement_types._StridedShard", "telling how often a dim is cut"),
+    *(
+        PrivateName(f"{_COLLECTIVES}.{name}", _TRACED)
+        for name in ("all_gather_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor")
+    ),
+    PrivateName("torch._C._current_graph_task_id", "telling whether a backward is running, and which"),
+    PrivateName("torch.autograd.Function._backward_cls._forward_cls", "telling what made a tensor in a region"),
+    PrivateName("torch._subclasses.fake_tensor.FakeTensor", "leaving tensors alone that estimate memory"),
+    PrivateName("torch.Tensor._version", "noticing that a weight was changed"),
+    PrivateName("torch.Tensor._base", "giving FSDP2 outputs that are no views"),
+    PrivateName("torch.Tensor._backward_hooks", "refusing parameters with hooks"),
+    PrivateName("torch.Tensor._post_accumulate_grad_hooks", "refusing parameters with hooks"),
+    PrivateName(f"{_MODULE}._parameters", "a module's own parameters, those that are None too", of_instances=True),
+    PrivateName(f"{_MODULE}._buffers", "a module's own buffers", of_instances=True),
+    PrivateName(
+        f"{_MODULE}._modules", "a module's children, those that are None or there twice too", of_instances=True
+    ),
+    PrivateName(f"{_MODULE}._load_state_dict_pre_hooks", "splitting whole tensors as they load", of_instances=True),
+    PrivateName("torch.distributed._composable.replicate_with_fsdp.replicate", "whole replicas", DATA_PARALLEL),
+    PrivateName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", _CALLS, DATA_PARALLEL),
+    PrivateName(f"{_FSDP}._fsdp_state.FSDPState._lazy_init", _CALLS, DATA_PARALLEL),
+    *(
+        PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", _CALLS, DATA_PARALLEL, of_instances=True)
+        for name in ("_is_root", "_state_ctx", "_training_state")
+    ),
+    PrivateName(f"{_SPEC}._StridedShardNotDecodableError", "full_tensor of such tensors", FUSED, "2.12"),
+    *(
+        PrivateName(f"{_TENSOR}.{name}", "checkpoints of such tensors", FUSED)
+        for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+    ),
+    PrivateName("torch.distributed._state_dict_utils._distribute_tensors", "loading into such tensors", FUSED),
+    PrivateName(f"{_FSDP}._fsdp_param.FSDPParam._init_sharded_param", "refusing to cut such tensors twice", FUSED),
+    PrivateName(
+        f"{_FSDP}._fsdp_param.FSDPParam._module_info",
+        "naming them",
+        FUSED,
+        code=f"{_FSDP}._fsdp_param.FSDPParam.__init__",
+    ),
+    PrivateName(f"{_C10D}._get_default_store", "the store that every process group has", SAVING),
+    PrivateName(f"{_C10D}._get_default_group", "the timeout of the process group", SAVING),
+    PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group", SAVING),
+    PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of the process group", SAVING),
+    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "counting collectives and draws", KIT),
+    PrivateName("torch._dynamo.reset", _FRESH, KIT),
+    PrivateName("torch._dynamo.trace_rules.clear_lru_cache", _FRESH, KIT),
+    PrivateName(f"{_C10D}._world", _FRESH, KIT),
+    PrivateName("torch.distributed.tensor.debug._clear_sharding_prop_cache", _FRESH, KIT),
+    PrivateName("torch.distributed.tensor._redistribute.clear_redistribute_planner_cache", _FRESH, KIT),
+    PrivateName("torch.distributed.tensor._redistribute._gen_transform_infos", _FRESH, KIT),
+    PrivateName("torch.distributed.tensor._collective_utils.MeshTopoInfo", _FRESH, KIT),
+)
+
+
+def missing(*features: str) -> list[PrivateName]:
+    """Return the private names that the installed torch lacks, of ``features`` or of all but the kit's."""
+    wanted = features or (CORE, DATA_PARALLEL, FUSED, SAVING)
+    return [name for name in TORCH if name.feature in wanted and not name.is_there()]
+
+
+def require(*features: str) -> None:
+    """Refuse ``features`` if the installed torch lacks a private name that they need.
+
+    Raises:
+        NotSupportedError: it does; names the first one, the installed torch and the tested range.
+    """
+    if gone := missing(*features):
+        raise NotSupportedError(complaint(gone))
+
+
+def complaint(gone: Sequence[PrivateName], library: str = "torch", tested: Sequence[str] = TESTED) -> str:
+    """Say what the installed release of ``library`` lacks, and what to do."""
+    first, more = gone[0], f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+    since = f", which {library} has since {first.since}" if first.since else ""
+    here = importlib.import_module(library).__version__
+    return (
+        f"{library} {here} has no {first.path}{more}{since}: a private name, needed by {first.feature} ({first.use}). "
+        f"shardcore was tested with {library} {' to '.join(tested)}; install a release of that range"
+    )
+
+
+def _find(path: str) -> Any:
+    """Return the module or attribute ``path``, or None."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return found
+    return None

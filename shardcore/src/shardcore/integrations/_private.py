@@ -1,0 +1,60 @@
+"""What shardcore uses of transformers that transformers does not promise to keep; see `shardcore._private`."""
+
+from __future__ import annotations
+
+import transformers
+from packaging.version import Version
+
+from shardcore._private import PrivateName, complaint
+from shardcore.errors import NotSupportedError
+
+__all__ = ["OVERRIDDEN", "TESTED", "TRANSFORMERS", "missing", "require"]
+
+#: The first and the last release of transformers that the tests have passed with.
+TESTED = ("4.57.6", "5.23")
+
+#: The methods of `PreTrainedModel` that a save overrides, and the release since which transformers calls them.
+OVERRIDDEN = {"_get_files_timestamps": "4", "_upload_modified_files": "4", "should_save_on_this_rank": "5.17"}
+
+_MODEL = "transformers.PreTrainedModel"
+_SAVED = "finding the entries that transformers saves"
+
+TRANSFORMERS: tuple[PrivateName, ...] = (
+    *(PrivateName(f"{_MODEL}.{name}", "saving on one rank", "saving", since) for name, since in OVERRIDDEN.items()),
+    PrivateName(f"{_MODEL}._tied_weights_keys", _SAVED, "saving"),
+    PrivateName(f"{_MODEL}._keys_to_ignore_on_save", _SAVED, "saving"),
+    PrivateName(f"{_MODEL}._hf_peft_config_loaded", _SAVED, "saving"),
+    PrivateName(f"{_MODEL}._checkpoint_conversion_mapping", _SAVED, "saving", until="5"),
+    PrivateName(f"{_MODEL}._fix_state_dict_keys_on_save", _SAVED, "saving", until="5"),
+    PrivateName("transformers.core_model_loading.revert_weight_conversion", _SAVED, "saving", since="5"),
+    PrivateName("transformers.GenerationMixin._get_stopping_criteria", "ending on all ranks at once", "generation"),
+    PrivateName("transformers.PretrainedConfig._attn_implementation", "the attention in use", "flash attention"),
+    PrivateName(f"{_MODEL}._supports_flash_attn", "whether a model has flash attention", "flash attention"),
+    PrivateName(
+        f"{_MODEL}._gradient_checkpointing_func",
+        "recomputing one layer",
+        "recomputation",
+        code=f"{_MODEL}._set_gradient_checkpointing",
+    ),
+)
+
+
+def missing(*features: str) -> list[PrivateName]:
+    """Return the names that the installed release should have and lacks, of ``features`` or of all."""
+    here = Version(transformers.__version__)
+    due = [
+        name
+        for name in TRANSFORMERS
+        if here >= Version(name.since or "0") and not (name.until and here >= Version(name.until))
+    ]
+    return [name for name in due if (not features or name.feature in features) and not name.is_there()]
+
+
+def require(*features: str) -> None:
+    """Refuse ``features`` if the installed transformers lacks a private name that they need.
+
+    Raises:
+        NotSupportedError: it does; names the first one, the installed release and the tested range.
+    """
+    if gone := missing(*features):
+        raise NotSupportedError(complaint(gone, "transformers", TESTED))
