@@ -116,7 +116,7 @@ def test_the_installed_torch_has_it(row: PrivateName):
 
 
 def test_the_tested_range_is_that_of_the_requirements():
-    project = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert f"torch>={_private.TESTED[0]}" in project["dependencies"]
     assert Version(_private.TESTED[0]) <= HERE
     assert Version(f"{HERE.major}.{HERE.minor}") <= Version(_private.TESTED[1])

@@ -12,7 +12,7 @@ import pytest
 import shardcore
 
 ROOT = Path(shardcore.__file__).parent
-PAGE = ROOT.parents[2] / "docs" / "process.md"
+PAGE = Path(__file__).parents[2] / "docs" / "process.md"
 
 #: Calls whose value never changes.
 CONSTANT = {
