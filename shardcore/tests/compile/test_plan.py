@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import types
+from dataclasses import dataclass
 
 import pytest
 import token_net
@@ -11,11 +13,13 @@ import torch
 from tiny import TinyLM, TinyPolicy, build
 from torch import nn
 
+from shardcore.apply.changes import _Bench
 from shardcore.compile import compile_plan
-from shardcore.config import ShardConfig
+from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import PlanError
-from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding
-from shardcore.plan.steps import OpenRegion, Phase, ScopeRandomness, SetAttribute, Swap
+from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, behaviours
+from shardcore.plan import Stages
+from shardcore.plan.steps import OpenRegion, Phase, Recompute, ScopeRandomness, SetAttribute, Swap
 from shardcore.policy import Heads, ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardcore.styles import attribute, col, head, local_heads, norm, outputs, region, replicate, row, vocab
 
@@ -355,3 +359,46 @@ def test_one_rank_may_ask_for_a_split_sequence():
     config = ShardConfig(tensor_parallel_size=1, enable_sequence_parallelism=True)
     plan = compile_plan(token_net.ModelPolicy, token_net.Model(), config)
     assert [step for step in plan.steps if step.splits] == []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrong(Recompute):
+    def check(self, plan):
+        yield self.problem("it does not fit", "leave it")
+
+
+def test_steps_that_a_policy_makes_are_checked_too():
+    class Recomputing(token_net.ModelPolicy):
+        stages = Stages(first="embeddings", blocks="stack.blocks", last="head")
+
+        def recompute(self, path, block):
+            return Wrong(path=path)
+
+    checkpointing = GradientCheckpointConfig(gradient_checkpointing_ratio=1)
+    with pytest.raises(PlanError, match=r"stack\.blocks\.0: it does not fit"):
+        compile_plan(
+            Recomputing,
+            token_net.Model(),
+            ShardConfig(tensor_parallel_size=2, gradient_checkpoint_config=checkpointing),
+        )
+
+
+def test_outputs_inside_of_blocks_are_gathered_too():
+    model = token_net.Model()
+    config = ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
+    bench = _Bench(model, compile_plan(token_net.ModelPolicy, model, config), object())
+    assert bench.tokens_below("") is bench.tokens_below("stack") is bench.tokens_below("stack.blocks.0.norm")
+    assert bench.tokens_below("stack.blocks.0.norm") is not None
+    assert bench.tokens_below("embeddings") is None
+
+
+def test_the_scope_goes_around_what_is_there_in_the_end():
+    class Bench:
+        model, context = nn.Sequential(nn.Linear(2, 2)), None
+
+    bench = Bench()
+    bench.context = types.SimpleNamespace()
+    commit = ScopeRandomness(path="0").prepare(bench)
+    bench.model[0] = nn.ReLU()
+    assert commit() is bench.model[0]
+    assert [b.__name__ for b in behaviours(bench.model[0])] == ["RngScope"]

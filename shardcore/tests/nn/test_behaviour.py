@@ -17,6 +17,8 @@ import shardcore
 from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.base import LocalModule, SwappedModule, with_methods
 from shardcore.nn.behaviour import add_behaviour, behaviours, native_class
+from shardcore.nn.blocks.compiled import CompiledBlock
+from shardcore.nn.intact import _is_parallel
 
 ORDER: list[str] = []
 
@@ -160,6 +162,81 @@ def test_a_plan_says_what_modules_will_do(pool):
     for planned, made in pool.run(planned_and_made, world=2):
         assert planned == {path: own for path, own in made.items() if own}
         assert [b.__name__ for b in planned["stack.blocks.1"]] == ["SequenceEnd", "SequenceBlock"]
+
+
+class Derived(Outer):
+    """Its forward is inherited, and runs after what stands between the two."""
+
+
+def test_a_behaviour_that_inherits_its_forward_skips_none():
+    module = Native()
+    for behaviour in (Outer, Inner, Derived):
+        add_behaviour(module, behaviour)
+    ORDER.clear()
+    module(1)
+    assert ORDER == ["inner", "outer", "native"]
+
+
+def test_names_for_planning_hide_none_of_a_model():
+    """They stand before those of the native class."""
+    known = {"adopt", "from_native_module", "keeps_name", "layouts", "native_classes", "option_names", "problem"}
+    public = {name for name in vars(SwappedModule) if not name.startswith(("_", "plan_"))}
+    assert public <= {*known, "refusal", "without_planned"}
+
+
+def test_functions_of_others_keep_their_names():
+    class Mine(nn.Module):
+        def forward(self, x):
+            return x
+
+    with_methods(made(), {"forward": Mine.forward})
+    assert Mine.forward.__code__.co_name == "forward"
+
+    class Linear(SwappedModule, nn.Linear):
+        forward = nn.Linear.forward
+
+    assert nn.Linear.forward.__code__.co_name == "forward"
+
+
+def test_a_class_on_top_is_not_lost_in_a_pickle():
+    module = made()
+
+    class Users(type(module)):  # type: ignore[misc]
+        pass
+
+    module.__class__ = Users
+    with pytest.raises(shardcore.WrapError, match="cannot be pickled"):
+        pickle.dumps(module)
+
+
+def test_compiled_blocks_are_pickled_after_a_step():
+    block = Native()
+    CompiledBlock.compile_block(block)
+    block.__dict__["_shard_compiled"] = (lambda: None, None)
+    again = pickle.loads(pickle.dumps(block))
+    assert behaviours(again) == (CompiledBlock,)
+    assert "_shard_compiled" not in again.__dict__
+
+
+def test_replaced_methods_leave_a_module_foreign():
+    module = Native()
+    with_methods(module, {"forward": lambda self, x: x})
+    assert not _is_parallel(module)
+    add_behaviour(module, Inner)
+    assert _is_parallel(module)
+
+
+def replicas():
+    class Staged(token_net.ModelPolicy):
+        stages = shardcore.Stages(first="embeddings", blocks="stack.blocks", last="head")
+
+    model = shardcore.shard(token_net.Model().double(), policy=Staged, tp=1, dp=2)
+    return [b.__name__ for b in behaviours(model.stack)]
+
+
+def test_parts_of_replicas_run_on_the_models_stream(pool):
+    for names in pool.run(replicas, world=2):
+        assert "RngScope" in names
 
 
 def test_no_behaviours():

@@ -71,7 +71,7 @@ class _Bench:
     def tokens_below(self, path: str) -> SequenceShard | None:
         """See `Bench.tokens_below`."""
         found = (t for step, t in self._tokens[::-1] if not path or f"{step.path}.".startswith(f"{path}."))
-        return next(found, None)
+        return next(found, None) or self.tokens_at(path)
 
 
 def _parts(

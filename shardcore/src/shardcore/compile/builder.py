@@ -61,12 +61,25 @@ class PlanBuilder:
         claims = self.claims.get(parameter)
         return claims[0].rule if claims else None
 
+    def add(self, step: Step) -> list[str]:
+        """Add a step, unless one at its path says the same; return why it cannot be carried out beside others."""
+        others = self.steps_at.setdefault(step.path, [])
+        if any(step.same_as(other) for other in others):
+            return []
+        conflicts = [what for other in others if (what := step.conflict(other))]
+        if self.steps.setdefault(repr(step), step) is step:
+            others.append(step)
+        return conflicts
+
+    def add_late(self, step: Step) -> None:
+        """Add a step that no rule has asked for, and report what does not fit."""
+        self.problems += [step.problem(what, "keep one of them") for what in self.add(step)]
+        self._check(step)
+
     def check(self) -> None:
         """Let every step say what does not fit between it and the others."""
         for step in list(self.steps.values()):
-            for problem in step.check(self):
-                if problem not in self.problems:
-                    self.problems.append(problem)
+            self._check(step)
         # One rank alone carries none of them out; what the policy says is the same.
         if self.config.enable_sequence_parallelism and not any(s.phase is Phase.SEQUENCE for s in self.steps.values()):
             self.problems.append(
@@ -77,6 +90,11 @@ class PlanBuilder:
                     todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
                 )
             )
+
+    def _check(self, step: Step) -> None:
+        for problem in step.check(self):
+            if problem not in self.problems:
+                self.problems.append(problem)
 
     @property
     def carried_out(self) -> list[Step]:
@@ -168,14 +186,8 @@ class RuleScope:
 
     def add(self, step: Step) -> None:
         """See `Scope.add`."""
-        others = self.builder.steps_at.setdefault(step.path, [])
-        if any(step.same_as(other) for other in others):
-            return
-        for other in others:
-            if what := step.conflict(other):
-                self.problem(what, "keep one of them")
-        if self.builder.steps.setdefault(repr(step), step) is step:
-            others.append(step)
+        for what in self.builder.add(step):
+            self.problem(what, "keep one of them")
 
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
         """See `Scope.problem`."""

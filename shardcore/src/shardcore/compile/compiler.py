@@ -64,9 +64,8 @@ def compile_plan(
     builder.check()
     report_tensors(builder)
     stages = check_stages(builder, policy)
-    for path in stages.around if stages else ():
-        step = ScopeRandomness(path=path)
-        builder.steps.setdefault(repr(step), step)
+    for path in stages.around if stages and config.ranks > 1 else ():
+        builder.add_late(ScopeRandomness(path=path))
     choices = _optimize(builder, policy, stages, device_type or device_type_here())
     parameters = _parameters(builder, stages)
     if builder.problems:
@@ -91,7 +90,7 @@ def _optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, devic
         elif isinstance(item, Problem):
             builder.problems.append(item)
         else:
-            builder.steps.setdefault(repr(item), item)
+            builder.add_late(item)
     return tuple(choices)
 
 

@@ -17,6 +17,7 @@ from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.behaviour import (
     add_behaviour,
     behaviours,
+    is_generated,
     name_in_tracebacks,
     native_class,
     once,
@@ -29,7 +30,7 @@ from shardcore.nn.loading import take_full_tensors
 if TYPE_CHECKING:
     from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "SwappedModule", "with_methods"]
+__all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "ReplacedMethods", "SwappedModule", "with_methods"]
 
 #: What to do instead of pickling, for every object that refuses it.
 NO_PICKLE = (
@@ -139,26 +140,26 @@ class SwappedModule(ParallelModule):
         return {}
 
     @classmethod
-    def enters(cls, **options: Any) -> bool:
+    def plan_enters(cls, **options: Any) -> bool:
         """Tell whether activations enter a region at each call of the module, and at its call alone."""
         return False
 
     @classmethod
-    def sums_gradients(cls, **options: Any) -> bool:
+    def plan_sums_gradients(cls, **options: Any) -> bool:
         """Tell whether the gradients of its parameters are right where activations are split (inside a region)."""
         return True
 
     @classmethod
-    def on_split_tokens(cls, **options: Any) -> str | None:
+    def plan_on_split_tokens(cls, **options: Any) -> str | None:
         """Say why the module cannot work on activations that are split along the sequence, or return None."""
         return None
 
     @classmethod
-    def collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
         """Yield what one forward and backward of the module send; ``site`` is its place in the plan."""
         return iter(())
 
-    def split_tokens(self, tokens: SequenceShard | None) -> None:
+    def _take_sequence(self, tokens: SequenceShard | None) -> None:
         """Take note of how the activations that the module sees are split along the sequence; None if they never are.
 
         Called once, after `adopt`. What does not depend on it ignores it.
@@ -225,11 +226,17 @@ class SwappedModule(ParallelModule):
 class LocalModule(SwappedModule):
     """A swapped module that splits nothing: on one rank alone it can be pickled, and comes back as what it is."""
 
+    #: Attributes that are made again where they are missing, and cannot be pickled.
+    made_anew: ClassVar[frozenset[str]] = frozenset({"_shard_compiled"})
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = behaviours(self)
-        if "_shard_context" in self.__dict__ or not all(issubclass(behaviour, LocalModule) for behaviour in own):
+        local = all(issubclass(behaviour, LocalModule) for behaviour in own)
+        # A class that somebody has put on top of the generated one cannot be made again from a list.
+        if "_shard_context" in self.__dict__ or not local or not is_generated(type(self)):
             return super().__reduce_ex__(protocol)
-        return _restored, (native_class(type(self)), own), self.__dict__
+        state = {name: value for name, value in self.__dict__.items() if name not in self.made_anew}
+        return _restored, (native_class(type(self)), own), state
 
 
 def _restored(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> nn.Module:
@@ -237,7 +244,7 @@ def _restored(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> nn.M
     return cls.__new__(cls)
 
 
-class _Replaced(SwappedModule):
+class ReplacedMethods(SwappedModule):
     """Methods of a user in place of the native ones."""
 
     keeps_name: ClassVar[bool] = True
@@ -246,7 +253,7 @@ class _Replaced(SwappedModule):
 
 @once
 def _replaced(methods: tuple[tuple[str, Callable[..., Any]], ...]) -> type[nn.Module]:
-    return type("ReplacedMethods", (_Replaced,), dict(methods))
+    return type("ReplacedMethods", (ReplacedMethods,), dict(methods))
 
 
 def with_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:

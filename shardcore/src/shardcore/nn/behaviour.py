@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["add_behaviour", "behaviours", "name_in_tracebacks", "native_class", "once", "sharded_class"]
+__all__ = ["add_behaviour", "behaviours", "is_generated", "name_in_tracebacks", "native_class", "once", "sharded_class"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -112,19 +111,41 @@ def sharded_class(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> 
         _BEHAVIOURS: own,
     }
     around = [behaviour for behaviour in own if behaviour.forward is not nn.Module.forward]
+    signed: _Signed | None = None
     if named is native and around:
         # Libraries look at the signature of a model's forward to decide which arguments it takes.
         replaced = [b.forward for b in around if getattr(b, "replaces_forward", False)]
-        namespace["forward"] = _with_signature(around[0].forward, [*replaced, native.forward][0])
-    return type(named.__name__, (*own, native), namespace)
+        signed = _Signed([*replaced, native.forward][0])
+        namespace["forward"] = signed.forward
+    made = type(named.__name__, (*own, native), namespace)
+    if signed is not None:
+        signed.own(made)
+    return made
 
 
-def _with_signature(function: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(native)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
+class _Signed:
+    """A forward with the signature of another one, which calls the first behaviour in the order of resolution.
 
-    return forward
+    A behaviour that inherits its forward may stand before others that the inherited one stands behind.
+    """
+
+    def __init__(self, native: Callable[..., Any]) -> None:
+        owner: Any = None
+
+        @functools.wraps(native)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return super(owner, self).forward(*args, **kwargs)  # type: ignore[misc]  # the first behaviour's
+
+        def own(made: type[nn.Module]) -> None:
+            nonlocal owner
+            owner = made
+
+        self.forward, self.own = forward, own
+
+
+def is_generated(cls: type[nn.Module]) -> bool:
+    """Tell whether ``cls`` itself was generated from behaviours, not derived from such a class."""
+    return _BEHAVIOURS in vars(cls)
 
 
 def name_in_tracebacks(behaviour: type[nn.Module]) -> None:
@@ -133,5 +154,6 @@ def name_in_tracebacks(behaviour: type[nn.Module]) -> None:
         return  # a generated class, or one that somebody derived from it
     for name in ("__call__", "forward"):
         function = vars(behaviour).get(name)
-        if inspect.isfunction(function) and isinstance(function.__code__, types.CodeType):
+        # Only what was written for it: a function that it has from elsewhere keeps its name there.
+        if inspect.isfunction(function) and function.__qualname__ == f"{behaviour.__qualname__}.{name}":
             function.__code__ = function.__code__.replace(co_name=f"{behaviour.__name__}.{name}")

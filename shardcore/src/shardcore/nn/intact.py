@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.errors import WrapError
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ReplacedMethods
+from shardcore.nn.behaviour import behaviours
 from shardcore.nn.linear.embedding import VocabEmbedding
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.randomness.dropout import is_dropout
@@ -146,8 +147,13 @@ def _between(model: nn.Module, regions: Iterable[str]) -> Iterator[str]:
             continue
         owner = region.rpartition(".")[0]
         for name, sibling in model.get_submodule(owner).named_children():  # activation functions
-            if not isinstance(sibling, SwappedModule) and not is_dropout(sibling) and not _has_state(sibling):
+            if not _is_parallel(sibling) and not is_dropout(sibling) and not _has_state(sibling):
                 yield f"{owner}.{name}" if owner else name
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    # Methods of a user in place of the native ones leave the module what it was.
+    return any(not issubclass(behaviour, ReplacedMethods) for behaviour in behaviours(module))
 
 
 def _has_state(module: nn.Module) -> bool:

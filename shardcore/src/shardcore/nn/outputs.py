@@ -64,16 +64,16 @@ class OutputGatherer(SwappedModule):
     option_names: ClassVar[frozenset[str]] = frozenset({"by_tokens", "dims", "places"})
 
     #: Set where the sequence of the module, or of one below it, is split.
-    sequence: SequenceShard | None
+    _shard_sequence: SequenceShard | None
     _dims: tuple[tuple[str, int, int], ...]
     _by_tokens: tuple[str, ...]
     _places: tuple[str, ...]
     _return_dict: ReturnDict
     _shard_context: ShardContext
 
-    def split_tokens(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule.split_tokens`."""
-        self.__dict__["sequence"] = tokens
+    def _take_sequence(self, tokens: SequenceShard | None) -> None:
+        """See `SwappedModule._take_sequence`."""
+        self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
     def adopt(
@@ -89,7 +89,7 @@ class OutputGatherer(SwappedModule):
         """See `SwappedModule.adopt`."""
         return_dict = ReturnDict.of(module)
         new = super().adopt(module, context)
-        new.__dict__["sequence"] = None
+        new.__dict__["_shard_sequence"] = None
         new._dims = dims
         new._by_tokens = by_tokens
         new._places = places
@@ -105,10 +105,10 @@ class OutputGatherer(SwappedModule):
         for name, dim, size in self._dims:
             if captured := _captured(out, name):
                 out[name] = tuple(self._whole(t, dim, size) for t in captured)
-        if self.sequence is not None:
+        if self._shard_sequence is not None:
             for name in self._by_tokens:
                 if captured := _captured(out, name):
-                    out[name] = tuple(None if t is None else self.sequence.whole(t) for t in captured)
+                    out[name] = tuple(None if t is None else self._shard_sequence.whole(t) for t in captured)
         return self._as_tuple(out) if as_tuple else out
 
     def _as_tuple(self, out: Any) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ class Replicated(SwappedModule):
     option_names: ClassVar[frozenset[str]] = frozenset({"partial"})
 
     #: Set where the activations that it sees are split along the sequence.
-    sequence: SequenceShard | None
+    _shard_sequence: SequenceShard | None
     _partial: bool
     #: Whether each gradient is a tensor that nobody else holds.
     _fresh: bool
@@ -47,26 +47,26 @@ class Replicated(SwappedModule):
         }
 
     @classmethod
-    def sums_gradients(cls, *, partial: bool = False, **options: Any) -> bool:
-        """See `SwappedModule.sums_gradients`."""
+    def plan_sums_gradients(cls, *, partial: bool = False, **options: Any) -> bool:
+        """See `SwappedModule.plan_sums_gradients`."""
         return partial
 
     @classmethod
-    def collectives(cls, site: Site, *, partial: bool = False, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.collectives`."""
+    def plan_collectives(cls, site: Site, *, partial: bool = False, **options: Any) -> Iterator[Collective]:
+        """See `SwappedModule.plan_collectives`."""
         if (partial or site.split) and site.sums_at_once:
             yield backward(site.path, "all_reduce", "its parameters' gradients")
 
-    def split_tokens(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule.split_tokens`."""
-        self.__dict__["sequence"] = tokens
+    def _take_sequence(self, tokens: SequenceShard | None) -> None:
+        """See `SwappedModule._take_sequence`."""
+        self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
     def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
         """See `SwappedModule.adopt`."""
         native = type(module)
         new = super().adopt(module, context)
-        new.__dict__["sequence"] = None
+        new.__dict__["_shard_sequence"] = None
         new._partial = partial
         # A lookup makes the gradient of its table, which may be large; so it is not copied.
         new._fresh = native.forward is nn.Embedding.forward
@@ -96,7 +96,7 @@ class Replicated(SwappedModule):
     def _read(self) -> dict[str, Any]:
         own = self._parameters
         shared = {name: p for name, p in own.items() if p is not None}
-        partial = self._partial or (self.sequence is not None and self.sequence.length is not None)
+        partial = self._partial or (self._shard_sequence is not None and self._shard_sequence.length is not None)
         if partial:
             local = read_partial(self._shard_context, *shared.values())
         else:

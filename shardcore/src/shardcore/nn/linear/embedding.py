@@ -55,18 +55,18 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         return {"weight": ShardedLayout(0)}
 
     @classmethod
-    def sums_gradients(cls, **options: Any) -> bool:
-        """See `SwappedModule.sums_gradients`."""
+    def plan_sums_gradients(cls, **options: Any) -> bool:
+        """See `SwappedModule.plan_sums_gradients`."""
         return False
 
     @classmethod
-    def on_split_tokens(cls, **options: Any) -> str | None:
-        """See `SwappedModule.on_split_tokens`."""
+    def plan_on_split_tokens(cls, **options: Any) -> str | None:
+        """See `SwappedModule.plan_on_split_tokens`."""
         return "an embedding between split tokens would look up other ids on each rank"
 
     @classmethod
-    def collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.collectives`."""
+    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        """See `SwappedModule.plan_collectives`."""
         yield forward(site.path, "all_reduce", "(B, S, H) output")
 
     @classmethod

@@ -104,20 +104,20 @@ class ColumnLinear(SwappedModule, nn.Linear):
         return {name: layout for name, p in module._parameters.items() if p is not None}
 
     @classmethod
-    def enters(cls, *, enters: bool = True, **options: Any) -> bool:
-        """See `SwappedModule.enters`."""
+    def plan_enters(cls, *, enters: bool = True, **options: Any) -> bool:
+        """See `SwappedModule.plan_enters`."""
         return enters
 
     @classmethod
-    def on_split_tokens(cls, *, enters: bool = True, **options: Any) -> str | None:
-        """See `SwappedModule.on_split_tokens`."""
+    def plan_on_split_tokens(cls, *, enters: bool = True, **options: Any) -> str | None:
+        """See `SwappedModule.plan_on_split_tokens`."""
         return "it enters by itself, after its module has read the number of tokens" if enters else None
 
     @classmethod
-    def collectives(
+    def plan_collectives(
         cls, site: Site, *, gather_output: bool = False, enters: bool = True, **options: Any
     ) -> Iterator[Collective]:
-        """See `SwappedModule.collectives`."""
+        """See `SwappedModule.plan_collectives`."""
         if gather_output and not site.splits_logits:
             yield forward(site.path, "all_gather", "(B, S, V) output")
         if enters:
@@ -249,16 +249,16 @@ class RowLinear(SwappedModule, nn.Linear):
         return layouts
 
     @classmethod
-    def collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.collectives`."""
+    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        """See `SwappedModule.plan_collectives`."""
         yield forward(site.path, "reduce_scatter" if site.split else "all_reduce", "(B, S, H) output")
         if site.split:
             yield backward(site.path, "all_gather", "(B, S/tp, H) output gradient")
         if site.split and site.sums_at_once and site.layout("bias") is not None:
             yield backward(site.path, "all_reduce", "gradient of its bias")
 
-    def split_tokens(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule.split_tokens`."""
+    def _take_sequence(self, tokens: SequenceShard | None) -> None:
+        """See `SwappedModule._take_sequence`."""
         self.sequence = tokens
 
     @classmethod

@@ -79,7 +79,7 @@ class Bench(Protocol):
         """Return how the tokens at a module are split; None where they never are."""
 
     def tokens_below(self, path: str) -> SequenceShard | None:
-        """Return how the tokens of the last stack in or below a module are split; None without one."""
+        """Return how the tokens of the last stack in or below a module are split, or those at it; None if none are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,22 +45,22 @@ class Swap(Step):
     def splits_heads(self) -> bool:
         """See `Step.splits_heads`."""
         options = dict(self.options)
-        return self.target.enters(**options) and not options.get("gather_output", False)
+        return self.target.plan_enters(**options) and not options.get("gather_output", False)
 
     def on_split_tokens(self) -> str | None:
         """See `Step.on_split_tokens`."""
-        return self.target.on_split_tokens(**dict(self.options))
+        return self.target.plan_on_split_tokens(**dict(self.options))
 
     def collectives(self, site: Site) -> Iterator[Collective]:
         """See `Step.collectives`."""
-        return self.target.collectives(site, **dict(self.options))
+        return self.target.plan_collectives(site, **dict(self.options))
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
         module, tokens = bench.model.get_submodule(self.path), bench.tokens_at(self.path)
 
         def commit() -> None:
-            self.target.adopt(module, bench.shared, **dict(self.options)).split_tokens(tokens)
+            self.target.adopt(module, bench.shared, **dict(self.options))._take_sequence(tokens)
 
         return commit
 
@@ -120,6 +120,7 @@ class CallByMethods(Step):
 class ScopeRandomness(Step):
     """A module around the blocks, which is often called by itself, runs on the model's random stream then too."""
 
+    splits: ClassVar[bool] = False  # data-parallel replicas draw other numbers too
     phase: ClassVar[Phase] = Phase.SCOPE
 
     def describe(self) -> str:
@@ -133,4 +134,8 @@ class ScopeRandomness(Step):
 
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
-        return functools.partial(RngScope.adopt, bench.model.get_submodule(self.path), bench.shared)
+        context = bench.context
+        if context is None:
+            return lambda: None  # one rank alone runs on torch's own generators
+        # Looked up when all else has been committed: another module may have taken the place by then.
+        return lambda: RngScope.adopt(bench.model.get_submodule(self.path), context)

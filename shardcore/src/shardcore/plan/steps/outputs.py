@@ -47,7 +47,7 @@ class GatherOutputs(Step):
         options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
 
         def commit() -> None:
-            OutputGatherer.adopt(module, bench.shared, **options).split_tokens(tokens)
+            OutputGatherer.adopt(module, bench.shared, **options)._take_sequence(tokens)
 
         return commit
 
