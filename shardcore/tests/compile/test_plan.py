@@ -402,3 +402,11 @@ def test_the_scope_goes_around_what_is_there_in_the_end():
     bench.model[0] = nn.ReLU()
     assert commit() is bench.model[0]
     assert [b.__name__ for b in behaviours(bench.model[0])] == ["RngScope"]
+
+
+def test_a_module_inside_and_outside_of_the_blocks():
+    model = token_net.Model()
+    model.stack.blocks[0].norm = model.embeddings.norm
+    config = ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
+    with pytest.raises(PlanError, match=r"all of them as embeddings\.norm, which is the same module"):
+        compile_plan(token_net.ModelPolicy, model, config)

@@ -60,7 +60,13 @@ class ShardSequence(Step):
         below = {id(m): m for place in self.places for m in plan.model.get_submodule(place).modules()}
         for module in below.values():
             for step in plan.at_module(module):
-                if what := step.on_split_tokens():
+                if not self.covers(step.path):
+                    yield step.problem(
+                        "under sequence parallelism it would see a part of the tokens in the blocks, and all of them "
+                        f"as {step.path}, which is the same module",
+                        "give the blocks a module of their own, or turn sequence parallelism off",
+                    )
+                elif what := step.on_split_tokens():
                     yield step.problem(
                         f"under sequence parallelism {what}",
                         "declare a region(enter=...) whose entry is the module that reads them, or turn it off",
