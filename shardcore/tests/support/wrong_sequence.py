@@ -36,7 +36,7 @@ class NormsOfTokensNotSummed(Replaced):
 
     def spoil(self, module: nn.Module) -> None:
         if isinstance(module, Replicated):
-            module.__dict__["sequence"] = None
+            module.__dict__["_shard_sequence"] = None
 
 
 class SamePartOfTheVocabulary(Replaced):
