@@ -133,6 +133,9 @@ GONE = [
 
 @pytest.mark.parametrize(("path", "feature"), GONE)
 def test_a_name_that_is_gone_is_named(monkeypatch, path, feature):
+    lacking = {row.path: row.feature for row in _private.missing()}  # the lowest torch lacks what fused linears need
+    if feature in lacking.values():
+        pytest.skip(f"this torch has no {', '.join(lacking)} to begin with")
     _private.require(feature)
     monkeypatch.delattr(path)
     with pytest.raises(NotSupportedError) as caught:
@@ -140,9 +143,9 @@ def test_a_name_that_is_gone_is_named(monkeypatch, path, feature):
     said = str(caught.value)
     assert said.startswith(f"torch {torch.__version__} has no {path}")
     assert said.endswith(". shardcore was tested with torch 2.11 to 2.14; install a release of that range")
-    assert [row.path for row in _private.missing()] == ([path] if feature != KIT else [])
-    other = SAVING if feature != SAVING else FUSED
-    _private.require(other)
+    gone = {row.path for row in _private.missing()} - lacking.keys()
+    assert gone == ({path} if feature != KIT else set())
+    _private.require(SAVING if feature != SAVING else DATA_PARALLEL)
 
 
 def test_attributes_of_instances_are_looked_for(monkeypatch):
