@@ -52,8 +52,8 @@ class HeadCounts:
         return max(1, self.kv // self.ranks)
 
     @property
-    def copies(self) -> int:
-        """Neighbouring ranks that use the same KV head."""
+    def kv_replication(self) -> int:
+        """How many neighbouring ranks use the same KV head; 1 if there is a head for each rank."""
         return max(1, self.ranks // self.kv)
 
 

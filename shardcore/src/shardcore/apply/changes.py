@@ -32,10 +32,10 @@ class Changes:
         """
         commits: list[Commit] = []
         if context is not None and context.size > 1:
-            for copies in sorted(
-                {p.layout.copies for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
+            for group_size in sorted(
+                {p.layout.group_size for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
             ):
-                context.join_neighbours(copies)  # before anything that can fail on one rank alone
+                context.join_neighbours(group_size)  # before anything that can fail on one rank alone
             layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
             commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
             commits.append(functools.partial(_move_buffers, model, context))

@@ -109,16 +109,16 @@ class ShardedLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class GroupShardedLayout(ShardedLayout):
-    """Cut as `ShardedLayout` cuts, into equal parts that ``copies`` neighbouring ranks gather for use.
+    """Split into equal parts as `ShardedLayout` splits; ``group_size`` neighbouring ranks gather theirs for use.
 
-    So lies a KV head that they share: a placement cannot say on one axis that neighbours hold the same, and so they
-    hold parts of it.
+    For a KV head that several ranks compute. A DTensor placement cannot say that only neighbours on an axis hold the
+    same values, so each holds a part of the head.
     """
 
-    copies: int
+    group_size: int
 
     def __str__(self) -> str:
-        return f"split on dim {self.dim}, gathered by groups of {self.copies} ranks"
+        return f"split on dim {self.dim}, gathered by groups of {self.group_size} ranks"
 
 
 @dataclass(frozen=True, slots=True)

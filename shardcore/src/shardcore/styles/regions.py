@@ -58,7 +58,7 @@ def region(
         also: further arguments that arrive in the region because an `enter_arg` above let them in.
         after: modules or bare parameters inside the module ``enter`` that act on what ``row`` returns, and so need no
             `partial`: a norm or a scale at its end.
-        kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks share copies of a head.
+        kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks compute the same head.
         unit: what must stay whole: single columns, or attention heads as the policy's ``Heads`` check counts them.
         heads: the attribute that counts the heads of this one module, in place of the policy's check.
         optional: the region may be absent.
@@ -163,8 +163,8 @@ class RegionRule(Rule):
                 scope.swap(name, ColumnLinear, enters=entry is None)
         for name in self.kv:
             heads = self._heads(scope)
-            options: dict[str, Any] = {"copies": heads.copies if heads else 1}
-            if scope.config.inference_only and options["copies"] > 1:
+            options: dict[str, Any] = {"replication": heads.kv_replication if heads else 1}
+            if scope.config.inference_only and options["replication"] > 1:
                 # No optimizer state to save: a collective less for each token is worth more.
                 options["in_parts"] = False
             scope.swap(name, ColumnLinear, enters=entry is None, **options)

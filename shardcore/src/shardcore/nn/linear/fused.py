@@ -40,10 +40,10 @@ class FusedColumnLinear(ColumnLinear):
 
     @classmethod
     def problem(
-        cls, module: nn.Module, ranks: int, *, copies: int = 1, segments: Any = None, **options: Any
+        cls, module: nn.Module, ranks: int, *, replication: int = 1, segments: Any = None, **options: Any
     ) -> str | None:
         """See `SwappedModule.problem`."""
-        if problem := super().problem(module, ranks) or _unsupported(segments, copies, **options):
+        if problem := super().problem(module, ranks) or _unsupported(segments, replication, **options):
             return problem
         if not isinstance(segments, int) or segments < 2:
             return f"segments is {segments!r}; say how many equal segments out_features consists of, at least 2"
@@ -84,7 +84,7 @@ class FusedColumnLinear(ColumnLinear):
         """See `SwappedModule.from_native_module`.
 
         Raises:
-            NotSupportedError: unequal segments, ``gather_output``, ``copies``, or a torch before 2.12.
+            NotSupportedError: unequal segments, ``gather_output``, ``replication``, or a torch before 2.12.
         """
         if problem := _unsupported(**options):
             raise NotSupportedError(problem)
@@ -95,12 +95,15 @@ class FusedColumnLinear(ColumnLinear):
         return f"{nn.Linear.extra_repr(self)}, tp={self._shard_context.size}, segments={self.segments}"
 
 
-def _unsupported(segments: Any = None, copies: int = 1, gather_output: bool = False, **options: Any) -> str | None:
+def _unsupported(segments: Any = None, replication: int = 1, gather_output: bool = False, **options: Any) -> str | None:
     """Say what a later release may support, or return None."""
     if isinstance(segments, tuple | list):
         return f"unequal segments {tuple(segments)} are not supported yet; give the number of equal ones"
-    if copies != 1:
-        return f"copies={copies}: a fused linear splits its segments over all ranks; sharing rows is not supported yet"
+    if replication != 1:
+        return (
+            f"replication={replication}: a fused linear splits its segments over all ranks; sharing rows is not "
+            "supported yet"
+        )
     if gather_output:
         return "gather_output of a fused linear is not supported yet; let the linears that follow take the parts"
     return torch_lacks()
