@@ -30,9 +30,11 @@ class MethodsAsCalls(RngScope):
     option_names: ClassVar[frozenset[str]] = frozenset({"methods"})
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any
+    ) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         with_methods(new, {name: _as_call(getattr(type(new), name)) for name in methods})
         return new
 

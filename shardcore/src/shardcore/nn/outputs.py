@@ -76,7 +76,7 @@ class OutputGatherer(SwappedModule):
         self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
-    def adopt(
+    def swap_class(
         cls,
         module: nn.Module,
         context: ShardContext,
@@ -86,9 +86,9 @@ class OutputGatherer(SwappedModule):
         places: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.adopt`."""
+        """See `SwappedModule.swap_class`."""
         return_dict = ReturnDict.of(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_sequence"] = None
         new._dims = dims
         new._by_tokens = by_tokens

@@ -62,10 +62,10 @@ class Replicated(SwappedModule):
         self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    def swap_class(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
         native = type(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_sequence"] = None
         new._partial = partial
         # A lookup makes the gradient of its table, which may be large; so it is not copied.

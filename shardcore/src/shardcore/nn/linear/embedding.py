@@ -70,9 +70,9 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         yield forward(site.path, "all_reduce", "(B, S, H) output")
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         new.rows = chunk_bounds(new.num_embeddings, context.size, context.rank)
         return new
 

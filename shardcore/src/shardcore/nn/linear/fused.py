@@ -66,10 +66,10 @@ class FusedColumnLinear(ColumnLinear):
         return layouts
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, segments: int = 0, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    def swap_class(cls, module: nn.Module, context: ShardContext, *, segments: int = 0, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
         install()
-        new = super().adopt(module, context, **options)
+        new = super().swap_class(module, context, **options)
         new.segments = segments
         new.bias_rows = segment_runs(new.out_features, segments, context.size, context.rank)
         return new

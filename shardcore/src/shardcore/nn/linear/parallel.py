@@ -126,7 +126,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
             yield from shared_parameters(site.path, [site])
 
     @classmethod
-    def adopt(
+    def swap_class(
         cls,
         module: nn.Module,
         context: ShardContext,
@@ -137,8 +137,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
         in_parts: bool = True,
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         new.group_size, new.opened, new.rows = 1, None, None
         if replication > 1 and in_parts and _divides(new, context.size):
             context.join_neighbours(replication)
@@ -263,9 +263,11 @@ class RowLinear(SwappedModule, nn.Linear):
         self.sequence = tokens
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any
+    ) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         new.parallel_input = parallel_input
         new.region = new.sequence = None
         return new

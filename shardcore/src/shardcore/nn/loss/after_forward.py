@@ -32,7 +32,7 @@ class LossFromOutputs(SwappedModule):
     _loss_return_dict: ReturnDict
 
     @classmethod
-    def adopt(
+    def swap_class(
         cls,
         module: nn.Module,
         context: ShardContext,
@@ -42,10 +42,10 @@ class LossFromOutputs(SwappedModule):
         logits: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.adopt`."""
+        """See `SwappedModule.swap_class`."""
         names = list(inspect.signature(module.forward).parameters)
         return_dict = ReturnDict.of(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_loss"] = (function, labels, logits)
         new.__dict__["_shard_positions"] = {name: names.index(name) for name in labels}
         new.__dict__["_loss_return_dict"] = return_dict

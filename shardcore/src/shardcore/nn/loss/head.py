@@ -30,9 +30,9 @@ class VocabHead(ColumnLinear):
     _vocabulary: Vocabulary
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context, **options)
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context, **options)
         start, _ = chunk_bounds(new.out_features, context.size, context.rank)
         new.keeps_split, new.chunk = False, None
         new._vocabulary = Vocabulary(context, new.out_features, start)

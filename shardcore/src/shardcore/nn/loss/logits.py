@@ -272,9 +272,9 @@ class VocabParallelLossModel(SwappedModule):
     _split_chunk: int | None
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         new.__dict__["_split_labels"] = options["labels"]
         new.__dict__["_split_heads"] = tuple(options["heads"])
         new.__dict__["_split_chunk"] = options["chunk"]

@@ -29,9 +29,9 @@ class RngScope(SwappedModule):
     _shard_context: ShardContext
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         new.__dict__["_stream_dropouts"] = DropoutSites([module])
         return new
 

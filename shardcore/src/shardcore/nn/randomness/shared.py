@@ -59,9 +59,11 @@ class SharedNumpy(SwappedModule):
         return f"{type(module).__name__} has no method {', '.join(missing)}" if missing else None
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any
+    ) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         with_methods(new, {name: _seeded(getattr(type(new), name)) for name in methods})
         return new
 

@@ -126,9 +126,9 @@ class SequenceModule(SwappedModule):
     _tokens: SequenceShard
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
+        new = super().swap_class(module, context)
         new.__dict__["_tokens"] = options["tokens"]
         return new
 
@@ -172,10 +172,10 @@ class SequenceBlock(SequenceModule):
     _tokens_dropouts: DropoutSites
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """See `SwappedModule.swap_class`."""
         dropouts = DropoutSites([module])
-        new = super().adopt(module, context, **options)
+        new = super().swap_class(module, context, **options)
         new.__dict__["_tokens_argument"] = options["argument"]
         new.__dict__["_tokens_dropouts"] = dropouts
         return new

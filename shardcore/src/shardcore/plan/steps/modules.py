@@ -60,7 +60,7 @@ class Swap(Step):
         module, tokens = bench.model.get_submodule(self.path), bench.tokens_at(self.path)
 
         def commit() -> None:
-            self.target.adopt(module, bench.shared, **dict(self.options))._take_sequence(tokens)
+            self.target.swap_class(module, bench.shared, **dict(self.options))._take_sequence(tokens)
 
         return commit
 
@@ -113,7 +113,7 @@ class CallByMethods(Step):
         if bench.context is None:
             return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
         module = bench.model.get_submodule(self.path)
-        return functools.partial(MethodsAsCalls.adopt, module, bench.context, methods=self.methods)
+        return functools.partial(MethodsAsCalls.swap_class, module, bench.context, methods=self.methods)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,4 +138,4 @@ class ScopeRandomness(Step):
         if context is None:
             return lambda: None  # one rank alone runs on torch's own generators
         # Looked up when all else has been committed: another module may have taken the place by then.
-        return lambda: RngScope.adopt(bench.model.get_submodule(self.path), context)
+        return lambda: RngScope.swap_class(bench.model.get_submodule(self.path), context)

@@ -47,7 +47,7 @@ class GatherOutputs(Step):
         options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
 
         def commit() -> None:
-            OutputGatherer.adopt(module, bench.shared, **options)._take_sequence(tokens)
+            OutputGatherer.swap_class(module, bench.shared, **options)._take_sequence(tokens)
 
         return commit
 
@@ -79,7 +79,7 @@ class TakeLoss(Step):
         """See `Step.prepare`."""
         module = bench.model.get_submodule(self.path)
         options: dict[str, Any] = {"function": self.function, "labels": self.labels, "logits": self.logits}
-        return functools.partial(LossFromOutputs.adopt, module, bench.shared, **options)
+        return functools.partial(LossFromOutputs.swap_class, module, bench.shared, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,4 +118,6 @@ class KeepLogitsSharded(Step):
         model = bench.model
         heads = [model.get_submodule(path) for path in self.heads]
         options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}
-        return functools.partial(VocabParallelLossModel.adopt, model.get_submodule(self.path), bench.shared, **options)
+        return functools.partial(
+            VocabParallelLossModel.swap_class, model.get_submodule(self.path), bench.shared, **options
+        )

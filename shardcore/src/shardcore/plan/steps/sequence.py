@@ -84,9 +84,9 @@ class ShardSequence(Step):
         tokens = bench.tokens_at(self.end)
 
         def commit() -> None:
-            SequenceStack.adopt(stack, bench.shared, tokens=tokens)
+            SequenceStack.swap_class(stack, bench.shared, tokens=tokens)
             for block in blocks:
-                SequenceBlock.adopt(block, bench.shared, tokens=tokens, argument=self.argument)
-            SequenceEnd.adopt(end, bench.shared, tokens=tokens)
+                SequenceBlock.swap_class(block, bench.shared, tokens=tokens, argument=self.argument)
+            SequenceEnd.swap_class(end, bench.shared, tokens=tokens)
 
         return commit

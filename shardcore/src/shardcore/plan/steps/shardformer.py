@@ -9,7 +9,7 @@ from typing import Any
 
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.nn.base import ParallelModule, with_methods
-from shardcore.nn.foreign import adopt_local_parameters, local_problem
+from shardcore.nn.foreign import distribute_local_parameters, local_problem
 from shardcore.plan.steps.base import Bench, Commit, Options, Step
 
 __all__ = ["ReplaceMethods", "ReplaceModule", "ReplaceParameters"]
@@ -47,7 +47,7 @@ class ReplaceParameters(Step):
                 ) from error
             if problem := local_problem(module, shapes, context, recurse=False):
                 raise PartlyShardedError(f"param_replacement at {self.path!r}: {problem}. Build the model anew.")
-            adopt_local_parameters(module, shapes, context, recurse=False)
+            distribute_local_parameters(module, shapes, context, recurse=False)
 
         return commit
 
@@ -74,7 +74,7 @@ class ReplaceModule(Step):
         owner, _, name = self.path.rpartition(".")
 
         def commit() -> None:
-            adopt_local_parameters(new, shapes, context)
+            distribute_local_parameters(new, shapes, context)
             setattr(bench.model.get_submodule(owner), name, new)
 
         return commit
