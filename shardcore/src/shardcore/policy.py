@@ -153,7 +153,7 @@ class Heads:
         return HeadCounts(query=query, kv=query if kv is None else kv, ranks=ranks)
 
     def problem(self, model: nn.Module, ranks: int) -> tuple[str, str] | None:
-        """See `Check.problem`."""
+        """Return why the heads cannot be split over ``ranks`` ranks and what to do, or None if they can."""
         counts = self.counts(model, ranks)
         if counts is None:
             return f"model.config has no attribute {self.query!r}", "name the attribute that counts heads in Heads(...)"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import with_methods
@@ -30,10 +31,10 @@ class MethodsAsCalls(RngScope):
     option_names: ClassVar[frozenset[str]] = frozenset({"methods"})
 
     @classmethod
+    @override
     def swap_class(
         cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any
     ) -> Self:
-        """See `SwappedModule.swap_class`."""
         new = super().swap_class(module, context)
         with_methods(new, {name: _as_call(getattr(type(new), name)) for name in methods})
         return new

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.mesh import ShardContext
@@ -71,11 +72,12 @@ class OutputGatherer(SwappedModule):
     _return_dict: ReturnDict
     _shard_context: ShardContext
 
+    @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule._take_sequence`."""
         self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
+    @override
     def swap_class(
         cls,
         module: nn.Module,
@@ -86,7 +88,6 @@ class OutputGatherer(SwappedModule):
         places: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.swap_class`."""
         return_dict = ReturnDict.of(module)
         new = super().swap_class(module, context)
         new.__dict__["_shard_sequence"] = None

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from typing_extensions import override
+
 from shardcore.plan.steps import SetAttribute
 from shardcore.policy import HeadCounts, Rule, Scope
 
@@ -52,8 +54,8 @@ class AttributeRule(Rule):
     value: Any | Callable[[HeadCounts], Any]
     literal: bool = False
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         owner, _, name = self.name.rpartition(".")
         module = scope.find(owner)
         if module is None:

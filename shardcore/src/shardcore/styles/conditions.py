@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import number_of
@@ -63,8 +64,8 @@ class WhenDivisibleRule(Rule):
     rule: Rule
     otherwise: Rule
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         size = number_of(scope, self.size)
         if size is not None:
             (self.otherwise if size % scope.ranks else self.rule).plan(scope)
@@ -78,8 +79,8 @@ class RefuseRule(Rule):
     why: str
     todo: str
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         if self.when(scope.module):
             scope.refuse(self.why, self.todo)
 
@@ -90,8 +91,8 @@ class LayerDropRule(Rule):
 
     name: str
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         kind, rate = type(scope.module).__name__, getattr(scope.module, self.name, None)
         if not isinstance(rate, int | float):
             scope.problem(f"{kind} has no number {self.name!r}", "correct the name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
 from shardcore.nn.layout import last_rank_is_empty
@@ -34,8 +35,8 @@ class HeadRule(Rule):
     names: tuple[str, ...]
     bias: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             module = scope.find(name)
             if not isinstance(module, nn.Linear):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, RowLinear, SwappedModule, VocabEmbedding
 from shardcore.nn.layout import last_rank_is_empty
@@ -75,8 +76,8 @@ class SwapRule(Rule):
     target: type[SwappedModule]
     options: tuple[tuple[str, Any], ...] = ()
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             module = scope.find(name)
             if module is None:
@@ -107,8 +108,8 @@ class NormRule(Rule):
     names: tuple[str, ...]
     rms: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             module = scope.find(name)
             if module is None:
@@ -147,8 +148,8 @@ class ReplicateRule(Rule):
 
     names: tuple[str, ...]
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             owner, _, parameter = name.rpartition(".")
             if is_parameter(scope.module, owner, parameter):

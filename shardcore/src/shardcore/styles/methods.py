@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from shardcore.plan.steps import CallByMethods
 from shardcore.policy import Rule, Scope
 from shardcore.styles._text import written
@@ -28,8 +30,8 @@ class CallsRule(Rule):
 
     methods: tuple[str, ...]
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         kind = type(scope.module)
         missing = [name for name in self.methods if not inspect.isfunction(getattr(kind, name, None))]
         own = [name for name in self.methods if name in vars(scope.module)]

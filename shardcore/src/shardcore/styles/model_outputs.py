@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from shardcore.plan.steps import GatherOutputs, TakeLoss
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, number_of
@@ -69,8 +71,8 @@ class OutputsRule(Rule):
     places: tuple[str, ...] = ()
     heads: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         by_tokens = self.by_tokens if scope.config.enable_sequence_parallelism else ()
         if not self.by_heads and not by_tokens:
             return
@@ -99,8 +101,8 @@ class LossRule(Rule):
     labels: tuple[str, ...]
     logits: tuple[str, ...]
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.labels:
             if argument_of(scope.module, name) is None:
                 scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")

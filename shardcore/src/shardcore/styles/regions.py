@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.layout import last_rank_is_empty
@@ -132,8 +133,8 @@ class RegionRule(Rule):
     segments: tuple[Fused, ...] = ()
     heads: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
         linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
         for name, module in found.items():
@@ -291,8 +292,8 @@ class EnterArgRule(Rule):
     module: str
     name: str
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         module = scope.find(self.module)
         if module is None or _needs_no_entry(scope):
             return

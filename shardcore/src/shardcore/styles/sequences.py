@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.plan.steps import ShardSequence
 from shardcore.policy import Rule, Scope
@@ -42,8 +43,8 @@ class SequenceRule(Rule):
     gather: str
     stack: str = ""
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         owner, _ = _list_and_index(self.scatter)
         scatter, gather = (_from_the_front(scope, name) for name in (self.scatter, self.gather))
         blocks, first, last = scope.find(owner), scope.find(scatter), scope.find(gather)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
@@ -39,10 +40,10 @@ class FusedColumnLinear(ColumnLinear):
     segments: int
 
     @classmethod
+    @override
     def problem(
         cls, module: nn.Module, ranks: int, *, replication: int = 1, segments: Any = None, **options: Any
     ) -> str | None:
-        """See `SwappedModule.problem`."""
         if problem := super().problem(module, ranks) or _unsupported(segments, replication, **options):
             return problem
         if not isinstance(segments, int) or segments < 2:
@@ -58,16 +59,16 @@ class FusedColumnLinear(ColumnLinear):
         return None
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, *, segments: int = 0, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         layouts: dict[str, Layout] = {"weight": SegmentedLayout(segments)}
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout(partial_gradient=True)
         return layouts
 
     @classmethod
+    @override
     def swap_class(cls, module: nn.Module, context: ShardContext, *, segments: int = 0, **options: Any) -> Self:
-        """See `SwappedModule.swap_class`."""
         install()
         new = super().swap_class(module, context, **options)
         new.segments = segments
@@ -75,13 +76,14 @@ class FusedColumnLinear(ColumnLinear):
         return new
 
     @classmethod
+    @override
     def from_native_module(
         cls,
         module: nn.Module,
         process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None = None,
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.from_native_module`.
+        """Replace ``module`` in place and return it, as `SwappedModule.from_native_module` does.
 
         Raises:
             NotSupportedError: unequal segments, ``gather_output``, ``replication``, or a torch before 2.12.

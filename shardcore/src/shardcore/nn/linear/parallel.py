@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.reads import read_local, read_partial
@@ -78,8 +79,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def problem(cls, module: nn.Module, ranks: int, *, replication: int = 1, **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
             return problem
         if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
@@ -91,10 +92,10 @@ class ColumnLinear(SwappedModule, nn.Linear):
         return None
 
     @classmethod
+    @override
     def layouts(
         cls, module: nn.Module, ranks: int, *, replication: int = 1, in_parts: bool = True, **options: Any
     ) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         layout: Layout = ShardedLayout(0)
         if replication > 1:
             layout = (
@@ -105,20 +106,20 @@ class ColumnLinear(SwappedModule, nn.Linear):
         return {name: layout for name, p in module._parameters.items() if p is not None}
 
     @classmethod
+    @override
     def plan_enters(cls, *, enters: bool = True, **options: Any) -> bool:
-        """See `SwappedModule.plan_enters`."""
         return enters
 
     @classmethod
+    @override
     def plan_on_split_tokens(cls, *, enters: bool = True, **options: Any) -> str | None:
-        """See `SwappedModule.plan_on_split_tokens`."""
         return "it enters by itself, after its module has read the number of tokens" if enters else None
 
     @classmethod
+    @override
     def plan_collectives(
         cls, site: Site, *, gather_output: bool = False, enters: bool = True, **options: Any
     ) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         if gather_output and not site.splits_logits:
             yield forward(site.path, "all_gather", "(B, S, V) output")
         if enters:
@@ -126,6 +127,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
             yield from shared_parameters(site.path, [site])
 
     @classmethod
+    @override
     def swap_class(
         cls,
         module: nn.Module,
@@ -137,7 +139,6 @@ class ColumnLinear(SwappedModule, nn.Linear):
         in_parts: bool = True,
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.swap_class`."""
         new = super().swap_class(module, context)
         new.group_size, new.opened, new.rows = 1, None, None
         if replication > 1 and in_parts and _divides(new, context.size):
@@ -231,8 +232,8 @@ class RowLinear(SwappedModule, nn.Linear):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
             return problem
         if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
@@ -242,31 +243,31 @@ class RowLinear(SwappedModule, nn.Linear):
         return None
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         layouts: dict[str, Layout] = {"weight": ShardedLayout(1)}
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout()
         return layouts
 
     @classmethod
+    @override
     def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         yield forward(site.path, "reduce_scatter" if site.split else "all_reduce", "(B, S, H) output")
         if site.split:
             yield backward(site.path, "all_gather", "(B, S/tp, H) output gradient")
         if site.split and site.sums_at_once and site.layout("bias") is not None:
             yield backward(site.path, "all_reduce", "gradient of its bias")
 
+    @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule._take_sequence`."""
         self.sequence = tokens
 
     @classmethod
+    @override
     def swap_class(
         cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any
     ) -> Self:
-        """See `SwappedModule.swap_class`."""
         new = super().swap_class(module, context)
         new.parallel_input = parallel_input
         new.region = new.sequence = None

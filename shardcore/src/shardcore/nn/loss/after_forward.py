@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
@@ -32,6 +33,7 @@ class LossFromOutputs(SwappedModule):
     _loss_return_dict: ReturnDict
 
     @classmethod
+    @override
     def swap_class(
         cls,
         module: nn.Module,
@@ -42,7 +44,6 @@ class LossFromOutputs(SwappedModule):
         logits: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.swap_class`."""
         names = list(inspect.signature(module.forward).parameters)
         return_dict = ReturnDict.of(module)
         new = super().swap_class(module, context)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.comm.sequence import gather_sequence, local_tokens, scatter_sequence
@@ -126,8 +127,8 @@ class SequenceModule(SwappedModule):
     _tokens: SequenceShard
 
     @classmethod
+    @override
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.swap_class`."""
         new = super().swap_class(module, context)
         new.__dict__["_tokens"] = options["tokens"]
         return new
@@ -172,8 +173,8 @@ class SequenceBlock(SequenceModule):
     _tokens_dropouts: DropoutSites
 
     @classmethod
+    @override
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.swap_class`."""
         dropouts = DropoutSites([module])
         new = super().swap_class(module, context, **options)
         new.__dict__["_tokens_argument"] = options["argument"]

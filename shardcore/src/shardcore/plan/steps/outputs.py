@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.after_forward import LossFromOutputs
@@ -31,18 +33,18 @@ class GatherOutputs(Step):
     by_tokens: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         gathered = [f"{name} on dim {dim} to {size}" for name, dim, size in self.dims]
         return "gathers " + ", ".join([*gathered, *(f"{name} along the sequence" for name in self.by_tokens)])
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, OutputGatherer),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module, tokens = bench.model.get_submodule(self.path), bench.tokens_below(self.path)
         options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
 
@@ -66,17 +68,17 @@ class TakeLoss(Step):
     labels: tuple[str, ...]
     logits: tuple[str, ...]
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, LossFromOutputs),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module = bench.model.get_submodule(self.path)
         options: dict[str, Any] = {"function": self.function, "labels": self.labels, "logits": self.logits}
         return functools.partial(LossFromOutputs.swap_class, module, bench.shared, **options)
@@ -98,23 +100,23 @@ class KeepLogitsSharded(Step):
     heads: tuple[str, ...]
     chunk: int | None = None
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         how = "stay split" if self.chunk is None else f"are computed within the loss, {self.chunk} tokens at a time,"
         return f"logits of {', '.join(self.heads)} {how} where {self.labels[0]!r} are given"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, VocabParallelLossModel),)
 
+    @override
     def collectives(self, site: Site) -> Iterator[Collective]:
-        """See `Step.collectives`."""
         for what in ("largest logits", "sums and the labels' logits"):
             yield forward(self.path, "all_reduce", f"(B, S) {what}")
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         model = bench.model
         heads = [model.get_submodule(path) for path in self.heads]
         options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from shardcore.errors import Problem
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward, forward
@@ -37,13 +39,13 @@ class ShardSequence(Step):
         return frozenset((*self.blocks, self.end))
 
     @property
+    @override
     def splits_tokens(self) -> tuple[str, ...]:
-        """See `Step.splits_tokens`."""
         return (*self.blocks, self.end)
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         blocks = ((block, SequenceBlock) for block in self.blocks)
         return ((self.path, SequenceStack), *blocks, (self.end, SequenceEnd))
 
@@ -51,12 +53,12 @@ class ShardSequence(Step):
         """Tell whether the module ``path`` works on split tokens, or inside regions between them."""
         return not self.places.isdisjoint((path, *above(path)))
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return f"tokens of {self.argument[0]!r} split from {self.blocks[0]} to {self.end}"
 
+    @override
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """See `Step.check`."""
         below = {id(m): m for place in self.places for m in plan.model.get_submodule(place).modules()}
         for module in below.values():
             for step in plan.at_module(module):
@@ -72,13 +74,13 @@ class ShardSequence(Step):
                         "declare a region(enter=...) whose entry is the module that reads them, or turn it off",
                     )
 
+    @override
     def collectives(self, site: Site) -> Iterator[Collective]:
-        """See `Step.collectives`."""
         yield forward(self.end, "all_gather", "(B, S/tp, H) output")
         yield backward(self.blocks[0], "all_gather", "(B, S/tp, H) gradient")
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         blocks = [bench.model.get_submodule(path) for path in self.blocks]
         stack, end = bench.model.get_submodule(self.path), bench.model.get_submodule(self.end)
         tokens = bench.tokens_at(self.end)
