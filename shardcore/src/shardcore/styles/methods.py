@@ -15,11 +15,11 @@ __all__ = ["calls"]
 
 
 def calls(*methods: str) -> Rule:
-    """Methods besides ``forward`` that people run the module by (``forward_features``, ``get_image_features``).
+    """Methods besides ``forward`` that users call to run the module (``forward_features``, ``get_image_features``).
 
-    They are those of the module that the rule is listed under. In them the random stream of the model is in use, the
-    bare parameters of the module that are replicated are whole tensors, and FSDP2 has gathered what it would for a
-    forward. They may call each other and the forward.
+    They are methods of the module that the rule is listed under, and may call each other and ``forward``. While one
+    runs, everything is as in a forward: the model's random stream is in use, the module's own replicated parameters are
+    local tensors, and FSDP2 has gathered them.
     """
     return CallsRule(text=written("calls", *methods), methods=methods)
 
