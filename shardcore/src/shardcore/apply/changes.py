@@ -1,4 +1,4 @@
-"""Carrying out the steps of a plan, in two halves: prepare what can fail, then change what cannot."""
+"""Carrying out the steps of a plan in two halves: prepare everything that can fail, then change the model."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class FuseNorm(Step):
     """A root-mean-square norm computes with `torch.nn.functional.rms_norm`.
 
     Attributes:
-        eps: the attribute of the module that holds the constant below the root.
+        eps: the attribute of the module that is its epsilon.
     """
 
     splits: ClassVar[bool] = False

@@ -120,7 +120,7 @@ class CallByMethods(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScopeRandomness(Step):
-    """A module around the blocks, which is often called by itself, runs on the model's random stream then too."""
+    """The module, which is often called without the model around it, runs on the model's random stream then too."""
 
     splits: ClassVar[bool] = False  # data-parallel replicas draw other numbers too
     phase: ClassVar[Phase] = Phase.SCOPE

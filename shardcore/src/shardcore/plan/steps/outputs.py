@@ -21,12 +21,12 @@ __all__ = ["GatherOutputs", "KeepLogitsSharded", "TakeLoss"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherOutputs(Step):
-    """Captured outputs of the module are made whole.
+    """Outputs that the module collects from its layers are gathered.
 
     Attributes:
-        dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
+        dims: by output name, the dim that is split over the ranks in each collected tensor, and its full size.
         by_tokens: outputs that are split along the sequence where sequence parallelism is on.
-        places: outputs that have their place in a tuple (``return_dict=False``) also when they are None.
+        places: outputs that take a place in a tuple (``return_dict=False``) even where they are None.
     """
 
     dims: tuple[tuple[str, int, int], ...]
@@ -60,8 +60,8 @@ class TakeLoss(Step):
 
     Attributes:
         function: called with the model, the outputs ``logits`` and the arguments ``labels``.
-        labels: the arguments that are taken out.
-        logits: the outputs that the function takes.
+        labels: the arguments that are removed before the forward.
+        logits: the outputs that the function is given.
     """
 
     function: Callable[..., Any]
@@ -91,7 +91,7 @@ class KeepLogitsSharded(Step):
     Attributes:
         labels: name and position of the argument with labels.
         heads: the heads, by their full names.
-        chunk: the number of tokens whose logits are computed at a time, within the loss; None keeps all of them.
+        chunk: the number of tokens whose logits are computed at a time, inside the loss; None computes all in the head.
     """
 
     phase: ClassVar[Phase] = Phase.LOGITS

@@ -31,7 +31,7 @@ class OpenRegion(Step):
         members: the column linears that share the enter.
         row: the row linear that ends the region; None if the region ends in its only member.
         block: the module that the region was declared for.
-        also: names and positions of arguments that an `EnterArgument` has let in.
+        also: names and positions of arguments that an `EnterArgument` has entered.
         after: modules and bare parameters below ``path`` that act on what the row linear returns.
     """
 
@@ -97,8 +97,8 @@ class OpenRegion(Step):
     def _inside(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that are provably inside of the region.
 
-        Whatever runs between the entry and the row linear sees the activations of its rank, or hands its output to what
-        does: its gradient is this rank's summand, and without a sum replicas drift apart.
+        A module that runs between the entry and the row linear works on this rank's activations, or its output is used
+        by one that does: its gradient is partial, and if nobody sums it, replicas drift apart.
         """
         entry = model.get_submodule(self.path)
         if self.path not in self.members:
@@ -163,7 +163,7 @@ class EnterArgument(Step):
     """A further tensor enters the regions below the module ``path``, once for all of them.
 
     Attributes:
-        argument: name and position of the entering argument.
+        argument: name and position of the argument of the module that is the tensor.
     """
 
     argument: tuple[str, int]

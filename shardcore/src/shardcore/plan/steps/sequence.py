@@ -24,7 +24,7 @@ class ShardSequence(Step):
     Attributes:
         blocks: its blocks; the first one that is called splits them.
         argument: name and position of the argument of a block that holds them.
-        end: the module after which they are whole again.
+        end: the module whose output is gathered.
     """
 
     phase: ClassVar[Phase] = Phase.SEQUENCE
@@ -35,7 +35,7 @@ class ShardSequence(Step):
 
     @property
     def places(self) -> frozenset[str]:
-        """The modules that work on split tokens, with all that is below them."""
+        """The modules that work on split tokens, with all their submodules."""
         return frozenset((*self.blocks, self.end))
 
     @property
