@@ -24,7 +24,7 @@ class Options(griffe.Extension):
 
 
 def _as_list(section: re.Match[str]) -> str:
-    return "Options, which a row or `from_native_module` passes:\n\n" + _OPTION.sub(r"* `\1`: ", section[1])
+    return "Options, which a rule or `from_native_module` passes:\n\n" + _OPTION.sub(r"* `\1`: ", section[1])
 
 
 class Inherited(griffe.Extension):

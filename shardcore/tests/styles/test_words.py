@@ -256,7 +256,7 @@ def test_plans_say_what_enters():
     assert EnterArgument(path="decoder", argument=("states", 1)) in plan.steps
     (entry, *_) = [s for s in plan.steps if isinstance(s, OpenRegion) and s.also]
     assert "enters with 'x' beside 'states' for cross.q, cross.k, cross.v, leaves at cross.out" in entry.describe()
-    for words in ("lets 'states' into the regions below", "loss of logits against labels after the forward"):
+    for words in ("enters 'states' for all regions below", "loss of logits against labels after the forward"):
         assert words in plan.render()
     inference = compile_plan(ModelPolicy, _model(), ShardConfig(tensor_parallel_size=2, inference_only=True))
     assert not [s for s in inference.steps if isinstance(s, EnterArgument)]

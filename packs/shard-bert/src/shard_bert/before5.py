@@ -11,7 +11,7 @@ class _CountsHeads(policy.BertModelPolicy):
     """What every policy needs in addition."""
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of transformers 5, with those of attention modules (crossattention's too)."""
+        """Return the rules of transformers 5, with those of attention modules (crossattention's too)."""
         attention = [
             attribute("num_attention_heads", per_rank),
             attribute("all_head_size", per_rank),

@@ -34,7 +34,7 @@ class BertForPreTrainingPolicy(BertModelPolicy):
     """Masked words and the next sentence."""
 
     stages = _MODEL.under("bert", then="cls")
-    rows: ClassVar[ModulePolicy] = {
+    rules: ClassVar[ModulePolicy] = {
         **_VOCABULARY,
         "BertPreTrainingHeads": [replicate("seq_relationship")],
         "BertForPreTraining": [
@@ -51,46 +51,46 @@ class BertForMaskedLMPolicy(BertModelPolicy):
     """Masked words."""
 
     stages = _MODEL.under("bert", then="cls")
-    rows: ClassVar[ModulePolicy] = {**_VOCABULARY, "BertForMaskedLM": [loss(masked_lm_loss)]}
+    rules: ClassVar[ModulePolicy] = {**_VOCABULARY, "BertForMaskedLM": [loss(masked_lm_loss)]}
 
 
 class BertLMHeadModelPolicy(BertModelPolicy):
     """The next word, of a decoder; its loss is the model's own ``loss_function``, of gathered logits."""
 
     stages = _MODEL.under("bert", then="cls")
-    rows: ClassVar[ModulePolicy] = _VOCABULARY
+    rules: ClassVar[ModulePolicy] = _VOCABULARY
 
 
 class BertForNextSentencePredictionPolicy(BertModelPolicy):
     """The next sentence."""
 
     stages = _MODEL.under("bert", then="cls")
-    rows: ClassVar[ModulePolicy] = {"BertForNextSentencePrediction": [replicate("cls")]}
+    rules: ClassVar[ModulePolicy] = {"BertForNextSentencePrediction": [replicate("cls")]}
 
 
 class BertForSequenceClassificationPolicy(BertModelPolicy):
     """A label for each sequence."""
 
     stages = _MODEL.under("bert", then=("dropout", "classifier"))
-    rows: ClassVar[ModulePolicy] = {"BertForSequenceClassification": [replicate("classifier")]}
+    rules: ClassVar[ModulePolicy] = {"BertForSequenceClassification": [replicate("classifier")]}
 
 
 class BertForMultipleChoicePolicy(BertModelPolicy):
     """A score for each choice."""
 
     stages = _MODEL.under("bert", then=("dropout", "classifier"))
-    rows: ClassVar[ModulePolicy] = {"BertForMultipleChoice": [replicate("classifier")]}
+    rules: ClassVar[ModulePolicy] = {"BertForMultipleChoice": [replicate("classifier")]}
 
 
 class BertForTokenClassificationPolicy(BertModelPolicy):
     """A label for each token."""
 
     stages = _MODEL.under("bert", then=("dropout", "classifier"))
-    rows: ClassVar[ModulePolicy] = {"BertForTokenClassification": [replicate("classifier")]}
+    rules: ClassVar[ModulePolicy] = {"BertForTokenClassification": [replicate("classifier")]}
 
 
 class BertForQuestionAnsweringPolicy(BertModelPolicy):
     """Scores for where an answer starts and ends."""
 
     stages = _MODEL.under("bert", then="qa_outputs")
-    rows: ClassVar[ModulePolicy] = {"BertForQuestionAnswering": [replicate("qa_outputs")]}
+    rules: ClassVar[ModulePolicy] = {"BertForQuestionAnswering": [replicate("qa_outputs")]}

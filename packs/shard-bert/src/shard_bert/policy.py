@@ -15,7 +15,7 @@ TOKENS = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack=
 
 
 def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Rule]:
-    """Return the rows of one attention of a block.
+    """Return the rules of one attention of a block.
 
     It is entered below the residual connection, which is in its ``output``.
     """
@@ -38,10 +38,10 @@ class BertModelPolicy(PretrainedPolicy):
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first="embeddings", blocks="encoder.layer", last="pooler")
     #: What a head adds.
-    rows: ClassVar[ModulePolicy] = {}
+    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the model and of its head."""
+        """Return the rules of the model and of its head."""
         return {
             "BertModel": [
                 replicate("pooler", optional=True),
@@ -60,5 +60,5 @@ class BertModelPolicy(PretrainedPolicy):
                 region(col="intermediate.dense", row="output.dense"),
                 norm("output.LayerNorm"),
             ],
-            **self.rows,
+            **self.rules,
         }

@@ -22,7 +22,7 @@ class LlamaModelPolicy(PretrainedPolicy):
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the decoder."""
+        """Return the rules of the decoder."""
         return {
             "LlamaModel": [
                 vocab("embed_tokens"),
@@ -51,7 +51,7 @@ class LlamaForCausalLMPolicy(LlamaModelPolicy):
     stages = LlamaModelPolicy.stages.under("model", then="lm_head")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the decoder and the head."""
+        """Return the rules of the decoder and the head."""
         return {**super().module_policy(), "LlamaForCausalLM": [head("lm_head")]}
 
 
@@ -61,7 +61,7 @@ class LlamaForSequenceClassificationPolicy(LlamaModelPolicy):
     stages = LlamaModelPolicy.stages.under("model", then="score")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the decoder and the classifier."""
+        """Return the rules of the decoder and the classifier."""
         return {**super().module_policy(), "LlamaForSequenceClassification": [replicate("score")]}
 
 
@@ -71,7 +71,7 @@ class LlamaForTokenClassificationPolicy(LlamaModelPolicy):
     stages = LlamaModelPolicy.stages.under("model", then=("dropout", "score"))
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the decoder and the classifier."""
+        """Return the rules of the decoder and the classifier."""
         return {**super().module_policy(), "LlamaForTokenClassification": [replicate("score")]}
 
 
@@ -81,5 +81,5 @@ class LlamaForQuestionAnsweringPolicy(LlamaModelPolicy):
     stages = LlamaModelPolicy.stages.under("transformer", then="qa_outputs")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the decoder and the span head."""
+        """Return the rules of the decoder and the span head."""
         return {**super().module_policy(), "LlamaForQuestionAnswering": [replicate("qa_outputs")]}

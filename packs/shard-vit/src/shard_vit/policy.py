@@ -35,7 +35,7 @@ class ViTModelPolicy(PretrainedPolicy):
     blocks: ClassVar[str] = "layers"
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the encoder."""
+        """Return the rules of the encoder."""
         return {
             "ViTEmbeddings": [replicate("")],
             "ViTLayer": self.layer,
@@ -54,7 +54,7 @@ class ViTForImageClassificationPolicy(ViTModelPolicy):
     stages = ViTModelPolicy.stages.under("vit", then="classifier")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the encoder and the classifier."""
+        """Return the rules of the encoder and the classifier."""
         return {**super().module_policy(), "ViTForImageClassification": [replicate("classifier")]}
 
 
@@ -64,5 +64,5 @@ class ViTForMaskedImageModelingPolicy(ViTModelPolicy):
     stages = ViTModelPolicy.stages.under("vit", then="decoder")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the encoder and the decoder."""
+        """Return the rules of the encoder and the decoder."""
         return {**super().module_policy(), "ViTForMaskedImageModeling": [replicate("decoder")]}

@@ -31,7 +31,7 @@ class VisionTransformerPolicy(Policy):
     )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows for the blocks and MLPs that this model has."""
+        """Return the rules for the blocks and MLPs that this model has."""
         first = next(iter(self.model.blocks.children()))
         mlp = next((MLPS[name] for name in MLPS if is_one(getattr(first, "mlp", None), name)), "mlp.fc1")
         block = [

@@ -20,7 +20,7 @@ class WhisperForConditionalGenerationPolicy(WhisperModelPolicy):
     stages = WhisperModelPolicy.stages.under("model", then="proj_out")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the model and the head."""
+        """Return the rules of the model and the head."""
         return {**super().module_policy(), "WhisperForConditionalGeneration": [head("proj_out")]}
 
 
@@ -32,7 +32,7 @@ class WhisperForCausalLMPolicy(PretrainedPolicy):
     )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the decoder and the head."""
+        """Return the rules of the decoder and the head."""
         return {**DECODER, "WhisperForCausalLM": [head("proj_out")]}
 
 
@@ -44,6 +44,6 @@ class WhisperForAudioClassificationPolicy(PretrainedPolicy):
     )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of the encoder and the classifier."""
-        rows = [replicate("projector", "classifier"), replicate("layer_weights", optional=True)]
-        return {**ENCODER, "WhisperForAudioClassification": rows}
+        """Return the rules of the encoder and the classifier."""
+        rules = [replicate("projector", "classifier"), replicate("layer_weights", optional=True)]
+        return {**ENCODER, "WhisperForAudioClassification": rules}

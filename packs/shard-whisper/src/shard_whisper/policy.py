@@ -24,7 +24,7 @@ __all__ = ["DECODER", "ENCODER", "WhisperModelPolicy"]
 
 
 def _attention(name: str, *also: str) -> list[Rule]:
-    """Return the rows of one attention; encoder and decoder may have different numbers of heads."""
+    """Return the rules of one attention; encoder and decoder may have different numbers of heads."""
     columns = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
     return [
         region(enter=name, also=also, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
@@ -34,7 +34,7 @@ def _attention(name: str, *also: str) -> list[Rule]:
 
 
 def _stack(**captured: Any) -> list[Rule]:
-    """Return the rows that encoder and decoder share."""
+    """Return the rules that encoder and decoder share."""
     return [
         replicate("embed_positions"),
         layer_drop("layerdrop"),
@@ -70,5 +70,5 @@ class WhisperModelPolicy(PretrainedPolicy):
     )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rows of encoder and decoder; SpecAugment, which masks features in training, draws from numpy."""
+        """Return the rules of encoder and decoder; SpecAugment, which masks features in training, draws from numpy."""
         return {**ENCODER, **DECODER, "WhisperModel": [shared_numpy("_mask_input_features")]}

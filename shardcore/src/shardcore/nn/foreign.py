@@ -55,7 +55,7 @@ def distribute_local_parameters(
         if layout is None:
             raise AssertionError("checked by local_problem")
         stride = torch.empty(full, device="meta").stride()
-        whole = DTensor.from_local(
+        distributed = DTensor.from_local(
             parameter.detach().contiguous(),
             context.tp,
             (layout.placement,),
@@ -63,7 +63,7 @@ def distribute_local_parameters(
             shape=torch.Size(full),
             stride=stride,
         )
-        made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        made[id(parameter)] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         owner._parameters[name] = made[id(parameter)]
     for owner in owners.values():
         Replicated.swap_class(owner, context)

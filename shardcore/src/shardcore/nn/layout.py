@@ -57,7 +57,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedLayout(Layout):
-    """Every rank holds the whole parameter.
+    """Every rank has the full parameter.
 
     Attributes:
         partial_gradient: each rank uses the parameter for its part of the activations (its heads), so its gradient is
@@ -85,7 +85,7 @@ class ReplicatedLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class ShardedLayout(Layout):
-    """Rank r holds the r-th part along ``dim``, cut as `torch.chunk` cuts (the last parts may be smaller)."""
+    """Rank r has the r-th part along ``dim``, cut as `torch.chunk` cuts (the last parts may be smaller)."""
 
     dim: int
 
@@ -165,7 +165,7 @@ def _as_dtensor(full: Tensor, layout: Layout, context: ShardContext) -> DTensor:
     local = layout.local(full, axis)
     if local.device.type not in ("meta", axis.mesh.device_type):
         local = local.to(context.device)
-    stride: Any = torch.empty(full.shape, device="meta").stride()  # the parts are contiguous, so the whole is
+    stride: Any = torch.empty(full.shape, device="meta").stride()  # the parts are contiguous, so the full tensor is
     return DTensor.from_local(
         local.contiguous(), axis.mesh, (layout.placement,), run_check=False, shape=full.shape, stride=stride
     )

@@ -51,11 +51,11 @@ def _first_parameters(plan: ShardPlan) -> dict[str, int]:
 
 
 def _parameter(parameter: ParameterPlan, ranks: int) -> str:
-    layout, whole = parameter.layout, parameter.shape
-    local = layout.shape(whole, ranks) if layout and ranks > 1 else whole
+    layout, full = parameter.layout, parameter.shape
+    local = layout.shape(full, ranks) if layout and ranks > 1 else full
     tied = f", tied to {', '.join(parameter.aliases)}" if parameter.aliases else ""
     name = parameter.name.rpartition(".")[2]
-    return f"{name} {_shape(whole)} -> {_shape(local)}  {layout or 'by user code'}{tied}"
+    return f"{name} {_shape(full)} -> {_shape(local)}  {layout or 'by user code'}{tied}"
 
 
 def _shape(shape: Iterable[int]) -> str:

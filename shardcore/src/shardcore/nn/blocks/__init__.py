@@ -1,1 +1,1 @@
-"""What is done to a block as a whole, or to a norm, on one rank as on many: compiled, recomputed, fused."""
+"""Blocks that are compiled or recomputed, and fused norms, on one rank as on many."""

@@ -30,7 +30,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
 
-    #: The rows of the whole table that this rank holds.
+    #: The rows of the full table that this rank has.
     rows: tuple[int, int]
     _shard_context: ShardContext
 
@@ -103,5 +103,5 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
             )
 
     def extra_repr(self) -> str:
-        """Describe the whole, this rank's rows and the number of ranks."""
+        """Describe the full table, this rank's rows and the number of ranks."""
         return f"{super().extra_repr()}, tp={self._shard_context.size}, rows={self.rows[0]}:{self.rows[1]}"

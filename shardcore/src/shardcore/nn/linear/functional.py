@@ -73,7 +73,7 @@ class _LocalLinear(Function):
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by this rank's part of ``weight``: (..., in) to (..., out), both sizes as this rank holds them.
+    """Multiply by this rank's part of ``weight``: (..., in) to (..., out), both sizes on this rank.
 
     Args:
         x: this rank's input.

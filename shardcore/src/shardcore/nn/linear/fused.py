@@ -93,7 +93,7 @@ class FusedColumnLinear(ColumnLinear):
         return super().from_native_module(module, process_group, **options)
 
     def extra_repr(self) -> str:
-        """Describe the whole, its segments and the number of ranks."""
+        """Describe the full linear, its segments and the number of ranks."""
         return f"{nn.Linear.extra_repr(self)}, tp={self._shard_context.size}, segments={self.segments}"
 
 

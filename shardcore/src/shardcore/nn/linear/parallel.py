@@ -68,7 +68,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
     group_size: int
     #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
     opened: Reading | None
-    #: The rows of the weight that this rank uses if it holds others too, else None.
+    #: The rows of the weight that this rank uses if its local tensor has others too, else None.
     rows: Runs | None
     #: Likewise of the bias.
     bias_rows: Runs | None
@@ -178,7 +178,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     @property
     def uses_what_it_holds(self) -> bool:
-        """Tell whether this rank holds the rows that it uses, and no others."""
+        """Tell whether the local tensors have the rows that this rank uses, and no others."""
         return self.group_size == 1 and self.rows is None and self.bias_rows is None
 
     @property
@@ -203,7 +203,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
             random.fork(_OWN_FORK)
 
     def extra_repr(self) -> str:
-        """Describe the whole and the number of ranks."""
+        """Describe the full linear and the number of ranks."""
         kind = f"gather_output={self.gather_output}"
         if self.group_size > 1:
             kind = f"gathered by {self.group_size} ranks"
@@ -295,7 +295,7 @@ class RowLinear(SwappedModule, nn.Linear):
         return out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:
-        """Describe the whole and the number of ranks."""
+        """Describe the full linear and the number of ranks."""
         return f"{super().extra_repr()}, tp={self._shard_context.size}"
 
 

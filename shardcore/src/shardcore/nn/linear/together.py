@@ -53,7 +53,7 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
     """Return for each member the weight and the bias (if there is one) that this rank multiplies with.
 
     Collectives: an all-gather for each number of neighbours that gather, and its reduce-scatter in the backward; an
-    all-reduce in the backward for all whole parameters. Parameters of which this rank has its part to itself are
+    all-reduce in the backward for all full parameters. Parameters of which this rank alone has its part are
     returned as they are.
     """
     used = [list(member.own_parameters) for member in members]
@@ -77,7 +77,7 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
     return [tuple(tensors) for tensors in used]
 
 
-def take_rows(whole: Tensor, runs: Runs) -> Tensor:
-    """Return the ``runs`` of rows of ``whole``, one after the other: a view if there is one run only."""
-    parts = [whole[start:stop] for start, stop in runs]
+def take_rows(full: Tensor, runs: Runs) -> Tensor:
+    """Return the ``runs`` of rows of ``full``, one after the other: a view if there is one run only."""
+    parts = [full[start:stop] for start, stop in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,4 +1,4 @@
-"""Steps by which activations enter regions, where each rank's gradient is a summand."""
+"""Steps by which tensors enter regions, inside of which gradients are partial."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class EnterArgument(Step):
 
     @override
     def describe(self) -> str:
-        return f"lets {self.argument[0]!r} into the regions below"
+        return f"enters {self.argument[0]!r} for all regions below"
 
     @override
     def collectives(self, site: Site) -> Iterator[Collective]:

@@ -23,7 +23,7 @@ class ShardSequence(Step):
 
     Attributes:
         blocks: its blocks; the first one that is called splits them.
-        argument: name and position of the argument of a block that holds them.
+        argument: name and position of the argument of a block with these activations.
         end: the module whose output is gathered.
     """
 
