@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardcore.comm.collectives import gather_from_tp, reduce_from_tp
-from shardcore.comm.reads import read_local
+from shardcore.comm.dtensor_params import read_local
 from shardcore.mesh import context_of
 from shardcore.nn import ColumnLinear, RowLinear
 from shardcore.nn.linear.functional import local_linear
@@ -79,7 +79,7 @@ class _BiasBeforeSum(RowLinear):
         if self.region is not None:
             self.region.leave()
         (bias,) = read_local(self.bias)
-        return reduce_from_tp(local_linear(input, self.weight) + bias, self._shard_context.group)
+        return reduce_from_tp(local_linear(input, self.weight) + bias, self._shard_context.channel)
 
 
 class BiasBeforeSum(Replaced):
@@ -397,8 +397,8 @@ class _Detached(Net):
     ) -> Any:
         out = super().forward(input_ids, labels, output_attentions, output_hidden_states, past, memory)
         if "attentions" in out:
-            group = context_of(self).group
-            out["attentions"] = tuple(gather_from_tp(w.detach(), group, 1, 4) for w in out["attentions"])
+            channel = context_of(self).channel
+            out["attentions"] = tuple(gather_from_tp(w.detach(), channel, 1, 4) for w in out["attentions"])
         return out
 
 
