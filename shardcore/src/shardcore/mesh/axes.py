@@ -20,6 +20,7 @@ class Sizes:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
 
