@@ -4,9 +4,11 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import shardcore
 
@@ -113,6 +115,15 @@ def test_foreign_libraries_stay_in_integrations() -> None:
     users = {name for name, imported in imports() if imported.partition(".")[0] in FOREIGN}
     assert users
     assert all(name.startswith("shardcore.integrations.") for name in users), users
+
+
+def test_what_is_imported_is_required() -> None:
+    """What another requirement happens to bring today may be gone with its next release."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
+    required = {Requirement(line).name.replace("-", "_") for line in lines}
+    used = {imported.partition(".")[0] for _, imported in imports()} - sys.stdlib_module_names - FOREIGN
+    assert used - required == {"shardcore"}
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

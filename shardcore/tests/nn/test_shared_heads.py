@@ -211,7 +211,7 @@ def alone():
     """A linear by itself, without a region around it."""
     torch.manual_seed(0)
     native = nn.Linear(6, 8, dtype=torch.float64)
-    linear = ColumnLinear.from_native_module(copy.deepcopy(native), dist.group.WORLD, copies=2)
+    linear = ColumnLinear.from_native_module(copy.deepcopy(native), dist.group.WORLD, replication=2)
     assert "gathered by 2 ranks" in repr(linear)
     x = torch.randn(3, 6, dtype=torch.float64)
     start = dist.get_rank() // 2 * 4

@@ -87,7 +87,7 @@ class CapOutput(Step):
         module = bench.model.get_submodule(self.path)
 
         def commit() -> None:
-            Capped.adopt(module, bench.shared).__dict__["_limit"] = self.limit
+            Capped.swap_class(module, bench.shared).__dict__["_limit"] = self.limit
 
         return commit
 
@@ -152,7 +152,7 @@ def trains() -> None:
     torch.manual_seed(0)
     reference = Net().double()
     model = copy.deepcopy(reference)
-    Capped.adopt(reference.norm, None).__dict__["_limit"] = 0.3  # type: ignore[arg-type]  # no rank is asked for
+    Capped.swap_class(reference.norm, None).__dict__["_limit"] = 0.3  # type: ignore[arg-type]  # no rank is asked for
     shardcore.shard(model, policy=NetPolicy, tp=2)
     assert model.attention.table.weight.to_local().shape == (7, HEADS // 2)
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)

@@ -77,8 +77,8 @@ class SwappedModule(ParallelModule):
 
     The object gets a generated class, which lists all of its behaviours before its native class
     (`shardcore.nn.behaviour`). So ``isinstance``, hooks, attributes, buffers and the module's place in the model stay.
-    Subclasses say how their parameters lie (`layouts`) and what they remember (`adopt`); what they do around the
-    forward, they do around ``super().forward``.
+    Subclasses give the layouts of their parameters (`layouts`), set their attributes (`swap_class`), and compute around
+    ``super().forward``.
     """
 
     #: Native classes that this module can stand in for.
@@ -86,7 +86,7 @@ class SwappedModule(ParallelModule):
     #: Whether the swapped class keeps the native ``__name__`` (needed wherever a library goes by class names).
     keeps_name: ClassVar[bool] = False
 
-    #: The names of the options that `layouts` and `adopt` understand.
+    #: The names of the options that `layouts` and `swap_class` understand.
     option_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -162,14 +162,14 @@ class SwappedModule(ParallelModule):
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
         """Take note of how the activations that the module sees are split along the sequence; None if they never are.
 
-        Called once, after `adopt`. What does not depend on it ignores it.
+        Called once, after `swap_class`. What does not depend on it ignores it.
         """
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """Give ``module``, whose parameters are DTensors already, this behaviour.
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """Swap the class of ``module`` for one with this behaviour, and return the same object.
 
-        Precondition: `problem` returned None.
+        Its parameters are DTensors already. Precondition: `problem` returned None.
         """
         add_behaviour(module, cls)
         module.__dict__["_shard_context"] = context
@@ -205,7 +205,7 @@ class SwappedModule(ParallelModule):
             parameter = module._parameters[name]
             if parameter is not None:
                 module._parameters[name] = distribute(parameter, layout, context)
-        new = cls.adopt(module, context, **options)
+        new = cls.swap_class(module, context, **options)
         take_full_tensors(new)
         return new
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import with_methods
@@ -30,9 +31,11 @@ class MethodsAsCalls(RngScope):
     option_names: ClassVar[frozenset[str]] = frozenset({"methods"})
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
         with_methods(new, {name: _as_call(getattr(type(new), name)) for name in methods})
         return new
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.mesh import ShardContext
@@ -71,12 +72,13 @@ class OutputGatherer(SwappedModule):
     _return_dict: ReturnDict
     _shard_context: ShardContext
 
+    @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule._take_sequence`."""
         self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
-    def adopt(
+    @override
+    def swap_class(
         cls,
         module: nn.Module,
         context: ShardContext,
@@ -86,9 +88,8 @@ class OutputGatherer(SwappedModule):
         places: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.adopt`."""
         return_dict = ReturnDict.of(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_sequence"] = None
         new._dims = dims
         new._by_tokens = by_tokens

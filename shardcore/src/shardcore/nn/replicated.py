@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.mesh import ShardContext
@@ -40,32 +41,32 @@ class Replicated(SwappedModule):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, *, partial: bool = False, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         return {
             name: ReplicatedLayout(partial_gradient=partial) for name, p in module._parameters.items() if p is not None
         }
 
     @classmethod
+    @override
     def plan_sums_gradients(cls, *, partial: bool = False, **options: Any) -> bool:
-        """See `SwappedModule.plan_sums_gradients`."""
         return partial
 
     @classmethod
+    @override
     def plan_collectives(cls, site: Site, *, partial: bool = False, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         if (partial or site.split) and site.sums_at_once:
             yield backward(site.path, "all_reduce", "its parameters' gradients")
 
+    @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule._take_sequence`."""
         self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
         native = type(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_sequence"] = None
         new._partial = partial
         # A lookup makes the gradient of its table, which may be large; so it is not copied.

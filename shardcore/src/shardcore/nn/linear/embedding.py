@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
 from shardcore.comm.dtensor_params import held, read_local
@@ -33,8 +34,8 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Embedding):
             return problem
         if problem := own_computation(module, nn.Embedding, frozenset({"weight"})):
@@ -50,29 +51,29 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         return None
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         return {"weight": ShardedLayout(0)}
 
     @classmethod
+    @override
     def plan_sums_gradients(cls, **options: Any) -> bool:
-        """See `SwappedModule.plan_sums_gradients`."""
         return False
 
     @classmethod
+    @override
     def plan_on_split_tokens(cls, **options: Any) -> str | None:
-        """See `SwappedModule.plan_on_split_tokens`."""
         return "an embedding between split tokens would look up other ids on each rank"
 
     @classmethod
+    @override
     def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         yield forward(site.path, "all_reduce", "(B, S, H) output")
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
         new.rows = chunk_bounds(new.num_embeddings, context.size, context.rank)
         return new
 

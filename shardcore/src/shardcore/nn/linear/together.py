@@ -59,8 +59,8 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
     used = [list(member.own_parameters) for member in members]
     for member in members:
         held(member.weight)
-    for count in dict.fromkeys(member.gathers for member in members if member.gathers > 1):
-        places = [(i, j) for i, member in enumerate(members) if member.gathers == count for j in range(len(used[i]))]
+    for count in dict.fromkeys(member.group_size for member in members if member.group_size > 1):
+        places = [(i, j) for i, member in enumerate(members) if member.group_size == count for j in range(len(used[i]))]
         rows = gather_rows(context.among(count), *(used[i][j] for i, j in places))
         for (i, j), tensor in zip(places, rows, strict=True):
             used[i][j] = tensor

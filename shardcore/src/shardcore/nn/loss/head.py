@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
 from shardcore.errors import NotSupportedError
@@ -30,9 +31,9 @@ class VocabHead(ColumnLinear):
     _vocabulary: Vocabulary
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context, **options)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context, **options)
         start, _ = chunk_bounds(new.out_features, context.size, context.rank)
         new.keeps_split, new.chunk = False, None
         new._vocabulary = Vocabulary(context, new.out_features, start)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from shardcore.errors import NotSupportedError, VocabParallelLogitsError
 from shardcore.mesh import ShardContext
@@ -272,9 +273,9 @@ class VocabParallelLossModel(SwappedModule):
     _split_chunk: int | None
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
         new.__dict__["_split_labels"] = options["labels"]
         new.__dict__["_split_heads"] = tuple(options["heads"])
         new.__dict__["_split_chunk"] = options["chunk"]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.errors import NotSupportedError
@@ -53,15 +54,17 @@ class SharedNumpy(SwappedModule):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def problem(cls, module: nn.Module, ranks: int, *, methods: tuple[str, ...] = (), **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
         missing = [name for name in methods if not callable(getattr(type(module), name, None))]
         return f"{type(module).__name__} has no method {', '.join(missing)}" if missing else None
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
         with_methods(new, {name: _seeded(getattr(type(new), name)) for name in methods})
         return new
 

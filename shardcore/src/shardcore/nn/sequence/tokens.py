@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.comm.sequence import gather_sequence, local_tokens, scatter_sequence
@@ -126,9 +127,9 @@ class SequenceModule(SwappedModule):
     _tokens: SequenceShard
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
         new.__dict__["_tokens"] = options["tokens"]
         return new
 
@@ -172,10 +173,10 @@ class SequenceBlock(SequenceModule):
     _tokens_dropouts: DropoutSites
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         dropouts = DropoutSites([module])
-        new = super().adopt(module, context, **options)
+        new = super().swap_class(module, context, **options)
         new.__dict__["_tokens_argument"] = options["argument"]
         new.__dict__["_tokens_dropouts"] = dropouts
         return new
