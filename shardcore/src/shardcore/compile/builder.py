@@ -12,7 +12,7 @@ from torch import nn
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, SwappedModule
-from shardcore.plan.steps import Phase, Step, Swap
+from shardcore.plan.steps import Step, Swap
 from shardcore.policy import HeadCounts, Rule
 
 __all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
@@ -81,7 +81,7 @@ class PlanBuilder:
         for step in list(self.steps.values()):
             self._check(step)
         # One rank alone carries none of them out; what the policy says is the same.
-        if self.config.enable_sequence_parallelism and not any(s.phase is Phase.SEQUENCE for s in self.steps.values()):
+        if self.config.enable_sequence_parallelism and not any(step.splits_tokens for step in self.steps.values()):
             self.problems.append(
                 Problem(
                     where="",

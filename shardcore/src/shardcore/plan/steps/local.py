@@ -37,6 +37,11 @@ class FuseNorm(Step):
         """See `Step.behaviours`."""
         return ((self.path, FusedRMSNorm),)
 
+    @property
+    def fuses(self) -> str | None:
+        """See `Step.fuses`."""
+        return "torch's rms_norm"
+
     def prepare(self, bench: Bench) -> Commit:
         """See `Step.prepare`."""
         return functools.partial(FusedRMSNorm.fuse, bench.model.get_submodule(self.path), self.eps)

@@ -108,6 +108,11 @@ class KeepLogitsSharded(Step):
         """See `Step.behaviours`."""
         return ((self.path, VocabParallelLossModel),)
 
+    @property
+    def splits_logits(self) -> tuple[str, ...]:
+        """See `Step.splits_logits`."""
+        return self.heads
+
     def collectives(self, site: Site) -> Iterator[Collective]:
         """See `Step.collectives`."""
         for what in ("largest logits", "sums and the labels' logits"):
