@@ -89,7 +89,7 @@ ROOMS = {
     "plugins": {"hooks", "policy", "errors", "_env"},
     "agree": {"plan", "mesh", "errors"},
     "apply": {"plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
-    "wrap": {"policy", "plan", "nn", "comm", "mesh", "errors"},
+    "wrap": {"agree", "policy", "plan", "nn", "comm", "mesh", "errors"},
 }
 
 #: Rooms on top of the core, which nothing below them may import.

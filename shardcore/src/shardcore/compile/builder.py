@@ -43,10 +43,14 @@ class PlanBuilder:
     heads_failed: bool = False  # a check of heads was reported already
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
-    paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
+    paths: dict[int, str] = field(init=False)  # the first name of each module, by identity
     problems: list[Problem] = field(default_factory=list)
     refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rules follow from them
     modules: Modules | None = None  # what packs bring in place of parallel modules
+
+    def __post_init__(self) -> None:
+        named = reversed(list(self.model.named_modules(remove_duplicate=False)))
+        self.paths = {id(module): path for path, module in named}
 
     def at(self, path: str) -> Sequence[Step]:
         """See `PlanView.at`."""
