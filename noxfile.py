@@ -17,11 +17,8 @@ unchanged, so a run that was interrupted is resumed by the same command; ``nox -
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import sys
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nox
@@ -30,12 +27,21 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from cells import Cell, Pack, cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
+from cells import Cell, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
-from results import Result, Results, digest_of  # noqa: E402
-
-# The torch of every environment that needs no other; another one: SHARDCORE_TORCH=2.14.1 nox -t tests
-TORCH = f"torch=={os.environ.get('SHARDCORE_TORCH', '2.13.0')}"
+from suites import (  # noqa: E402
+    CORE,
+    ENV,
+    ENVIRONMENTS,
+    NEWEST,
+    PACKS,
+    RESULTS,
+    TORCH,
+    Suite,
+    check,
+    pip,
+    suite_of,
+)
 
 # Ruff formats the signatures in the documentation too.
 TOOLS = ("ruff==0.17.5", "mypy==2.4.1")
@@ -44,23 +50,6 @@ DOCS = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdoc
 CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
-# The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
-ENV: dict[str, str | None] = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": None,
-    "TOKENIZERS_PARALLELISM": "false",
-}
-CORE = ROOT / "shardcore"
-PACKS = find_packs(ROOT)
-# The environment of the newest releases, which their cells use too.
-_PINS = sorted(newest_of(PACKS).items())
-NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH,), tuple(map("==".join, _PINS)))
-ENVIRONMENTS = ROOT / ".nox" / "environments"
-RESULTS = Results(ROOT / ".nox" / "results")
-# What the checks read.
-_CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py", "pyproject.toml",
-            "mkdocs.yml")  # fmt: skip
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -70,7 +59,7 @@ nox.options.sessions = ["lint", "types", "docs", "smoke"]
 @nox.session(venv_backend="none", tags=["checks"])
 def lint(session: nox.Session) -> None:
     """Check style and format."""
-    check(session, ["ruff", "check", "."], ["ruff", "format", "--check", "."])
+    check(session, CHECKS, ["ruff", "check", "."], ["ruff", "format", "--check", "."])
 
 
 @nox.session(venv_backend="none", tags=["checks"])
@@ -80,13 +69,13 @@ def types(session: nox.Session) -> None:
     requirements = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
     python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
     pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, *requirements)
-    check(session, ["mypy", "--python-executable", str(python)])
+    check(session, CHECKS, ["mypy", "--python-executable", str(python)])
 
 
 @nox.session(venv_backend="none", tags=["checks"])
 def docs(session: nox.Session) -> None:
     """Build the documentation into ``site``, which git ignores; a warning is an error. Needs no torch."""
-    check(session, ["mkdocs", "build", "--strict", "--clean", "--site-dir", "site"])
+    check(session, CHECKS, ["mkdocs", "build", "--strict", "--clean", "--site-dir", "site"])
 
 
 @nox.session(venv_backend="none", default=False)
@@ -267,161 +256,3 @@ def demo(session: nox.Session) -> None:
     session.install(TORCH)
     session.install(*NEWEST.pins, str(CORE), *(str(pack.folder) for pack in PACKS if pack.name == "shard-llama"))
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)
-
-
-# Sessions of several suites, each of which has a result of its own.
-_SEVERAL = ("capabilities", "minimums", "smoke")
-
-
-class Suite:
-    """One run of pytest in a shared environment, whose result is kept.
-
-    Args:
-        session: the session.
-        environment: where it runs; made if it is not there.
-        name: what is tested.
-        tests: the folder of the tests.
-        requirements: what is installed on top of the environment; folders are installed as their users get them.
-        sources: what the result depends on.
-        against: library and release, for the table.
-        data: distributions that are read as files: what they depend on is not installed.
-        options: further options of pytest.
-        alone: packs that are not among the requirements are removed.
-        env: further environment variables of the tests.
-    """
-
-    def __init__(
-        self,
-        session: nox.Session,
-        environment: Environment,
-        name: str,
-        tests: Path,
-        requirements: Sequence[str],
-        sources: Sequence[Path],
-        *,
-        against: str = "",
-        data: Sequence[str] = (),
-        options: Sequence[str] = (),
-        alone: bool = True,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self.session, self.environment, self.name, self.tests = session, environment, name, tests
-        self.requirements, self.data, self.against, self.alone = requirements, data, against, alone
-        self.env = dict(env or {})
-        self.options = [*options, *session.posargs]
-        self.result = f"{session.name}-{name}" if session.name in _SEVERAL else session.name
-        settings = repr((environment.torch, environment.pins, self.options, self.env))
-        self.sources = f"{digest_of([*sources, ROOT / 'pyproject.toml'])} {settings}"
-
-    def run(self) -> None:
-        """Run it; a failure is the session's."""
-        if not self.passes():
-            self.session.error(f"{self.result} failed")
-
-    def passes(self) -> bool:
-        """Run it, unless it passed before, and keep the result."""
-        if RESULTS.passed_before(self.result, self.sources):
-            self.session.log(f"{self.result} passed before, with the same sources")
-            return True
-        report = Path(self.session.create_tmp()) / f"{self.result}.xml"
-        lines = report.with_suffix(".jsonl")
-        for file in (report, lines):
-            file.unlink(missing_ok=True)
-        start, success = time.monotonic(), False
-        try:
-            python = self._install()
-            start = time.monotonic()
-            written = [f"--junitxml={report}", "-p", "outcomes", f"--outcomes={lines}"]
-            env = {**ENV, **self.env, "PYTHONPATH": str(ROOT / "tools")}
-            self.session.run(
-                str(python), "-m", "pytest", str(self.tests), *written, *self.options, env=env, external=True
-            )
-            success = True
-        except CommandFailed as failure:
-            self.session.warn(str(failure))
-        result = Result.of(
-            report,
-            success=success,
-            seconds=time.monotonic() - start,
-            lines=lines,
-            name=self.result,
-            suite=self.name,
-            against=self.against,
-            sources=self.sources,
-        )
-        RESULTS.write(result)
-        self.session.log(f"{self.result}: {result}")
-        return not result.failed
-
-    def _install(self) -> Path:
-        python = self.environment.make(ENVIRONMENTS, self._pip)
-        if self.alone:
-            self._pip(python, "uninstall", "--yes", *(pack.name for pack in PACKS))
-        self._pip(python, "install", *self.environment.torch, *self.environment.pins, *self.requirements)
-        if self.data:
-            self._pip(python, "install", "--no-deps", *self.data)
-        return python
-
-    def _pip(self, python: Path, *arguments: str) -> None:
-        pip(self.session, python, *arguments)
-
-
-def check(session: nox.Session, *commands: Sequence[str]) -> None:
-    """Call tools of the checks' environment, all of them, and keep the outcome; each counts as one test.
-
-    Args:
-        session: the session; its name is that of the result.
-        *commands: what is called; a failure does not keep the next one from being called.
-    """
-    sources = f"{digest_of([ROOT / name for name in _CHECKED])} {CHECKS.pins} {TORCH}"
-    if RESULTS.passed_before(session.name, sources):
-        session.log(f"{session.name} passed before, with the same sources")
-        return
-    start, failed = time.monotonic(), []
-    for command in commands:
-        try:
-            python = CHECKS.make(ENVIRONMENTS, functools.partial(pip, session))
-            pip(session, python, "install", *CHECKS.pins)
-            # Tools call each other by name.
-            path = os.pathsep.join((str(python.parent), os.environ.get("PATH", "")))
-            env = {**ENV, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
-            session.run(str(python.with_name(command[0])), *command[1:], env=env, external=True)
-        except CommandFailed as failure:
-            session.warn(str(failure))
-            failed.append(" ".join(command[:2]))
-    counts = {"passed": len(commands) - len(failed), "failed": len(failed)}
-    result = Result(name=session.name, suite=session.name, sources=sources, seconds=time.monotonic() - start, **counts)
-    RESULTS.write(result)
-    session.log(f"{session.name}: {result}")
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
-
-
-def pip(session: nox.Session, python: Path, *arguments: str) -> None:
-    """Call the pip of an interpreter."""
-    session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
-
-
-def suite_of(
-    session: nox.Session,
-    pack: Pack,
-    environment: Environment,
-    against: str,
-    *,
-    quick: bool,
-    options: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-) -> Suite:
-    """Return the suite of a pack."""
-    return Suite(
-        session,
-        environment,
-        pack.name,
-        pack.folder / "tests",
-        [f"{CORE}[testing]", str(pack.folder)],
-        [CORE / "src", pack.folder],
-        against=against,
-        data=pack.data,
-        options=[*(["--quick"] if quick else []), *options],
-        env=env,
-    )

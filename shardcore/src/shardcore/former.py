@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import warnings
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,18 +14,16 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shardcore.agree.agreement import Report, agree
-from shardcore.agree.fingerprint import Item, optimizer_items
 from shardcore.apply.launch import start_process_group, world_size
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
-from shardcore.errors import ConfigError, NotSupportedError, PlanError, StaleOptimizerWarning
-from shardcore.mesh import ShardContext, group_of
+from shardcore.errors import ConfigError
+from shardcore.mesh import group_of
 from shardcore.mesh.groups import ProcessGroupManager
-from shardcore.plan import ShardPlan
-from shardcore.policy import Policy, Stages
-from shardcore.wrap.data_parallel import apply_data_parallel, unwrappable
+from shardcore.policy import Policy
+from shardcore.wrap.wrapping import Wrapping
 
 __all__ = ["ShardFormer", "shard"]
 
@@ -66,7 +62,7 @@ def shard(
         wrap: apply FSDP2 over the data axes; False leaves that to the caller.
         sync_from: take the weights and the training mode of this global rank instead of requiring equal ones; the
             models of the others may be on the meta device.
-        **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp`` and ``cp`` are short names.
+        **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp``, ``cp`` and ``ep`` are short names.
 
     Raises:
         ConfigError: arguments contradict each other or the number of ranks, or ranks are missing altogether.
@@ -76,60 +72,29 @@ def shard(
         AlreadyShardedError: the model was sharded before.
         PartlyShardedError: a policy's own code, or FSDP2, failed on a rank after models were changed, all unusable now.
     """
-    try:
+    with _failing_together(config, fields):
         config = ShardConfig.of(config, **fields)
         check_model(model)
-        extras = _Extras(model, optimizer, wrap)
-        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=extras.check, told=extras.items)
-    except BaseException as error:  # what ends this process too: the other ranks wait for a report
-        _tell_others(error, config, fields)
-        raise
+        wrapping = Wrapping(model, optimizer, wrap=wrap)
+        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=wrapping.check, told=wrapping.items)
     start_process_group(config)
-    sharder.shard()
-    context, plan = sharder.context, sharder.plan
-    if context is None or plan is None:
-        return model
-    wraps = wrap and context.mesh.size() > context.size
-    if wraps or optimizer is not None:
-        sharder.finish(functools.partial(extras.apply, context, plan.stages))
-    if optimizer is None and (wraps or context.size > 1):
-        _warn_of_stale_optimizers(extras.names)
+    sharder.shard()  # discover, resolve, compile, agree, apply
+    if sharder.context is not None and sharder.plan is not None:
+        wrapping.apply(sharder.context, sharder.plan.stages, together=sharder.finish)
     return model
 
 
-class _Extras:
-    """What `shard` does besides sharding: data parallelism, and an optimizer of the caller."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, wrap: bool) -> None:
-        if not isinstance(wrap, bool):
-            raise ConfigError(f"wrap= must be True or False, got {wrap!r}")
-        self.names = {id(p): name for name, p in model.named_parameters()}
-        self._model, self._optimizer, self._wrap = model, optimizer, wrap
-
-    def check(self, plan: ShardPlan) -> None:
-        """Refuse what would fail after the model was changed."""
-        if self._optimizer is not None:
-            _check_optimizer(self._optimizer, self.names)
-        if self._wrap and (problems := unwrappable(self._model, plan)):
-            raise PlanError(f"{type(self._model).__qualname__} cannot be wrapped by FSDP2", problems)
-
-    def items(self) -> Iterator[Item]:
-        """Yield what has to be the same on every rank."""
-        yield "the argument wrap", str(self._wrap)
-        yield "the argument optimizer", "given" if self._optimizer else "not given"
-        if self._optimizer is not None:
-            yield from optimizer_items(self._optimizer, self.names)
-
-    def apply(self, context: ShardContext, stages: Stages | None) -> None:
-        """Change the sharded model and the optimizer."""
-        if self._wrap:
-            apply_data_parallel(self._model, context, stages)
-        if self._optimizer is not None:
-            _repoint(self._optimizer, self.names, dict(self._model.named_parameters()))
+@contextlib.contextmanager
+def _failing_together(config: object, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Let what fails here before there is a sharder fail on the other ranks too, where ranks can talk already."""
+    try:
+        yield
+    except BaseException as error:  # what ends this process too: the other ranks wait for a report
+        _tell_others(error, config, fields)
+        raise
 
 
 def _tell_others(error: BaseException, config: object, fields: Mapping[str, Any]) -> None:
-    """Raise on the other ranks too what failed here before a sharder was made, where ranks can talk already."""
     given = [fields.get(name) for name in ("device_mesh", "tensor_parallel_process_group")]
     if isinstance(config, ShardConfig):
         given += [config.device_mesh, config.tensor_parallel_process_group]
@@ -241,13 +206,7 @@ class ShardFormer:
             NotSupportedError: the dataset is an `IterableDataset`.
         """
         groups = self.init_distributed()
-        group = self.shard_config.tensor_parallel_process_group
-        if group is not None and group.size() < dist.get_world_size():
-            raise ConfigError(
-                f"the {dist.get_world_size()} ranks are not all in tensor_parallel_process_group ({group.size()}), and "
-                "nothing says which of them are replicas; give ShardConfig a device_mesh with an axis 'dp_shard' or "
-                "'dp_replicate'"
-            )
+        self._require_known_replicas()
         loader = ShardedDataLoader(
             dataset,
             replicas=groups.size("dp"),
@@ -264,60 +223,11 @@ class ShardFormer:
         agree(Report(items=(*told, ("the number of samples", str(len(dataset))))), group=self.shard_config.group())  # type: ignore[arg-type]  # map-style
         return loader
 
-
-def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
-    if not isinstance(optimizer, Optimizer) or not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise ConfigError(
-            f"optimizer= must be a torch.optim.Optimizer with parameter groups, got a {type(optimizer).__name__}; pass "
-            "the optimizer inside of a wrapper, or make it after shard()"
-        )
-    # By name: its module cannot be imported without a warning of torch's.
-    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-        raise NotSupportedError(
-            "optimizer= is a ZeroRedundancyOptimizer, which has divided the parameters among the ranks already; give "
-            "shard() a plain optimizer and dp_shard_size, which shards optimizer state too"
-        )
-    if optimizer.state:
-        raise NotSupportedError(
-            f"this {type(optimizer).__name__} holds state already, which cannot be re-pointed. Make it after shard(), "
-            "and load its state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
-        )
-    foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
-    if foreign:
-        raise ConfigError(
-            f"optimizer= holds {foreign} parameters that are not the model's; pass the optimizer that was made from "
-            "this model's parameters, or make it after shard()"
-        )
-
-
-def _repoint(optimizer: Optimizer, names: dict[int, str], parameters: dict[str, nn.Parameter]) -> None:
-    held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    if missing := [name for name in held if name not in parameters]:
-        raise ConfigError(
-            f"optimizer= holds {missing[0]}, which the model lost while it was sharded; make it after shard()"
-        )
-    for group in optimizer.param_groups:
-        # The list itself is kept: some optimizers hold a second reference to it.
-        group["params"][:] = [parameters[names[id(p)]] for p in group["params"]]
-
-
-def _warn_of_stale_optimizers(names: dict[int, str]) -> None:
-    kinds = _subclasses(Optimizer)
-    # An object refers to its class, and the collector finds that faster than we could look through all objects.
-    for candidate in gc.get_referrers(*kinds):
-        if type(candidate) not in kinds:
-            continue
-        held = [names[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in names]
-        if held:
-            warnings.warn(
-                f"a {type(candidate).__name__} was made before shard() and still holds {len(held)} of the old "
-                f"parameters (first: {held[0]}): its steps will change nothing. Make it after shard(), or pass it as "
-                "shard(..., optimizer=optimizer).",
-                StaleOptimizerWarning,
-                stacklevel=3,
+    def _require_known_replicas(self) -> None:
+        group = self.shard_config.tensor_parallel_process_group
+        if group is not None and group.size() < dist.get_world_size():
+            raise ConfigError(
+                f"the {dist.get_world_size()} ranks are not all in tensor_parallel_process_group ({group.size()}), and "
+                "nothing says which of them are replicas; give ShardConfig a device_mesh with an axis 'dp_shard' or "
+                "'dp_replicate'"
             )
-
-
-def _subclasses(cls: type) -> set[type]:
-    """Return ``cls`` and every class below it."""
-    return {cls}.union(*map(_subclasses, cls.__subclasses__()))

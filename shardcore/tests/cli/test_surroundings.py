@@ -13,19 +13,12 @@ import importlib_metadata
 import pytest
 import torch
 from click.testing import CliRunner
-from packs import install, installed, offers
+from packs import install, offers
 
 import shardcore
 from shardcore import _planned
 from shardcore.cli import main
 from shardcore.cli.surroundings import torch_failure
-
-
-@pytest.fixture
-def target(tmp_path):
-    """A folder for distributions, on `sys.path`."""
-    with installed(tmp_path):
-        yield tmp_path
 
 
 def run(*arguments):

@@ -85,7 +85,9 @@ class Brought(Replicated):
     """A norm that a pack brings."""
 
 
-@pytest.mark.parametrize(("tp", "outcome"), [(1, "torch's rms_norm for 3 modules"), (2, "Brought of a pack")])
+@pytest.mark.parametrize(
+    ("tp", "outcome"), [(1, "torch's rms_norm for 3 modules"), (2, "Brought of a pack for 3 modules")]
+)
 def test_a_norm_that_a_pack_brings_is_not_fused_again(tp, outcome):
     config = ShardConfig.of(tp=tp, enable_fused_normalization=True)
     brought = {RootMeanSquare: Brought}

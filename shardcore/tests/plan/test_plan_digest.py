@@ -11,31 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from planned import plan_of, policy_of
 from tiny import TinyPolicy, build
 from torch import nn
 
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.plan.steps import ReplaceMethods
-from shardcore.policy import ModulePolicyDescription, Policy
+from shardcore.policy import ModulePolicyDescription
 from shardcore.styles import attribute, replicate
 
 
-def _plan(model=None, policy=TinyPolicy, tp=2, **fields):
-    config = ShardConfig(tensor_parallel_size=tp, **fields)
-    return compile_plan(policy, build() if model is None else model, config)
-
-
-def _policy(rows, checks=(), base=Policy):
-    return type("Given", (base,), {"checks": checks, "module_policy": lambda self: rows})
-
-
 def test_plans_are_data():
-    plan = _plan()
+    plan = plan_of()
     assert json.loads(json.dumps(plan.to_json())) == plan.to_json()
-    assert plan == _plan()
-    assert hash(plan) == hash(_plan())
-    assert plan.digest == _plan().digest
+    assert plan == plan_of()
+    assert hash(plan) == hash(plan_of())
+    assert plan.digest == plan_of().digest
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.steps = ()
 
@@ -50,19 +42,19 @@ def _other_rows(**changes):
 
 
 def test_the_digest_changes_with_anything_that_matters():
-    base = _plan()
+    base = plan_of()
     rows = TinyPolicy().module_policy()
     others = {
-        "ranks": _plan(tp=4),
-        "mode": _plan(partial_gradients="deferred"),
-        "shape": _plan(build(inner=46)),
-        "dtype": _plan(build(dtype=torch.float32)),
-        "ties": _plan(build(tied=True)),
-        "layers": _plan(build(layers=3)),
+        "ranks": plan_of(tp=4),
+        "mode": plan_of(partial_gradients="deferred"),
+        "shape": plan_of(build(inner=46)),
+        "dtype": plan_of(build(dtype=torch.float32)),
+        "ties": plan_of(build(tied=True)),
+        "layers": plan_of(build(layers=3)),
         "origin": compile_plan(TinyPolicy(), build(), ShardConfig(tensor_parallel_size=2), origin="shard-tiny 1.0"),
-        "layout": _plan(policy=_other_rows(TinyLM=[replicate("head")])),
-        "attribute": _plan(policy=_other_rows(Block=[*rows["Block"][:-1], attribute("attention.num_heads", 3)])),
-        "no attribute": _plan(policy=_other_rows(Block=rows["Block"][:-1])),
+        "layout": plan_of(policy=_other_rows(TinyLM=[replicate("head")])),
+        "attribute": plan_of(policy=_other_rows(Block=[*rows["Block"][:-1], attribute("attention.num_heads", 3)])),
+        "no attribute": plan_of(policy=_other_rows(Block=rows["Block"][:-1])),
     }
     digests = {base.digest, *(plan.digest for plan in others.values())}
     assert len(digests) == 1 + len(others)
@@ -75,8 +67,8 @@ def one(module, group):
 def test_user_code_enters_the_digest_by_its_source():
     def plan(function):
         description = ModulePolicyDescription(method_replacement={"forward": function})
-        made = _policy({"Linear": description, "Sequential": [replicate("0")]})
-        return _plan(nn.Sequential(nn.Linear(4, 4)), made)
+        made = policy_of({"Linear": description, "Sequential": [replicate("0")]})
+        return plan_of(nn.Sequential(nn.Linear(4, 4)), made)
 
     def forward(self, x):
         return x + 1
@@ -96,6 +88,7 @@ def test_user_code_enters_the_digest_by_its_source():
 
 
 _SCRIPT = """
+from planned import plan_of, policy_of
 from tiny import TinyPolicy, build
 from shardcore.config import ShardConfig
 from shardcore.compile import compile_plan
@@ -107,6 +100,7 @@ for policy in (TinyPolicy, test_plan_data.Shardformers):
 _POLICY = """
 from shardcore.policy import ModulePolicyDescription, Policy
 from shardcore.nn import ColumnLinear
+from planned import plan_of, policy_of
 from tiny import TinyPolicy
 
 def replaced(self, *args):
@@ -136,4 +130,4 @@ def test_the_digest_is_the_same_in_every_process(tmp_path):
     printed = [process.communicate(timeout=100)[0].split() for process in started]
     assert all(len(digests) == 2 for digests in printed)
     assert printed[0] == printed[1] == printed[2]
-    assert printed[0][0] == _plan(tp=4).digest
+    assert printed[0][0] == plan_of(tp=4).digest

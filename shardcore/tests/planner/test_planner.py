@@ -40,3 +40,15 @@ def test_collectives_of_shared_kv_heads():
     assert _of_keys(_plan(uneven, tensor_parallel_size=4, partial_gradients="deferred")) == []
     # A forward alone has no optimizer state to save, and sends nothing for them.
     assert _of_keys(_plan(model, tensor_parallel_size=4, inference_only=True)) == []
+
+
+def _of_logits(**fields):
+    found = collectives(_plan(build(), tensor_parallel_size=2, **fields))
+    return [(c.where, c.operation) for c in found if c.where in ("", "head") and c.phase == "forward"]
+
+
+def test_logits_that_stay_split_are_not_gathered():
+    assert ("head", "all_gather") in _of_logits()
+    split = _of_logits(parallel_output=True)
+    assert ("head", "all_gather") not in split
+    assert split.count(("", "all_reduce")) == 2

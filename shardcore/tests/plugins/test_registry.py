@@ -1,102 +1,24 @@
-"""The packs in these tests are real distributions: files in a folder that is on `sys.path`."""
+"""Discovery. The packs in these tests are real distributions: files in a folder that is on `sys.path`."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import importlib_metadata
 import pytest
+from packs import hook
+from sites import Site, model, plugin, serves, status
 
-from shardcore.errors import AmbiguousPolicyError, BrokenPackWarning, NoPolicyError, PackError
+from shardcore.errors import NoPolicyError, PackError
 from shardcore.hooks import PolicySpec
-from shardcore.plugins.registry import _FIRST_PARTY, GROUP, Match, Registry, default_registry
+from shardcore.plugins.registry import GROUP, Match, Registry, default_registry
 
-POLICY = """from shardcore.policy import Policy
-class ModelPolicy(Policy): pass
-class OtherPolicy(Policy): pass
-NOT_A_CLASS = 1
-"""
-HOOK = "from shardcore.hooks import PolicySpec, hookimpl\n@hookimpl\ndef shardcore_policies():\n    "
 TOO_NEW = (
     "PackError: it was written for plugin API 2, and this shardcore knows 1: "
     "upgrade shardcore, or install an older shard-bad"
 )
-
-
-def plugin(*specs: str) -> str:
-    """Return the source of a plugin that offers specs, each given as the arguments of PolicySpec."""
-    return f"{HOOK}return [{', '.join(f'PolicySpec({spec})' for spec in specs)}]\n"
-
-
-def serves(package: str, target: str = "models.Model", rest: str = "") -> str:
-    """Return the source of a plugin that serves one class."""
-    return plugin(f"target='{target}', policy='{package}.policy:ModelPolicy', {rest}")
-
-
-@dataclass
-class Site:
-    """A folder of installed distributions."""
-
-    root: Path
-
-    def install(self, name: str, source: str, *, version: str = "1.0", entry: str | None = None) -> None:
-        """Write the distribution `shard-{name}` with the package `shard_{name}` and one entry point."""
-        package = self.root / f"shard_{name}"
-        package.mkdir()
-        (package / "__init__.py").write_text("")
-        (package / "plugin.py").write_text(source)
-        (package / "policy.py").write_text(POLICY)
-        entry = entry or f"{name} = shard_{name}.plugin"
-        self.metadata(f"shard-{name}", version, f"[{GROUP}]\n{entry}\n")
-
-    def metadata(self, distribution: str, version: str, entry_points: str = "") -> None:
-        """Write what an installer leaves behind."""
-        info = self.root / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(entry_points)
-        importlib.invalidate_caches()
-
-    def discover(self) -> Registry:
-        """Discover the packs of this folder; the environment of the tests may have others."""
-        found = importlib_metadata.distributions(path=[str(self.root)])
-        return Registry.discover(entry for dist in found for entry in dist.entry_points.select(group=GROUP))
-
-    def broken(self) -> tuple[Registry, str]:
-        """Discover, and return the text of the one warning too."""
-        with pytest.warns(BrokenPackWarning) as caught:
-            registry = self.discover()
-        assert len(caught) == 1
-        return registry, str(caught[0].message)
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    for variable in ("SHARDCORE_PACKS", "SHARDCORE_DISABLE_PACKS", "SHARDCORE_STRICT"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
-    default_registry.cache_clear()
-    yield Site(tmp_path)
-    default_registry.cache_clear()
-    for module in set(sys.modules) - before:
-        if module.startswith("shard_"):
-            del sys.modules[module]
-
-
-def model(name: str = "Model", module: str = "models", *bases: type) -> type:
-    """Return a class with a full name of our choice."""
-    return type(name, bases, {"__module__": module, "__qualname__": name})
-
-
-def status(registry: Registry) -> dict[str, str]:
-    return {pack.name: pack.status for pack in registry.packs}
 
 
 def test_good(site: Site) -> None:
@@ -113,14 +35,6 @@ def test_good(site: Site) -> None:
     assert (pack.status, pack.error, pack.specs) == ("loaded", None, (spec,))
     cls = model()
     assert registry.resolve(cls) == Match(spec=spec, pack=pack, cls=cls)
-
-
-def test_the_policy_is_imported_by_load_only(site: Site) -> None:
-    site.install("good", serves("shard_good"))
-    match = site.discover().resolve(model())
-    assert "shard_good.policy" not in sys.modules
-    policy = match.load()
-    assert (policy.__module__, policy.__name__) == ("shard_good.policy", "ModelPolicy")
 
 
 def test_a_plugin_without_a_distribution(site: Site) -> None:
@@ -147,9 +61,15 @@ def test_order_does_not_depend_on_where_packs_are_found(site: Site) -> None:
         ("raise RuntimeError", "RuntimeError"),
         ("x = (", "SyntaxError: '(' was never closed"),
         ("", "PackError: shard_bad.plugin implements no hook: wanted a function shardcore_*, marked with hookimpl"),
-        (f"{HOOK}raise KeyError('gone')", "KeyError: 'gone'"),
-        (f"{HOOK}yield 1", "PackError: shardcore_policies returned <generator object shardcore_policies"),
-        (f"{HOOK}return ['a']", "PackError: shardcore_policies returned ['a']; wanted a list of PolicySpec"),
+        (hook("shardcore_policies", "raise KeyError('gone')"), "KeyError: 'gone'"),
+        (
+            hook("shardcore_policies", "yield 1"),
+            "PackError: shardcore_policies returned <generator object shardcore_policies",
+        ),
+        (
+            hook("shardcore_policies", "return ['a']"),
+            "PackError: shardcore_policies returned ['a']; wanted a list of PolicySpec",
+        ),
         (plugin("target='Model', policy='a:B'"), "ConfigError: PolicySpec: target is 'Model'; wanted a string like"),
         (plugin("target='a.B', policy='a:B', api=2"), TOO_NEW),
     ],
@@ -248,140 +168,6 @@ def test_disabled_wins_over_allowed_and_spares_a_broken_pack(site: Site, monkeyp
     monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "bad")
     monkeypatch.setenv("SHARDCORE_STRICT", "1")
     assert status(site.discover()) == {"bad": "blocked"}
-
-
-def test_a_tie_is_an_error_when_that_model_is_sharded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.install("one", serves("shard_one"), version="1.1")
-    site.install("two", serves("shard_two"), version="2.2")
-    registry = site.discover()
-    assert status(registry) == {"one": "loaded", "two": "loaded"}
-    with pytest.raises(AmbiguousPolicyError) as caught:
-        registry.resolve(model("Mine", "user", model()))
-    assert str(caught.value).splitlines() == [
-        "several policies serve user.Mine, all for models.Model with priority 0:",
-        "  shard_one.policy:ModelPolicy of pack one (shard-one 1.1)",
-        "  shard_two.policy:ModelPolicy of pack two (shard-two 2.2)",
-        "  way out: pass policy= (a Policy class or an instance)",
-        "  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS=shard-one:one or shard-two:two",
-    ]
-    monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "shard-one:one")
-    assert site.discover().resolve(model()).pack.name == "two"
-
-
-def test_a_tie_within_one_pack(site: Site) -> None:
-    specs = [f"target='models.Model', policy='shard_one.policy:{name}Policy'" for name in ("Model", "Other")]
-    site.install("one", plugin(*specs))
-    with pytest.raises(AmbiguousPolicyError) as caught:
-        site.discover().resolve(model())
-    assert "SHARDCORE_DISABLE_PACKS" not in str(caught.value)
-
-
-def test_the_same_policy_twice_is_no_tie(site: Site) -> None:
-    spec = "target='models.Model', policy='shard_one.policy:ModelPolicy'"
-    site.install("one", plugin(spec, spec))
-    assert site.discover().resolve(model()).load().__name__ == "ModelPolicy"
-
-
-def test_priority_breaks_a_tie(site: Site) -> None:
-    site.install("one", serves("shard_one"))
-    site.install("two", serves("shard_two", rest="priority=1"))
-    assert site.discover().resolve(model()).pack.name == "two"
-
-
-def test_the_nearest_class_wins_before_priority(site: Site) -> None:
-    site.install("far", serves("shard_far", "models.Base", rest="priority=9"))
-    site.install("near", serves("shard_near"))
-    base = model("Base")
-    served = model("Model", "models", base)
-    match = site.discover().resolve(model("Mine", "user", served))
-    assert (match.pack.name, match.cls) == ("near", served)
-    assert site.discover().resolve(base).cls is base
-
-
-def test_a_swapped_class_is_found(site: Site) -> None:
-    site.install("good", serves("shard_good"))
-    native = model()
-    swapped = type(native.__name__, (native,), {"__module__": native.__module__, "__qualname__": native.__qualname__})
-    assert site.discover().resolve(swapped).cls is swapped
-
-
-@pytest.mark.parametrize(
-    ("requires", "met"),
-    [
-        ("some-library", True),
-        ("Some_Library>=2", True),
-        ("some-library>=2.0rc1,<3", True),
-        ("some-library>=2.1", False),
-        ("some-library<2.0rc1", False),
-        ("not-installed", False),
-        ("not-installed; python_version < '3'", True),
-        ("odd-library>=1", False),
-    ],
-)
-def test_requires(site: Site, requires: str, met: bool) -> None:
-    site.metadata("some-library", "2.1rc1")
-    site.metadata("odd-library", "unknown")
-    site.install("new", serves("shard_new", rest=f'requires="{requires}", priority=1'))
-    site.install("old", serves("shard_old"))
-    assert site.discover().resolve(model()).pack.name == ("new" if met else "old")
-
-
-def test_no_policy_says_what_was_left_out(site: Site) -> None:
-    site.metadata("some-library", "1.5")
-    site.install("new", serves("shard_new", rest="requires='some-library>=2'"))
-    site.install("off", serves("shard_off", rest="requires='absent'"))
-    with pytest.raises(NoPolicyError) as caught:
-        site.discover().resolve(model("Mine", "user", model()))
-    assert str(caught.value).splitlines() == [
-        "no installed pack serves user.Mine.",
-        "  looked for: user.Mine, models.Model",
-        "  installed packs:",
-        "    new (shard-new 1.0): loaded",
-        "    off (shard-off 1.0): loaded",
-        "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
-        "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
-        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
-        "  way out: pass policy= (a Policy class or an instance), which needs no pack",
-    ]
-
-
-def test_no_policy_without_any_pack() -> None:
-    with pytest.raises(NoPolicyError) as caught:
-        Registry([]).resolve(model("Mine", "user"))
-    assert str(caught.value).splitlines() == [
-        "no installed pack serves user.Mine.",
-        "  looked for: user.Mine",
-        "  installed packs: none",
-        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
-        "  way out: pass policy= (a Policy class or an instance), which needs no pack",
-    ]
-
-
-@pytest.mark.parametrize(("start", "pack"), _FIRST_PARTY.items())
-def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
-    served = model("Model", f"{start}modeling")
-    with pytest.raises(NoPolicyError) as caught:
-        Registry([]).resolve(model("Mine", "user", served))
-    assert f"  the first-party pack for this family is {pack}" in str(caught.value).splitlines()
-    assert "pip" not in str(caught.value)
-    assert "new-pack" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("shard_one.nowhere:Policy", "failed to load: ModuleNotFoundError: No module named 'shard_one.nowhere'"),
-        ("shard_one.policy:Gone", "failed to load: AttributeError: module 'shard_one.policy' has no attribute 'Gone'"),
-        ("shard_one.policy:NOT_A_CLASS", "is 1; wanted a class"),
-    ],
-)
-def test_a_policy_that_cannot_be_loaded(site: Site, policy: str, message: str) -> None:
-    site.install("one", plugin(f"target='models.Model', policy='{policy}'"))
-    match = site.discover().resolve(model())
-    with pytest.raises(PackError) as caught:
-        match.load()
-    assert str(caught.value) == f"pack one (shard-one 1.0): policy {policy!r} {message}"
-    assert (caught.value.__cause__ is not None) is ("failed" in message)
 
 
 def test_default_registry_is_kept_until_cleared(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

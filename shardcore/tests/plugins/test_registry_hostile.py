@@ -25,13 +25,6 @@ SILENT = "class Silent(Exception):\n    def __str__(self): raise RuntimeError('n
 ODD = "class Odd:\n    def __repr__(self): raise RuntimeError('no words')\n"
 
 
-@pytest.fixture
-def target(tmp_path):
-    """A folder for distributions, on `sys.path`."""
-    with installed(tmp_path):
-        yield tmp_path
-
-
 def discover():
     """Discover with warnings caught, and return the states by name and the text of the warning."""
     with warnings.catch_warnings(record=True) as caught:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from packs import HEAD, hook, install, install_library, installed, offers, serves
+from packs import HEAD, hook, install, install_library, offers, serves
 
 from shardcore import hooks
 from shardcore.cli import main
@@ -38,13 +38,6 @@ class Renamed(Norm):
 class Changed(Norm):
     def forward(self):
         """Compute something else."""
-
-
-@pytest.fixture
-def target(tmp_path):
-    """A folder for distributions, on `sys.path`."""
-    with installed(tmp_path):
-        yield tmp_path
 
 
 def brings(package, rest="", cls="Fused"):

@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 from click.testing import CliRunner
-from packs import install, install_library, installed, serves
+from packs import install, install_library, serves
+from sites import model
 
 from shardcore.cli import main
 from shardcore.errors import PackError, UntestedVersionWarning
@@ -15,17 +16,6 @@ from shardcore.plugins import versions
 from shardcore.plugins.registry import Match, Registry
 
 POLICY = {"policy": "from shardcore.policy import Policy\nclass ModelPolicy(Policy): pass\n"}
-
-
-@pytest.fixture
-def target(tmp_path):
-    """A folder for distributions, on `sys.path`."""
-    with installed(tmp_path):
-        yield tmp_path
-
-
-def model(name: str, module: str = "models") -> type:
-    return type(name, (), {"__module__": module, "__qualname__": name})
 
 
 def match(folder, *requires: str, library: str | None = "2.1") -> Match:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardcore
 from shardcore import Heads, Policy
-from shardcore.comm.reads import read_local
+from shardcore.comm.dtensor_params import read_local
 from shardcore.nn import Layout, ShardedLayout, SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.plan.steps import Bench, Commit, Phase, Step

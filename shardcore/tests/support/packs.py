@@ -42,12 +42,16 @@ def install(
     version: str = "1.0",
     requires: Sequence[str] = (),
     modules: Mapping[str, str] | None = None,
+    entry: str = "",
 ) -> None:
-    """Install the distribution `shard-{name}`, whose package `shard_{name}` holds the plugin and further modules."""
+    """Install the distribution `shard-{name}`, whose package `shard_{name}` holds the plugin and further modules.
+
+    Its entry point is `{name}`, unless `entry` says others.
+    """
     package = f"shard_{name}"
     files = {f"{package}/{module}.py": source for module, source in {"plugin": plugin, **(modules or {})}.items()}
     files[f"{package}/__init__.py"] = ""
-    entry_points = f"[{GROUP}]\n{name} = {package}.plugin\n"
+    entry_points = f"[{GROUP}]\n{entry or f'{name} = {package}.plugin'}\n"
     _install_wheel(target, f"shard-{name}", version, files, requires=requires, entry_points=entry_points)
 
 

@@ -10,9 +10,9 @@ from shardcore.hooks import PolicySpec, hookimpl
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     names = ("Net", "Decoder", "Gone")
-    return [PolicySpec(target=f"kit_net.{name}", policy="wrong:OrderOfASet") for name in names]
+    return [PolicySpec(target=f"kit_net.{name}", policy="wrong_plans:OrderOfASet") for name in names]
 
 
 @hookimpl
 def shardcore_conformance_cases() -> list[str]:
-    return ["wrong:digest_cases"]
+    return ["wrong_plans:digest_cases"]

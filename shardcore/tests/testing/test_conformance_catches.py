@@ -1,6 +1,6 @@
 """The conformance kit against packs that are wrong on purpose: it has to go red on each, at the right check.
 
-A kit that cannot fail is worth nothing. The mistakes are those of `wrong`; their numbers are those of the list of
+A kit that cannot fail is worth nothing. The mistakes are in `support/wrong*.py`; their numbers are those of the list of
 hazards that known systems ship.
 """
 
@@ -11,8 +11,10 @@ import dataclasses
 import pytest
 import wrong
 import wrong_calls
+import wrong_plans
 import wrong_runs
 import wrong_sequence
+import wrong_state
 from kit_net import CASE, build
 
 from shardcore.testing import Supports
@@ -41,27 +43,27 @@ WRONG = [
     (wrong.SaidToBeAfter, "gradients", "attention.k", {"kv_heads": 1}),
     (wrong.FusedAsOne, "plan", "both", {"fused": True}),
     (wrong_runs.DescribedWrongly, "forward", "", {}),
-    (wrong.PlainNorm, "names", "plain Parameter", {}),
-    (wrong.PlainNorm, "clipping", "", {}),
-    (wrong.CountedTwice, "gradients", "norm1", {}),
-    (wrong.TiesCome, "ties", "no longer one parameter", {}),
-    (wrong.Unlisted, "names", "lost ['decoder.norm.bias']", {}),
-    (wrong.PaddedVocabulary, "names", "shape", {}),
-    (wrong.NothingSplit, "plan", "no parameter is split", {}),
-    (wrong.OnlyTheVocabulary, "plan", "the linear decoder.layers.0.attention.q is replicated", {}),
-    (wrong.OneLinearWhole, "plan", "the linear decoder.layers.1.cross.out is replicated", {}),
-    (wrong.MissingAttribute, "plan", "no attribute 'num_key_value_groups'", {}),
-    (wrong.Misspelled, "plan", "gate_proj", {}),
-    (wrong.MisspelledOptional, "plan", "gate", {}),
-    (wrong.NoStages, "plan", "no stages=Stages(...)", {}),
-    (wrong.TiedHeadNotNamed, "plan", "stages leave out head.weight", {"tied": True}),
-    (wrong.NoSizeCheck, "sizes", "tp 3 can be planned", {}),
-    (wrong.PatchesTheClass, "twin", "other methods", {}),
-    (wrong.ChangesTheClassesOutput, "twin", "logits of an unsharded twin changed", {}),
-    (wrong.OtherSignature, "interface", "other arguments", {}),
-    (wrong.NoCheckpointing, "checkpointing", "is not recomputed", {}),
-    (wrong.LocalAttentions, "captured", "attentions[0]", {}),
-    (wrong.LocalGradientOfAttentions, "captured", "relative difference", {}),
+    (wrong_state.PlainNorm, "names", "plain Parameter", {}),
+    (wrong_state.PlainNorm, "clipping", "", {}),
+    (wrong_state.CountedTwice, "gradients", "norm1", {}),
+    (wrong_state.TiesCome, "ties", "no longer one parameter", {}),
+    (wrong_state.Unlisted, "names", "lost ['decoder.norm.bias']", {}),
+    (wrong_state.PaddedVocabulary, "names", "shape", {}),
+    (wrong_plans.NothingSplit, "plan", "no parameter is split", {}),
+    (wrong_plans.OnlyTheVocabulary, "plan", "the linear decoder.layers.0.attention.q is replicated", {}),
+    (wrong_plans.OneLinearWhole, "plan", "the linear decoder.layers.1.cross.out is replicated", {}),
+    (wrong_plans.MissingAttribute, "plan", "no attribute 'num_key_value_groups'", {}),
+    (wrong_plans.Misspelled, "plan", "gate_proj", {}),
+    (wrong_plans.MisspelledOptional, "plan", "gate", {}),
+    (wrong_plans.NoStages, "plan", "no stages=Stages(...)", {}),
+    (wrong_plans.TiedHeadNotNamed, "plan", "stages leave out head.weight", {"tied": True}),
+    (wrong_plans.NoSizeCheck, "sizes", "tp 3 can be planned", {}),
+    (wrong_state.PatchesTheClass, "twin", "other methods", {}),
+    (wrong_state.ChangesTheClassesOutput, "twin", "logits of an unsharded twin changed", {}),
+    (wrong_state.OtherSignature, "interface", "other arguments", {}),
+    (wrong_state.NoCheckpointing, "checkpointing", "is not recomputed", {}),
+    (wrong_state.LocalAttentions, "captured", "attentions[0]", {}),
+    (wrong_state.LocalGradientOfAttentions, "captured", "relative difference", {}),
     (wrong_runs.DifferentMasks, "dropout", "", {}),
     (wrong_runs.SameMasks, "dropout", "every rank draws the same numbers", {}),
     (wrong_runs.ForgottenDropout, "dropout", "draws more", {}),
@@ -97,8 +99,8 @@ def test_a_wrong_pack_is_caught(pool, policy, check, says, options):
     try:
         finding = Examination(pool, subject).finding(check)
     finally:
-        if issubclass(policy, wrong.PatchesTheClass):
-            pool.run(wrong.restore)
+        if issubclass(policy, wrong_state.PatchesTheClass):
+            pool.run(wrong_state.restore)
     assert finding.state == "failed", finding
     assert says in finding.message
     with pytest.raises(pytest.fail.Exception, match=check):
@@ -137,7 +139,7 @@ def test_a_case_that_shows_nothing_is_caught(pool, fields, options, check, says)
 
 
 def test_a_plugin_that_imports_torch_has_no_case_and_follows_the_hash_seed(pool):
-    findings = {finding.check: finding for finding in fresh_findings(pool, "wrong_plugin", wrong.digest_cases())}
+    findings = {finding.check: finding for finding in fresh_findings(pool, "wrong_plugin", wrong_plans.digest_cases())}
     assert {finding.state for finding in findings.values()} == {"failed"}
     assert "imports torch" in findings["discovery"].message
     assert "no case covers kit_net.Decoder" in findings["policies"].message

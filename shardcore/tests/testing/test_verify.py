@@ -94,7 +94,7 @@ def test_a_policy_that_is_wrong(pack):
 
 
 def test_a_plan_that_fails_is_the_only_finding(pack):
-    pack("wrong:Misspelled")
+    pack("wrong_plans:Misspelled")
     result = run("verified_models.Small")
     assert result.exit_code == 1
     assert "gate_proj" in result.output

@@ -14,7 +14,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.layout import GroupShardedLayout, Layout, distribute
 from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Bench, Commit, ShardSequence
+from shardcore.plan.steps import Bench, Commit
 
 __all__ = ["Changes"]
 
@@ -56,7 +56,7 @@ class _Bench(Bench):
     def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
         self.model, self.context = model, context
         # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
-        self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if isinstance(step, ShardSequence)]
+        self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if step.splits_tokens]
 
     @property
     @override
@@ -67,7 +67,7 @@ class _Bench(Bench):
 
     @override
     def tokens_at(self, path: str) -> SequenceShard | None:
-        return next((tokens for step, tokens in self._tokens[::-1] if step.covers(path)), None)
+        return next((tokens for step, tokens in self._tokens[::-1] if step.splits_tokens_of(path)), None)
 
     @override
     def tokens_below(self, path: str) -> SequenceShard | None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, SwappedModule
-from shardcore.plan.steps import Phase, PlanView, Step, Swap
+from shardcore.plan.steps import PlanView, Step, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
 
 __all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
@@ -44,10 +44,14 @@ class PlanBuilder(PlanView):
     heads_failed: bool = False  # a check of heads was reported already
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
-    paths: dict[int, str] = field(default_factory=dict)  # the first name of each module, by identity
+    paths: dict[int, str] = field(init=False)  # the first name of each module, by identity
     problems: list[Problem] = field(default_factory=list)
     refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rules follow from them
     modules: Modules | None = None  # what packs bring in place of parallel modules
+
+    def __post_init__(self) -> None:
+        named = reversed(list(self.model.named_modules(remove_duplicate=False)))
+        self.paths = {id(module): path for path, module in named}
 
     @override
     def at(self, path: str) -> Sequence[Step]:
@@ -82,7 +86,7 @@ class PlanBuilder(PlanView):
         for step in list(self.steps.values()):
             self._check(step)
         # One rank alone carries none of them out; what the policy says is the same.
-        if self.config.enable_sequence_parallelism and not any(s.phase is Phase.SEQUENCE for s in self.steps.values()):
+        if self.config.enable_sequence_parallelism and not any(step.splits_tokens for step in self.steps.values()):
             self.problems.append(
                 Problem(
                     where="",

@@ -47,20 +47,9 @@ def compile_plan(
     config = config.resolve(config.ranks)
     policy.set_model(model)
     policy.set_shard_config(config)
-    ranks = config.tensor_parallel_size or 1
-    builder = PlanBuilder(model, config, ranks, modules=modules)
-    rule = f"{type(policy).__qualname__}.checks"
-    for check in policy.checks:
-        if problem := check.problem(model, ranks):
-            builder.problems.append(Problem(where="", rule=rule, what=problem[0], todo=problem[1]))
-            builder.heads_failed |= isinstance(check, Heads)
-        elif isinstance(check, Heads):
-            builder.heads = check.counts(model, ranks)
-    builder.paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-    checked = list(builder.problems)
-    _plan_rows(builder, _module_policy(policy, model, ranks))
-    if builder.refusals:
-        raise PlanError(_subject(policy, model, ranks), [*checked, *builder.refusals])
+    builder = PlanBuilder(model, config, config.tensor_parallel_size or 1, modules=modules)
+    _check_heads(builder, policy)
+    _plan_rules(builder, policy)
     builder.check()
     report_tensors(builder)
     stages = check_stages(builder, policy)
@@ -69,7 +58,7 @@ def compile_plan(
     choices = _optimize(builder, policy, stages, device_type or device_type_here())
     parameters = _parameters(builder, stages)
     if builder.problems:
-        raise PlanError(_subject(policy, model, ranks), builder.problems)
+        raise _failure(builder, policy, builder.problems)
     return ShardPlan(
         model=f"{type(model).__module__}.{type(model).__qualname__}",
         policy=f"{type(policy).__module__}.{type(policy).__qualname__}",
@@ -94,7 +83,18 @@ def _optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, devic
     return tuple(choices)
 
 
-def _module_policy(policy: Policy, model: nn.Module, ranks: int) -> ModulePolicy:
+def _check_heads(builder: PlanBuilder, policy: Policy) -> None:
+    """Ask the policy's checks, which know the numbers of heads that rules go by."""
+    rule = f"{type(policy).__qualname__}.checks"
+    for check in policy.checks:
+        if problem := check.problem(builder.model, builder.ranks):
+            builder.problems.append(Problem(where="", rule=rule, what=problem[0], todo=problem[1]))
+            builder.heads_failed |= isinstance(check, Heads)
+        elif isinstance(check, Heads):
+            builder.heads = check.counts(builder.model, builder.ranks)
+
+
+def _module_policy(builder: PlanBuilder, policy: Policy) -> ModulePolicy:
     try:
         return policy.module_policy()
     except ShardcoreError:
@@ -105,16 +105,19 @@ def _module_policy(policy: Policy, model: nn.Module, ranks: int) -> ModulePolicy
         problem = Problem(
             where="", rule=rule, what=what, todo="correct the policy, which is at fault or too new or old"
         )
-        raise PlanError(_subject(policy, model, ranks), [problem]) from error
+        raise _failure(builder, policy, [problem]) from error
 
 
-def _subject(policy: Policy, model: nn.Module, ranks: int) -> str:
-    return f"{type(policy).__qualname__} does not fit {type(model).__qualname__} at tensor_parallel_size {ranks}"
+def _failure(builder: PlanBuilder, policy: Policy, problems: Sequence[Problem]) -> PlanError:
+    fit = f"{type(policy).__qualname__} does not fit {type(builder.model).__qualname__}"
+    return PlanError(f"{fit} at tensor_parallel_size {builder.ranks}", problems)
 
 
-def _plan_rows(builder: PlanBuilder, module_policy: ModulePolicy) -> None:
+def _plan_rules(builder: PlanBuilder, policy: Policy) -> None:
+    """Let every rule plan, at every module of its class."""
+    checked = list(builder.problems)
     modules = list(builder.model.named_modules())
-    for key, value in module_policy.items():
+    for key, value in _module_policy(builder, policy).items():
         rules = rules_of(value) if isinstance(value, ModulePolicyDescription) else list(value)
         matching = [(path, module) for path, module in modules if _matches(module, key)]
         name = key if isinstance(key, str) else key.__qualname__
@@ -131,6 +134,8 @@ def _plan_rows(builder: PlanBuilder, module_policy: ModulePolicy) -> None:
         for rule in rules:
             for path, module in matching:
                 rule.plan(RuleScope(builder, rule, path, module))
+    if builder.refusals:
+        raise _failure(builder, policy, [*checked, *builder.refusals])
 
 
 def _matches(module: nn.Module, key: str | type[nn.Module]) -> bool:

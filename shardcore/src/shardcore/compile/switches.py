@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -12,10 +13,9 @@ from shardcore import _env
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
-from shardcore.nn import Replicated
 from shardcore.plan.choice import Choice
 from shardcore.plan.stages import Stages
-from shardcore.plan.steps import Compile, FreezeForInference, FuseNorm, Step, Swap
+from shardcore.plan.steps import Compile, FreezeForInference, Step
 from shardcore.policy import Policy
 
 __all__ = ["optimize"]
@@ -69,16 +69,8 @@ def _flash_attention(policy: Policy, device_type: str, *, asked: bool) -> Iterat
 
 
 def _fused(planned: list[Step]) -> str:
-    ours = sum(isinstance(step, FuseNorm) for step in planned)
-    brought = sorted(
-        {
-            step.target.__name__
-            for step in planned
-            if isinstance(step, Swap) and issubclass(step.target, Replicated) and step.target is not Replicated
-        }
-    )
-    said = [f"torch's rms_norm for {ours} modules"] if ours else []
-    said += [f"{', '.join(brought)} of a pack"] if brought else []
+    count = Counter(step.fuses for step in planned if step.fuses)
+    said = [f"{what} for {modules} modules" for what, modules in sorted(count.items())]
     return ", ".join(said) or "nothing to do: torch's own norms are fused"
 
 

@@ -146,6 +146,7 @@ def _check_place(config: ShardConfig) -> None:
         for axis, planned in (
             ("pp", _planned.FIELDS["pipeline_parallel_size"]),
             ("cp", _planned.FIELDS["context_parallel_size"]),
+            ("ep", _planned.FIELDS["expert_parallel_size"]),
         ):
             if axis in names and mesh[axis].size() > 1:
                 raise NotSupportedError(

@@ -26,6 +26,7 @@ SHORT_NAMES = {
     "dp": "data_parallel_size",
     "pp": "pipeline_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
 }
 
 #: Off, on, or on wherever it is possible. None is off, and ``"auto"`` under ``enable_all_optimization``.
@@ -107,6 +108,7 @@ class ShardConfig:
             data-parallel ranks.
         pipeline_parallel_size: stages of a pipeline; 1 in this release, more from 0.4.
         context_parallel_size: ranks that share each sequence; 1 in this release, more from 0.5.
+        expert_parallel_size: ranks over which whole experts are split; 1 in this release, more from 0.5.
         enable_tensor_parallelism: False is ``tensor_parallel_size=1``.
         tensor_parallel_mode: ``"1d"``; ``"2d"``, ``"2.5d"`` and ``"3d"`` are not planned before 1.0.
         tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
@@ -154,6 +156,7 @@ class ShardConfig:
     dp_shard_size: int | None = None
     pipeline_parallel_size: int | None = None
     context_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
     enable_tensor_parallelism: bool = True
     tensor_parallel_mode: str = "1d"
     tensor_parallel_process_group: ProcessGroup | None = None
@@ -185,7 +188,7 @@ class ShardConfig:
 
     @classmethod
     def of(cls, config: ShardConfig | None = None, **fields: Any) -> ShardConfig:
-        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, cp) are understood.
+        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, cp, ep) are understood.
 
         Raises:
             ConfigError: ``config`` is something else, or a field is unknown or given twice under two names.

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardcore._torch import DTensorSpec
+from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import part_of, split_dim
-from shardcore.comm.reads import local_tensor, spec_of
 from shardcore.errors import WrapError
 
 __all__ = ["take_full_tensors"]

@@ -121,7 +121,7 @@ class OutputGatherer(SwappedModule):
 
     def _gathered(self, captured: Tensor | None, dim: int, size: int) -> Tensor | None:
         # None where an attention implementation returns no weights.
-        return None if captured is None else gather_from_tp(captured, self._shard_context.group, dim, size)
+        return None if captured is None else gather_from_tp(captured, self._shard_context.channel, dim, size)
 
 
 def _captured(out: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from shardcore.comm.reads import read_local, read_partial
+from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward
@@ -100,7 +100,7 @@ class Replicated(SwappedModule):
         shared = {name: p for name, p in own.items() if p is not None}
         partial = self._partial or (self._shard_sequence is not None and self._shard_sequence.length is not None)
         if partial:
-            local = read_partial(self._shard_context, *shared.values())
+            local = read_partial(self._shard_context.channel, *shared.values(), deferred=self._shard_context.defers)
         else:
             local = read_local(*shared.values(), fresh=self._fresh)
         return {**own, **dict(zip(shared, local, strict=True))}

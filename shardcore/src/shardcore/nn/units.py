@@ -52,7 +52,7 @@ class Unit:
         # FSDP2 has made a class of the module's own. transformers finds what a model can capture by what its class
         # prints as, and under another name captures nothing, without a word.
         wrapped = type(self.module)
-        ours = next(c for c in wrapped.__mro__[1:] if issubclass(c, UnitModule))
+        ours = next(c for c in wrapped.__mro__[1:] if issubclass(c, InUnit))
         wrapped.__module__, wrapped.__qualname__ = ours.__module__, ours.__qualname__
         self._idle = self._state()._training_state
         register_fsdp_forward_method(self.module, "_as_unit")
@@ -63,8 +63,12 @@ class Unit:
         if state._is_root is None:  # also decided already where a module of the user's holds the model, and is the root
             state._lazy_init()
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function``, which is the call of the unit's module."""
+    def call(
+        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``function``, which is the call of ``module``: the unit's, or one below it."""
+        if module is not self.module:
+            return self.run(function, args, kwargs)
         self.begin()
         out = function(*args, **kwargs)
         self._let_go()
@@ -75,7 +79,7 @@ class Unit:
         if self._inside or self._phase() == "FORWARD":
             return function(*args, **kwargs)
         self.begin()
-        out = self.module._as_unit(self._held(function), *args, **kwargs)  # type: ignore[operator]  # of `UnitModule`
+        out = self.module._as_unit(self._held(function), *args, **kwargs)  # type: ignore[operator]  # of `InUnit`
         self._let_go()
         return out
 
@@ -98,9 +102,14 @@ class Unit:
         if idle and not torch.is_grad_enabled() and self.root.reshards:
             self.module.reshard()  # type: ignore[operator]  # of FSDPModule
 
-    def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the forward of the unit's module, which FSDP2 has gathered unless somebody called it directly."""
-        if self._phase() == "IDLE":
+    def run_forward(
+        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``function``, which is the forward of ``module``: the unit's, or one below it.
+
+        FSDP2 has gathered what the unit's own needs, unless somebody called it directly.
+        """
+        if module is not self.module or self._phase() == "IDLE":
             return self.run(function, args, kwargs)
         return self._held(function)(*args, **kwargs)
 
@@ -163,7 +172,12 @@ def _no_views(out: Any) -> Any:
     return out
 
 
-class _OfUnit(SwappedModule):
+class InUnit(SwappedModule):
+    """The module of a unit, or one below it with parameters that the unit holds.
+
+    Both its call, since hooks may use parameters, and its forward, which may be called directly, go through the unit.
+    """
+
     keeps_name: ClassVar[bool] = True
 
     @classmethod
@@ -173,42 +187,21 @@ class _OfUnit(SwappedModule):
         module.__dict__[_UNIT] = unit
         return module  # type: ignore[return-value]  # its class was swapped
 
-
-class UnitModule(_OfUnit):
-    """The module of a unit."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, but not as the first unit that FSDP2 sees."""
+        """Call the module with its parameters gathered, but not as the first unit that FSDP2 sees."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        return self.__dict__[_UNIT].call(super().__call__, args, kwargs)
+        return self.__dict__[_UNIT].call(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward; called directly, with what FSDP2 does around a call."""
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        return self.__dict__[_UNIT].run_forward(super().forward, args, kwargs)
+        return self.__dict__[_UNIT].run_forward(self, super().forward, args, kwargs)
 
     def _as_unit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # FSDP2 puts its own around this method, see `Unit.watch`.
+        # FSDP2 puts its own around this method of the unit's module, see `Unit.watch`.
         return function(*args, **kwargs)
-
-
-class UnitPart(_OfUnit):
-    """A module below the module of a unit, with parameters that the unit holds."""
-
-    # The call, since hooks may use parameters, and the forward, which may be called directly.
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with its parameters gathered."""
-        if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)
-        return self.__dict__[_UNIT].run(super().__call__, args, kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward with the parameters gathered."""
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        return self.__dict__[_UNIT].run(super().forward, args, kwargs)
 
 
 def require_known_fsdp() -> None:
@@ -246,7 +239,7 @@ def prepare_units(model: nn.Module, blocks: list[nn.Module], *, reshards: bool =
     owned: set[nn.Module] = set()
     for unit in units:
         for module in _own(unit.module, owned):
-            (UnitModule if module is unit.module else UnitPart).join(module, unit)
+            InUnit.join(module, unit)
         owned.update(unit.module.modules())
     return units
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardcore.nn.costs import Collective
+from typing_extensions import override
+
+from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import KeepLogitsSharded, ShardSequence
+from shardcore.plan.steps import Step
 
 __all__ = ["Collective", "collectives"]
 
@@ -27,7 +29,7 @@ class _Surroundings:
     """What the places in one plan have in common."""
 
     layouts: dict[str, Layout | None]
-    splits: tuple[ShardSequence, ...]
+    splits: tuple[Step, ...]
     split_heads: frozenset[str]
     sums_at_once: bool
     keeps_gathered: bool
@@ -36,27 +38,27 @@ class _Surroundings:
     def of(cls, plan: ShardPlan) -> _Surroundings:
         return cls(
             layouts={name: p.layout for p in plan.parameters for name in (p.name, *p.aliases)},
-            splits=tuple(step for step in plan.steps if isinstance(step, ShardSequence)),
-            split_heads=frozenset(head for s in plan.steps if isinstance(s, KeepLogitsSharded) for head in s.heads),
+            splits=tuple(step for step in plan.steps if step.splits_tokens),
+            split_heads=frozenset(head for step in plan.steps for head in step.splits_logits),
             sums_at_once=plan.config.partial_gradients == "in_backward",
             keeps_gathered=plan.config.sequence_keep_gathered,
         )
 
 
-class _Site:
-    """A module's place in a plan; see `shardcore.nn.costs.Site`."""
+class _Site(Site):
+    """A module's place in a plan."""
 
     def __init__(self, path: str, surroundings: _Surroundings) -> None:
         self.path, self._surroundings = path, surroundings
-        self.split = any(step.covers(path) for step in surroundings.splits)
+        self.split = any(step.splits_tokens_of(path) for step in surroundings.splits)
         self.sums_at_once = surroundings.sums_at_once
         self.keeps_gathered = surroundings.keeps_gathered
         self.splits_logits = path in surroundings.split_heads
 
+    @override
     def layout(self, parameter: str) -> Layout | None:
-        """See `Site.layout`."""
         return self._surroundings.layouts.get(".".join(filter(None, (self.path, parameter))))
 
+    @override
     def member(self, path: str) -> _Site:
-        """See `Site.member`."""
         return _Site(path, self._surroundings)

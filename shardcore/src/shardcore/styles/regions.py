@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps import EnterArgument, OpenRegion
+from shardcore.plan.steps import EnterArgument, OpenRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter, number_of
 from shardcore.styles._text import names_of, written
@@ -228,7 +228,7 @@ class RegionRule(Rule):
             return None
         return HeadCounts(query=count, kv=count, ranks=scope.ranks)
 
-    def _entry(self, scope: Scope) -> OpenRegion | None:
+    def _entry(self, scope: Scope) -> Step | None:
         """Return where the region is entered, or None if its several column linears enter by themselves.
 
         Under ``inference_only`` no region is opened, unless tokens are gathered at its entry: the forward sends nothing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from shardcore.plan.steps import KeepLogitsSharded
 from shardcore.testing import checks_random, checks_training
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject
@@ -17,7 +16,7 @@ def split_logits(s: Subject, ledger: Ledger) -> None:
     """Losses of split logits, kept or computed in chunks of tokens, and whole logits without labels (H10, H26, H37)."""
     with ledger.check("split logits"):
         split = dataclasses.replace(s, fields={**s.fields, "parallel_output": True})
-        if not any(isinstance(step, KeepLogitsSharded) for step in split.plan(s.build()).steps):
+        if not any(step.splits_logits for step in split.plan(s.build()).steps):
             ledger.closed("no head splits a vocabulary")
             return
         for name, fields in (("kept", {}), ("chunks of 5", {"loss_chunk_size": 5})):

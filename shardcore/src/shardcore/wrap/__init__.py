@@ -1,1 +1,1 @@
-"""What goes around a sharded model: data parallelism."""
+"""What goes around a sharded model: data parallelism, and the optimizer of its parameters."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
-from shardcore.comm.reads import held, read_local
+from shardcore.comm.dtensor_params import held, read_local
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.costs import Collective, Site, forward
@@ -93,7 +93,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         padding = self.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < stop else None
         out = F.embedding(local_ids, weight, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return reduce_from_tp(out, self._shard_context.group, fresh=True)
+        return reduce_from_tp(out, self._shard_context.channel, fresh=True)
 
     def _check(self, ids: Tensor) -> None:
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):

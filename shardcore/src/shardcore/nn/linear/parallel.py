@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
-from shardcore.comm.reads import read_local, read_partial
+from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
@@ -157,7 +157,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
         """Return (..., out/tp), or (..., out) with ``gather_output``."""
         out = self._local_forward(input)
-        return gather_from_tp(out, self._shard_context.group, -1, self.out_features) if self.gather_output else out
+        return gather_from_tp(out, self._shard_context.channel, -1, self.out_features) if self.gather_output else out
 
     def _local_forward(self, x: Tensor) -> Tensor:
         if self.sole_region is not None:
@@ -166,7 +166,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
             # One enter for each linear, though several may be called with one tensor: whether it is one is nothing that
             # all ranks agree on (a backward hook makes another object of it).
             if torch.is_grad_enabled():
-                x = copy_to_tp(x, self._shard_context.group)
+                x = copy_to_tp(x, self._shard_context.channel)
             if not self.gather_output:
                 self._fork()
             return self.product(x)
@@ -279,19 +279,23 @@ class RowLinear(SwappedModule, nn.Linear):
             self.region.leave()
         elif not torch.compiler.is_compiling():
             self._shard_context.random.join(_OWN_FORK)
-        x = input if self.parallel_input else split_to_tp(input, self._shard_context.group, -1)
+        x = input if self.parallel_input else split_to_tp(input, self._shard_context.channel, -1)
         length = None if self.sequence is None else self.sequence.length
         # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
         # nothing, and so repeats one collective less for each block.
         out = local_linear(x, self.weight)
         if self.sequence is None or length is None:
-            out = reduce_from_tp(out, self._shard_context.group, fresh=True)
+            out = reduce_from_tp(out, self._shard_context.channel, fresh=True)
         else:
             self.sequence.expect(out, length, type(self).__name__)
-            out = leave_to_sequence(out, self._shard_context.group)
+            out = leave_to_sequence(out, self._shard_context.channel)
         if self.bias is None:
             return out
-        (bias,) = read_local(self.bias) if length is None else read_partial(self._shard_context, self.bias)
+        context = self._shard_context
+        if length is None:
+            (bias,) = read_local(self.bias)
+        else:
+            (bias,) = read_partial(context.channel, self.bias, deferred=context.defers)
         return out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:

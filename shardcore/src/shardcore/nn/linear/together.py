@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardcore.comm.dtensor_params import held, local_tensor, read_partial
 from shardcore.comm.neighbours import gather_rows
-from shardcore.comm.reads import held, local_tensor, read_partial
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 
@@ -61,7 +61,7 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
         held(member.weight)
     for count in dict.fromkeys(member.group_size for member in members if member.group_size > 1):
         places = [(i, j) for i, member in enumerate(members) if member.group_size == count for j in range(len(used[i]))]
-        rows = gather_rows(context.neighbours[count], *(used[i][j] for i, j in places))
+        rows = gather_rows(context.among(count), *(used[i][j] for i, j in places))
         for (i, j), tensor in zip(places, rows, strict=True):
             used[i][j] = tensor
     cut = [
@@ -71,7 +71,7 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
         if runs is not None
     ]
     if cut:
-        whole = read_partial(context, *(used[i][j] for i, j, _ in cut))
+        whole = read_partial(context.channel, *(used[i][j] for i, j, _ in cut), deferred=context.defers)
         for (i, j, runs), tensor in zip(cut, whole, strict=True):
             used[i][j] = take_rows(tensor, runs)
     return [tuple(tensors) for tensors in used]

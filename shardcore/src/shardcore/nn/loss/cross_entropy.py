@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.collectives import all_reduce, all_reduce_max, refuse_double_backward
-from shardcore.comm.reads import local_tensor, spec_of, with_spec
+from shardcore.comm.collectives import refuse_double_backward
+from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import autocast
 
@@ -80,11 +80,11 @@ def _look(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: flo
 
 def _losses(partial: _Partial, vocabulary: Vocabulary, smoothing: float) -> tuple[Tensor, Tensor]:
     """Combine the parts of all ranks: return the loss of each token and its log-sum-exp."""
-    group = vocabulary.context.group
-    highest = all_reduce_max(partial.highest.clone(), group)
+    channel = vocabulary.context.channel.exact
+    highest = channel.all_reduce_max(partial.highest.clone())
     own = partial.exponentials * (partial.highest - highest).exp()
     summands = [own, partial.chosen] + ([] if partial.total is None else [partial.total])
-    exponentials, chosen, *total = all_reduce(torch.stack(summands), group).unbind(0)
+    exponentials, chosen, *total = channel.all_reduce(torch.stack(summands)).unbind(0)
     normalizer = highest + exponentials.log()
     losses = normalizer - chosen
     if smoothing:

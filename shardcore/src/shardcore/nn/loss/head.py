@@ -57,4 +57,4 @@ class VocabHead(ColumnLinear):
         out = self._local_forward(input)
         if self.keeps_split:
             return VocabParallelLogits(out, self._vocabulary)
-        return gather_from_tp(out, self._shard_context.group, -1, self.out_features)
+        return gather_from_tp(out, self._shard_context.channel, -1, self.out_features)

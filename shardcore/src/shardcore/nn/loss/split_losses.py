@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.collectives import all_reduce
 from shardcore.errors import ConfigError
 from shardcore.mesh import as_context
 from shardcore.nn.loss.cross_entropy import Vocabulary
@@ -83,7 +82,7 @@ def _split(logits: Tensor, process_group: ProcessGroup | None, vocab_size: int |
     # Every rank learns the same, so that a mistake is an error on all of them.
     held = torch.zeros(context.size, dtype=torch.int64, device=context.device)
     held[context.rank] = logits.size(-1)
-    widths = [int(width) for width in all_reduce(held, context.group).tolist()]
+    widths = [int(width) for width in context.channel.exact.all_reduce(held).tolist()]
     if vocab_size is not None and sum(widths) != vocab_size:
         raise ConfigError(
             f"vocab_size is {vocab_size}, but the ranks hold {widths}, which are {sum(widths)} words; cut off what is "

@@ -44,7 +44,7 @@ class EnteredArgument:
     def _enter(self, value: Any) -> Any:
         place = needs_gradient(value)
         if isinstance(value, Tensor):
-            return value if place is None else copy_to_tp(value, self.context.group)
+            return value if place is None else copy_to_tp(value, self.context.channel)
         if place is not None:
             raise NotSupportedError(
                 f"the argument {self._name!r} that enters the regions is a {type(value).__name__} whose {place} needs "

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore._torch import backward_task
-from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
-from shardcore.comm.reads import local_tensor, refuse_assigned, spec_of, with_spec
+from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
+from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
@@ -124,7 +124,7 @@ class _EnterRegion(Function):
         ctx.region, ctx.length, ctx.dtype = region, length, x.dtype
         if region.again:
             ctx.save_for_backward(x)
-        return x.view_as(x) if length is None else all_gather_tokens(x, region.context.group, length)
+        return x.view_as(x) if length is None else all_gather_tokens(x, region.context.channel, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -132,19 +132,14 @@ class _EnterRegion(Function):
         region: _Open = ctx.region
         calls = region.take()
         needs = ctx.needs_input_grad  # of (region, length, x, *parameters)
-        gathering = Gathering(ctx.saved_tensors[0], region.context.group, ctx.length) if region.again else None
+        gathering = Gathering(ctx.saved_tensors[0], region.context.channel, ctx.length) if region.again else None
         gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
         if gx is None:
             return None, None, None, *_parameter_gradients(region, calls, needs[3:], gathering)
-        if ctx.length is None:
-            work = start_all_reduce(gx, region.context.group)
-            finished = _parameter_gradients(region, calls, needs[3:], gathering)
-            work.wait()
-        else:
-            scattering = start_reduce_scatter(gx, region.context.group)
-            finished = _parameter_gradients(region, calls, needs[3:], gathering)
-            gx = scattering.wait()
-        return None, None, gx, *finished
+        channel = region.context.channel
+        sending = channel.start_all_reduce(gx) if ctx.length is None else start_reduce_scatter(gx, channel)
+        finished = _parameter_gradients(region, calls, needs[3:], gathering)
+        return None, None, sending.wait(), *finished
 
 
 def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.dtype) -> Tensor | None:
@@ -330,9 +325,9 @@ class Region:
         if self.sequence is not None and (length := self.sequence.length) is not None:
             self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
             if not self.context.fuses or not torch.is_grad_enabled():
-                return enter_from_sequence(x, self.context.group, length)
+                return enter_from_sequence(x, self.context.channel, length)
         elif not self.context.fuses:
-            return copy_to_tp(x, self.context.group)
+            return copy_to_tp(x, self.context.channel)
         region = _Open(self.context, again=length is not None and not self.context.keeps_gathered)
         for member in self.members:
             region.add(member)

@@ -88,12 +88,12 @@ class SequenceShard:
         splits = x.ndim >= 3 and x.size(1) >= self.context.size
         self.phase, self.last = "inside", x.size(1) if splits else None
         self.length = self.last
-        return scatter_sequence(x, self.context.group) if splits else x
+        return scatter_sequence(x, self.context.channel) if splits else x
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...), at the end of the stack."""
         length, self.length, self.phase = self.length, None, "after"
-        return x if length is None else gather_sequence(x, self.context.group, length)
+        return x if length is None else gather_sequence(x, self.context.channel, length)
 
     def gather_captured(self, captured: Tensor) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...), of an output captured in the last forward."""
@@ -101,7 +101,7 @@ class SequenceShard:
             return captured
         if captured.size(1) == self.last:
             return captured  # from before the split, or after the end
-        return gather_sequence(captured, self.context.group, self.last)
+        return gather_sequence(captured, self.context.channel, self.last)
 
     def expect(self, x: Tensor, tokens: int | None, where: str) -> None:
         """Refuse a tensor that holds another number of tokens than it should.
@@ -236,7 +236,7 @@ class SequenceBlock(SequenceModule):
                 "how many tokens it recomputes. Say use_reentrant=False, or model.gradient_checkpointing_enable()."
             )
         if x.size(1) == tokens.last:
-            return self._with_argument(scatter_sequence(x, tokens.context.group), args, kwargs)
+            return self._with_argument(scatter_sequence(x, tokens.context.channel), args, kwargs)
         tokens.expect(x, local_tokens(tokens.last, tokens.context.size), type(self).__name__)
         return args, kwargs
 

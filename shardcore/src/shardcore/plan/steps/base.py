@@ -117,6 +117,30 @@ class Step(ABC):
         """The modules below which activations are split along the sequence, in the order in which they run."""
         return ()
 
+    def splits_tokens_of(self, path: str) -> bool:
+        """Tell whether the module ``path`` works on tokens that the step splits, or inside regions between them."""
+        return not {path, *above(path)}.isdisjoint(self.splits_tokens)
+
+    @property
+    def splits_logits(self) -> tuple[str, ...]:
+        """The heads whose logits stay split over the vocabulary, by their full names."""
+        return ()
+
+    @property
+    def enters(self) -> bool:
+        """Whether activations enter a region at each call of the module, and at its call alone."""
+        return False
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether the gradients of the module's own parameters are right inside a region, as far as the step knows."""
+        return True
+
+    @property
+    def fuses(self) -> str | None:
+        """What the module, a norm, computes with instead of operations one by one; None if the step fuses nothing."""
+        return None
+
     def same_as(self, other: Step) -> bool:
         """Tell whether ``other``, at the same path, does the same, so that one of the two is left out."""
         return self == other

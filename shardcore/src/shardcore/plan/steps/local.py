@@ -39,6 +39,11 @@ class FuseNorm(Step):
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
         return ((self.path, FusedRMSNorm),)
 
+    @property
+    @override
+    def fuses(self) -> str | None:
+        return "torch's rms_norm"
+
     @override
     def prepare(self, bench: Bench) -> Commit:
         return functools.partial(FusedRMSNorm.fuse, bench.model.get_submodule(self.path), self.eps)

@@ -13,6 +13,7 @@ from shardcore.nn.base import SwappedModule
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.randomness.guard import RngScope
+from shardcore.nn.replicated import Replicated
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step
 
@@ -46,8 +47,24 @@ class Swap(Step):
     @property
     @override
     def splits_heads(self) -> bool:
-        options = dict(self.options)
-        return self.target.plan_enters(**options) and not options.get("gather_output", False)
+        return self.enters and not dict(self.options).get("gather_output", False)
+
+    @property
+    @override
+    def enters(self) -> bool:
+        return self.target.plan_enters(**dict(self.options))
+
+    @property
+    @override
+    def sums_gradients(self) -> bool:
+        return self.target.plan_sums_gradients(**dict(self.options))
+
+    @property
+    @override
+    def fuses(self) -> str | None:
+        # A pack brings a norm of its own because it is fused.
+        brought = issubclass(self.target, Replicated) and self.target is not Replicated
+        return f"{self.target.__name__} of a pack" if brought else None
 
     @override
     def on_split_tokens(self) -> str | None:

@@ -110,6 +110,11 @@ class KeepLogitsSharded(Step):
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
         return ((self.path, VocabParallelLossModel),)
 
+    @property
+    @override
+    def splits_logits(self) -> tuple[str, ...]:
+        return self.heads
+
     @override
     def collectives(self, site: Site) -> Iterator[Collective]:
         for what in ("largest logits", "sums and the labels' logits"):

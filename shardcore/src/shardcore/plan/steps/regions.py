@@ -17,7 +17,6 @@ from shardcore.nn.region.argument import EnteredArgument
 from shardcore.nn.region.region import Region
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
-from shardcore.plan.steps.modules import Swap
 
 __all__ = ["EnterArgument", "OpenRegion"]
 
@@ -83,7 +82,7 @@ class OpenRegion(Step):
         for module in plan.model.get_submodule(self.path).modules():
             for step in plan.at_module(module):
                 below = self.path in above(step.path)
-                if below and isinstance(step, Swap) and step.target.plan_enters(**dict(step.options)):
+                if below and step.enters:
                     yield step.problem(
                         f"it would enter again what entered the region at {self.path}: gradients are summed twice",
                         "make it one of the region's col=, or move the region's enter",
@@ -91,7 +90,7 @@ class OpenRegion(Step):
         if self.row is not None:
             for module in self._inside(plan.model):
                 for step in plan.at_module(module):
-                    if isinstance(step, Swap) and not step.target.plan_sums_gradients(**dict(step.options)):
+                    if not step.sums_gradients:
                         yield from self._replicated(plan, step, module)
 
     def _inside(self, model: nn.Module) -> list[nn.Module]:

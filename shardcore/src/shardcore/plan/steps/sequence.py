@@ -12,7 +12,7 @@ from shardcore.errors import Problem
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.sequence.tokens import SequenceBlock, SequenceEnd, SequenceStack
-from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
+from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step
 
 __all__ = ["ShardSequence"]
 
@@ -34,11 +34,6 @@ class ShardSequence(Step):
     end: str
 
     @property
-    def places(self) -> frozenset[str]:
-        """The modules that work on split tokens, with all their submodules."""
-        return frozenset((*self.blocks, self.end))
-
-    @property
     @override
     def splits_tokens(self) -> tuple[str, ...]:
         return (*self.blocks, self.end)
@@ -49,20 +44,16 @@ class ShardSequence(Step):
         blocks = ((block, SequenceBlock) for block in self.blocks)
         return ((self.path, SequenceStack), *blocks, (self.end, SequenceEnd))
 
-    def covers(self, path: str) -> bool:
-        """Tell whether the module ``path`` works on split tokens, or inside regions between them."""
-        return not self.places.isdisjoint((path, *above(path)))
-
     @override
     def describe(self) -> str:
         return f"tokens of {self.argument[0]!r} split from {self.blocks[0]} to {self.end}"
 
     @override
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        below = {id(m): m for place in self.places for m in plan.model.get_submodule(place).modules()}
+        below = {id(m): m for place in self.splits_tokens for m in plan.model.get_submodule(place).modules()}
         for module in below.values():
             for step in plan.at_module(module):
-                if not self.covers(step.path):
+                if not self.splits_tokens_of(step.path):
                     yield step.problem(
                         "under sequence parallelism it would see a part of the tokens in the blocks, and all of them "
                         f"as {step.path}, which is the same module",

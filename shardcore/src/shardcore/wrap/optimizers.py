@@ -1,0 +1,79 @@
+"""Optimizers that were made before the model was sharded."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
+
+__all__ = ["check_optimizer", "repoint", "warn_of_stale_optimizers"]
+
+
+def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Refuse an optimizer that cannot be re-pointed.
+
+    Raises:
+        ConfigError: it is none, or is not of this model, whose parameters ``names`` has by identity.
+        NotSupportedError: it holds state, or has divided the parameters already.
+    """
+    if not isinstance(optimizer, Optimizer) or not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ConfigError(
+            f"optimizer= must be a torch.optim.Optimizer with parameter groups, got a {type(optimizer).__name__}; pass "
+            "the optimizer inside of a wrapper, or make it after shard()"
+        )
+    # By name: its module cannot be imported without a warning of torch's.
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        raise NotSupportedError(
+            "optimizer= is a ZeroRedundancyOptimizer, which has divided the parameters among the ranks already; give "
+            "shard() a plain optimizer and dp_shard_size, which shards optimizer state too"
+        )
+    if optimizer.state:
+        raise NotSupportedError(
+            f"this {type(optimizer).__name__} holds state already, which cannot be re-pointed. Make it after shard(), "
+            "and load its state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
+    foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ConfigError(
+            f"optimizer= holds {foreign} parameters that are not the model's; pass the optimizer that was made from "
+            "this model's parameters, or make it after shard()"
+        )
+
+
+def repoint(optimizer: Optimizer, names: dict[int, str], parameters: dict[str, nn.Parameter]) -> None:
+    """Let an optimizer of the old parameters, ``names`` by identity, step the new ``parameters`` of these names."""
+    held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    if missing := [name for name in held if name not in parameters]:
+        raise ConfigError(
+            f"optimizer= holds {missing[0]}, which the model lost while it was sharded; make it after shard()"
+        )
+    for group in optimizer.param_groups:
+        # The list itself is kept: some optimizers hold a second reference to it.
+        group["params"][:] = [parameters[names[id(p)]] for p in group["params"]]
+
+
+def warn_of_stale_optimizers(names: dict[int, str], stacklevel: int) -> None:
+    """Warn of every optimizer that still holds one of the old parameters, ``names`` by identity."""
+    kinds = _subclasses(Optimizer)
+    # An object refers to its class, and the collector finds that faster than we could look through all objects.
+    for candidate in gc.get_referrers(*kinds):
+        if type(candidate) not in kinds:
+            continue
+        held = [names[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in names]
+        if held:
+            warnings.warn(
+                f"a {type(candidate).__name__} was made before shard() and still holds {len(held)} of the old "
+                f"parameters (first: {held[0]}): its steps will change nothing. Make it after shard(), or pass it as "
+                "shard(..., optimizer=optimizer).",
+                StaleOptimizerWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _subclasses(cls: type) -> set[type]:
+    """Return ``cls`` and every class below it."""
+    return {cls}.union(*map(_subclasses, cls.__subclasses__()))

@@ -1,0 +1,153 @@
+"""Which policy serves a class: the nearest, by priority, if its requirements are met; and what is said if none does."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from sites import Site, model, plugin, serves, status
+
+from shardcore.errors import AmbiguousPolicyError, NoPolicyError, PackError
+from shardcore.plugins.registry import _FIRST_PARTY, Registry
+
+
+def test_the_policy_is_imported_by_load_only(site: Site) -> None:
+    site.install("good", serves("shard_good"))
+    match = site.discover().resolve(model())
+    assert "shard_good.policy" not in sys.modules
+    policy = match.load()
+    assert (policy.__module__, policy.__name__) == ("shard_good.policy", "ModelPolicy")
+
+
+def test_a_tie_is_an_error_when_that_model_is_sharded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("one", serves("shard_one"), version="1.1")
+    site.install("two", serves("shard_two"), version="2.2")
+    registry = site.discover()
+    assert status(registry) == {"one": "loaded", "two": "loaded"}
+    with pytest.raises(AmbiguousPolicyError) as caught:
+        registry.resolve(model("Mine", "user", model()))
+    assert str(caught.value).splitlines() == [
+        "several policies serve user.Mine, all for models.Model with priority 0:",
+        "  shard_one.policy:ModelPolicy of pack one (shard-one 1.1)",
+        "  shard_two.policy:ModelPolicy of pack two (shard-two 2.2)",
+        "  way out: pass policy= (a Policy class or an instance)",
+        "  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS=shard-one:one or shard-two:two",
+    ]
+    monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "shard-one:one")
+    assert site.discover().resolve(model()).pack.name == "two"
+
+
+def test_a_tie_within_one_pack(site: Site) -> None:
+    specs = [f"target='models.Model', policy='shard_one.policy:{name}Policy'" for name in ("Model", "Other")]
+    site.install("one", plugin(*specs))
+    with pytest.raises(AmbiguousPolicyError) as caught:
+        site.discover().resolve(model())
+    assert "SHARDCORE_DISABLE_PACKS" not in str(caught.value)
+
+
+def test_the_same_policy_twice_is_no_tie(site: Site) -> None:
+    spec = "target='models.Model', policy='shard_one.policy:ModelPolicy'"
+    site.install("one", plugin(spec, spec))
+    assert site.discover().resolve(model()).load().__name__ == "ModelPolicy"
+
+
+def test_priority_breaks_a_tie(site: Site) -> None:
+    site.install("one", serves("shard_one"))
+    site.install("two", serves("shard_two", rest="priority=1"))
+    assert site.discover().resolve(model()).pack.name == "two"
+
+
+def test_the_nearest_class_wins_before_priority(site: Site) -> None:
+    site.install("far", serves("shard_far", "models.Base", rest="priority=9"))
+    site.install("near", serves("shard_near"))
+    base = model("Base")
+    served = model("Model", "models", base)
+    match = site.discover().resolve(model("Mine", "user", served))
+    assert (match.pack.name, match.cls) == ("near", served)
+    assert site.discover().resolve(base).cls is base
+
+
+def test_a_swapped_class_is_found(site: Site) -> None:
+    site.install("good", serves("shard_good"))
+    native = model()
+    swapped = type(native.__name__, (native,), {"__module__": native.__module__, "__qualname__": native.__qualname__})
+    assert site.discover().resolve(swapped).cls is swapped
+
+
+@pytest.mark.parametrize(
+    ("requires", "met"),
+    [
+        ("some-library", True),
+        ("Some_Library>=2", True),
+        ("some-library>=2.0rc1,<3", True),
+        ("some-library>=2.1", False),
+        ("some-library<2.0rc1", False),
+        ("not-installed", False),
+        ("not-installed; python_version < '3'", True),
+        ("odd-library>=1", False),
+    ],
+)
+def test_requires(site: Site, requires: str, met: bool) -> None:
+    site.library("some-library", "2.1rc1")
+    site.library("odd-library", "unknown")
+    site.install("new", serves("shard_new", rest=f'requires="{requires}", priority=1'))
+    site.install("old", serves("shard_old"))
+    assert site.discover().resolve(model()).pack.name == ("new" if met else "old")
+
+
+def test_no_policy_says_what_was_left_out(site: Site) -> None:
+    site.library("some-library", "1.5")
+    site.install("new", serves("shard_new", rest="requires='some-library>=2'"))
+    site.install("off", serves("shard_off", rest="requires='absent'"))
+    with pytest.raises(NoPolicyError) as caught:
+        site.discover().resolve(model("Mine", "user", model()))
+    assert str(caught.value).splitlines() == [
+        "no installed pack serves user.Mine.",
+        "  looked for: user.Mine, models.Model",
+        "  installed packs:",
+        "    new (shard-new 1.0): loaded",
+        "    off (shard-off 1.0): loaded",
+        "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
+        "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
+        "  way out: pass policy= (a Policy class or an instance), which needs no pack",
+    ]
+
+
+def test_no_policy_without_any_pack() -> None:
+    with pytest.raises(NoPolicyError) as caught:
+        Registry([]).resolve(model("Mine", "user"))
+    assert str(caught.value).splitlines() == [
+        "no installed pack serves user.Mine.",
+        "  looked for: user.Mine",
+        "  installed packs: none",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
+        "  way out: pass policy= (a Policy class or an instance), which needs no pack",
+    ]
+
+
+@pytest.mark.parametrize(("start", "pack"), _FIRST_PARTY.items())
+def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
+    served = model("Model", f"{start}modeling")
+    with pytest.raises(NoPolicyError) as caught:
+        Registry([]).resolve(model("Mine", "user", served))
+    assert f"  the first-party pack for this family is {pack}" in str(caught.value).splitlines()
+    assert "pip" not in str(caught.value)
+    assert "new-pack" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("shard_one.nowhere:Policy", "failed to load: ModuleNotFoundError: No module named 'shard_one.nowhere'"),
+        ("shard_one.policy:Gone", "failed to load: AttributeError: module 'shard_one.policy' has no attribute 'Gone'"),
+        ("shard_one.policy:NOT_A_CLASS", "is 1; wanted a class"),
+    ],
+)
+def test_a_policy_that_cannot_be_loaded(site: Site, policy: str, message: str) -> None:
+    site.install("one", plugin(f"target='models.Model', policy='{policy}'"))
+    match = site.discover().resolve(model())
+    with pytest.raises(PackError) as caught:
+        match.load()
+    assert str(caught.value) == f"pack one (shard-one 1.0): policy {policy!r} {message}"
+    assert (caught.value.__cause__ is not None) is ("failed" in message)
