@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import griffe
 
 __all__ = ["Inherited", "Options"]
+
+# A warning of this logger is an error of `mkdocs build --strict`.
+log = logging.getLogger("mkdocs.plugins.shardcore")
 
 _SECTION = re.compile(r"^Options:\n((?: {4}.*\n?)+)", re.MULTILINE)
 _OPTION = re.compile(r"^ {4}(\w+): ", re.MULTILINE)
@@ -38,6 +42,12 @@ class Inherited(griffe.Extension):
                     continue
                 overridden = (base.members[name] for base in cls.mro() if name in base.members)
                 member.docstring = next((m.docstring for m in overridden if m.docstring is not None), None)
+                if member.docstring is None and isinstance(member, griffe.Function) and _overrides(member):
+                    log.warning("%s overrides a method, and neither has a docstring", member.path)
+
+
+def _overrides(function: griffe.Function) -> bool:
+    return any(str(decorator.value) == "override" for decorator in function.decorators)
 
 
 def _classes(room: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:

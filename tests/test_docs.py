@@ -80,6 +80,13 @@ def test_every_public_name_has_a_docstring(name):
     assert not (isinstance(value, type) and value.__doc__.startswith(f"{name}("))  # written by dataclass
 
 
+def test_no_docstring_only_says_where_to_look():
+    sources = [file for place in ("shardcore/src", "packs") for file in (ROOT / place).rglob("*.py")]
+    texts = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in sources}
+    assert any('"""' in text for text in texts.values())
+    assert {name for name, text in texts.items() if re.search(r'"""See `[\w.]+`\.?"""', text)} == set()
+
+
 def test_every_hook_is_in_the_reference():
     declared = {name for name in hooks.__all__ if name.startswith("shardcore_")}
     assert declared == {name for name in vars(hooks) if name.startswith("shardcore_")}

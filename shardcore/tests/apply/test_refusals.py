@@ -135,7 +135,7 @@ def refusals():
     text = _refused(ConfigError, "BadMixer", model=model, policy=BadShapePolicy, tp=world)
     assert text == (
         "BadMixer.from_native_module at blocks.0.mixer: its parameter 'scale' of ParallelMixer has shape (3,), neither "
-        f"the whole (8,) nor rank {rank}'s part of it along one dim (as torch.chunk cuts it)"
+        f"the full shape (8,) nor rank {rank}'s part of it along one dim (as torch.chunk cuts it)"
     )
     shardcore.shard(model, policy=ShardformerStyle, tp=world)
     assert_close(plain()(batch(vocab=13)), model(batch(vocab=13)), "after all refusals")

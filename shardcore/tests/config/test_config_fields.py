@@ -96,8 +96,8 @@ def test_values_of_the_wrong_kind(fields, message):
         (
             {"loss_chunk_size": 128},
             (
-                "ShardConfig.loss_chunk_size=128 without parallel_output=True: logits that are whole on every rank are "
-                "not computed in chunks; give both or neither"
+                "ShardConfig.loss_chunk_size=128 without parallel_output=True: gathered logits are not computed in "
+                "chunks; give both or neither"
             ),
         ),
         (

@@ -314,7 +314,7 @@ def test_segments_by_head_need_heads():
         counts = None
 
     found = _problems(Headless)
-    assert any("segments that lie head by head are cut between heads" in p for p in found)
+    assert any("segments in the order of heads are cut between heads" in p for p in found)
 
 
 class Staged(Policy):

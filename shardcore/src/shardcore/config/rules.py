@@ -110,8 +110,8 @@ def _check_contradictions(config: ShardConfig) -> None:
         )
     if config.loss_chunk_size is not None and not config.parallel_output:
         raise ConfigError(
-            f"ShardConfig.loss_chunk_size={config.loss_chunk_size} without parallel_output=True: logits that are whole "
-            "on every rank are not computed in chunks; give both or neither"
+            f"ShardConfig.loss_chunk_size={config.loss_chunk_size} without parallel_output=True: gathered logits are "
+            "not computed in chunks; give both or neither"
         )
     if config.sequence_parallelism_mode is not None and not config.enable_sequence_parallelism:
         raise ConfigError(

@@ -34,7 +34,7 @@ def local_problem(
         if _layout(full, tuple(parameter.shape), context) is None:
             return (
                 f"its parameter {name!r} of {type(owner).__name__} has shape {tuple(parameter.shape)}, neither "
-                f"the whole {full} nor rank {context.rank}'s part of it along one dim (as torch.chunk cuts it)"
+                f"the full shape {full} nor rank {context.rank}'s part of it along one dim (as torch.chunk cuts it)"
             )
     return None
 

@@ -181,7 +181,7 @@ class RegionRule(Rule):
         fits = True
         parts = {part.name: part.segments for part in self.segments}
         if self.unit != "head" and any(part.by == "head" for part in self.segments):
-            scope.problem("segments that lie head by head are cut between heads", 'say unit="head" or heads=')
+            scope.problem("segments in the order of heads are cut between heads", 'say unit="head" or heads=')
             return False
         for name in self.col:
             count = parts.get(name, 1)

@@ -75,7 +75,7 @@ def _split(logits: Tensor, process_group: ProcessGroup | None, vocab_size: int |
     if isinstance(logits, DTensor):
         if [p.is_shard(logits.ndim - 1) for p in logits.placements] != [True]:
             raise ConfigError(
-                f"the logits lie as {logits.placements} on their mesh; wanted Shard({logits.ndim - 1}) alone, their "
+                f"the placements of the logits are {logits.placements}; wanted Shard({logits.ndim - 1}) alone, their "
                 "words split over the ranks of process_group"
             )
         logits = logits.to_local()
