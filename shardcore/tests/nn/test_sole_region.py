@@ -35,8 +35,8 @@ def _pair(**options):
     reference = Net(**options).double()
     randomize(reference)
     sharded = shard(copy.deepcopy(reference), NetPolicy, tp=torch.distributed.get_world_size())
-    assert isinstance(sharded.up.opens, SoleRegion)
-    assert sharded.down.region is sharded.up.opens
+    assert isinstance(sharded.up.sole_region, SoleRegion)
+    assert sharded.down.region is sharded.up.sole_region
     assert not sharded.up._forward_pre_hooks
     return reference, sharded
 

@@ -1,4 +1,4 @@
-"""Local parameters made by a user's code become DTensors, so that every parameter of a sharded model is one."""
+"""Local parameters that a user's code makes become DTensors, so that every parameter of a sharded model is one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def local_problem(
 
     Args:
         module: the module that a user's code made or changed.
-        native: the whole shapes, by parameter name.
+        native: the full shapes, by parameter name.
         context: of the sharded model.
         recurse: look at submodules too.
     """

@@ -1,4 +1,4 @@
-"""How one parameter lies on the tensor-parallel ranks, and how it gets there."""
+"""How one parameter is placed on the tensor-parallel ranks, and how it becomes a DTensor."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class ReplicatedLayout(Layout):
     """Every rank holds the whole parameter.
 
     Attributes:
-        partial_gradient: each rank's gradient is only a summand (local heads read the parameter). DTensor would say
-            that the gradient is `Partial`.
+        partial_gradient: each rank uses the parameter for its part of the activations (its heads), so its gradient is
+            partial, as DTensor's `Partial` is, and has to be summed.
     """
 
     partial_gradient: bool = False
@@ -150,8 +150,8 @@ class SegmentedLayout(Layout):
 def distribute(parameter: nn.Parameter, layout: Layout, context: ShardContext) -> nn.Parameter:
     """Return ``parameter`` as a DTensor on the axis of its layout; the original is not changed.
 
-    No collective runs: every rank cuts its part out of the whole it already holds. Only that part moves to the
-    device of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
+    No collective runs: every rank cuts its part out of the full tensor that it has. Only that part moves to the device
+    of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
     """
     new = nn.Parameter(_as_dtensor(parameter, layout, context), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)

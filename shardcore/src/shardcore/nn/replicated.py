@@ -22,11 +22,12 @@ __all__ = ["Replicated"]
 class Replicated(SwappedModule):
     """A native module that runs its own forward while its parameters are DTensors.
 
-    For the time of its forward the module sees local tensors in place of its own parameters; to everybody else they are
-    the DTensors. Norms, classification heads and position tables work so, unchanged.
+    While its forward runs, the module's own parameters are replaced by local tensors; at all other times they are the
+    DTensors. That is enough for norms, classification heads and position tables.
 
     Options:
-        partial: local heads read the parameters (norms on queries and keys): gradients are summed over the ranks.
+        partial: each rank applies the module to its part of the activations (norms on queries and keys), so gradients
+            are partial, and are summed over the ranks.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -75,7 +76,7 @@ class Replicated(SwappedModule):
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward on this rank's copies of the parameters."""
+        """Run the native forward on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
             return self._stand_in().forward(*args, **kwargs)
         own = self._exchange()
@@ -85,7 +86,7 @@ class Replicated(SwappedModule):
             self.__dict__["_parameters"] = own
 
     def run_method(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``method``, one of the native class, on this rank's copies of the parameters."""
+        """Call ``method``, one of the native class, on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
             return method(self._stand_in(), *args, **kwargs)
         own = self._exchange()
@@ -105,7 +106,7 @@ class Replicated(SwappedModule):
         return {**own, **dict(zip(shared, local, strict=True))}
 
     def _exchange(self) -> dict[str, Any]:
-        """Return the parameters, in whose place local tensors are from now on, if they were not already."""
+        """Replace the parameters by local tensors, unless they are, and return what was there before."""
         own: dict[str, Any] = self._parameters
         if not isinstance(own, _Local):
             # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
@@ -121,4 +122,4 @@ class Replicated(SwappedModule):
 
 
 class _Local(dict[str, Any]):
-    """Parameters in the place of a module's own, as long as it runs."""
+    """Local tensors in the place of a module's parameters, while it runs."""

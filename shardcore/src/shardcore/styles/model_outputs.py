@@ -25,7 +25,7 @@ def outputs(
     heads: str | None = None,
     optional: bool = False,
 ) -> Rule:
-    """Gather the outputs that a model collects from its layers: attention weights, hidden states.
+    """Gather the outputs that a model captures from its layers: attention weights, hidden states.
 
     Args:
         attentions: ``"heads"`` if attention weights (B, heads, S, S) are split over the heads.

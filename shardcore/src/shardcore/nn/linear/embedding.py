@@ -23,8 +23,9 @@ __all__ = ["VocabEmbedding"]
 class VocabEmbedding(SwappedModule, nn.Embedding):
     """An embedding whose rows are split: weight (V/tp, H), the last part smaller if V does not divide.
 
-    Input (...) of token ids, the same on all ranks; output (..., H), whole on every rank. Each rank looks up the ids it
-    holds, puts zeros elsewhere, and the ranks are summed. ``padding_idx`` keeps its meaning: that row gets no gradient.
+    Input (...) of token ids, the same on all ranks; output (..., H), the same on all ranks. Each rank looks up the ids
+    of its rows and fills the places of others with zeros; an all-reduce sums the results. As in the native module, the
+    row ``padding_idx`` gets no gradient.
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)

@@ -25,8 +25,8 @@ class FusedColumnLinear(ColumnLinear):
     Input (..., in), the same on all ranks; output (..., out/tp), which is [q_r|k_r|v_r] on rank r. It enters its region
     by itself or as a member, as `ColumnLinear` does.
 
-    The weight is one DTensor of the native shape, so that checkpoints fit any number of ranks. The bias (out) is held
-    whole by every rank, which uses its own rows; its gradient is summed, together with those of the region's other
+    The weight is one DTensor of the native shape, so that checkpoints fit any number of ranks. The bias (out) is
+    replicated: each rank uses its rows of it, and its gradient is summed, together with those of the region's other
     such parameters. See ``docs/adr/0001-fused-column-placement.md``. Under FSDP2, `shardcore.nn.fsdp_placement` is
     needed.
 

@@ -46,18 +46,18 @@ def _divides(module: nn.Module, ranks: int) -> bool:
 class ColumnLinear(SwappedModule, nn.Linear):
     """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
 
-    Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it enters
-    its region by itself, one all-reduce of its input's gradient for each such linear; as member of a region (see
-    `shardcore.nn.region.region.Region`) the region's entry does, once for all members.
+    Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it sums
+    its input gradient itself, with one backward all-reduce for each such linear. As a member of a region
+    (`shardcore.nn.region.region.Region`) it does not: the entry of the region sums once for all members.
 
     Options:
         gather_output: return the full output on every rank.
         replication: so many neighbouring ranks compute the same output features (fewer KV heads than ranks); 1 splits
-            over all ranks. Above 1 the weight and the bias are still split over all ranks, and each group of
-            neighbours gathers their rows in the forward. Where out_features does not divide by the number of ranks,
-            every rank holds the full parameters, uses its rows of them, and their gradients are summed.
-        in_parts: False: where ``replication`` is above 1 every rank holds the full parameters, so that the forward
-            needs no gather.
+            over all ranks. Above 1 the weight and the bias are still split over all ranks, and each group of neighbours
+            gathers their rows in the forward. Where out_features does not divide by the number of ranks, every rank has
+            the full parameters, uses its rows of them, and their gradients are summed.
+        in_parts: False: where ``replication`` is above 1 every rank has the full parameters, so that the forward needs
+            no gather.
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
@@ -75,7 +75,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
     gather_output: bool
     enters_alone: bool
     #: The region that is entered here, of which this linear is the only member; None for any other.
-    opens: SoleRegion | None
+    sole_region: SoleRegion | None
     _shard_context: ShardContext
 
     @classmethod
@@ -151,7 +151,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
         new.bias_rows = new.rows
         new.gather_output = gather_output
         new.enters_alone = enters
-        new.opens = None
+        new.sole_region = None
         return new
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
@@ -160,8 +160,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
         return gather_from_tp(out, self._shard_context.channel, -1, self.out_features) if self.gather_output else out
 
     def _local_forward(self, x: Tensor) -> Tensor:
-        if self.opens is not None:
-            return self.opens.multiply(x)
+        if self.sole_region is not None:
+            return self.sole_region.multiply(x)
         if self.enters_alone:
             # One enter for each linear, though several may be called with one tensor: whether it is one is nothing that
             # all ranks agree on (a backward hook makes another object of it).
@@ -218,7 +218,7 @@ class RowLinear(SwappedModule, nn.Linear):
     Input (..., in/tp); output (..., out), summed over the ranks, then the bias is added once.
 
     Options:
-        parallel_input: False if the input is whole, (..., in), and has to be split first.
+        parallel_input: False if the input is the full (..., in), and has to be split first.
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
@@ -304,7 +304,7 @@ class RowLinear(SwappedModule, nn.Linear):
 
 
 def shared_parameters(where: str, members: Sequence[Site]) -> Iterator[Collective]:
-    """Yield the collectives of parameters of column linears that several ranks use and none has to itself.
+    """Yield the collectives of parameters of column linears that several ranks use.
 
     Args:
         where: the entry of their region, which sends for all of them.

@@ -1,9 +1,9 @@
 """What column linears use of parameters that ranks share, read for all members of a region at once.
 
-Two kinds of parameters are no part that a rank has to itself: rows that neighbours gather (a KV head that they share),
-and whole ones of which a rank uses some rows (the bias of a fused linear; KV heads that cannot be cut evenly). Both
-cost collectives. So that these follow from the plan alone, the entry of a region reads for all its members, whatever
-becomes of each one's call: a hook on one rank may keep a member off the region's fast path there.
+There are two kinds of them: rows that neighbours gather (a KV head that they share), and full parameters of which a
+rank uses some rows (the bias of a fused linear; KV heads that cannot be cut evenly). Both cost collectives. These have
+to follow from the plan alone, so the entry of a region reads for all its members, even for one that a hook keeps off
+the region's fast path on one rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Reading", "read_together", "take_rows"]
 class Reading:
     """What the entry of a region has read for one member.
 
-    An exception inside the region leaves it behind, and what the parameters are by then may be something else.
+    An exception inside the region leaves it on the member, so it says whether the parameters have changed since.
     """
 
     def __init__(self, member: ColumnLinear, parameters: tuple[Tensor, ...]) -> None:

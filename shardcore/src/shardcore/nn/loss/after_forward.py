@@ -17,12 +17,12 @@ __all__ = ["LossFromOutputs"]
 
 
 class LossFromOutputs(SwappedModule):
-    """A model that runs its own forward without labels and adds the loss afterwards.
+    """A model that runs its own forward without labels and computes the loss afterwards.
 
     Options:
         function: called with (model, *logits, *labels); returns the loss.
-        labels: the arguments that are taken out; without the first of them the model runs as it is.
-        logits: the outputs that the function takes.
+        labels: the arguments that are removed before the forward; without the first of them the model runs as it is.
+        logits: the outputs that the function is given.
     """
 
     keeps_name: ClassVar[bool] = True

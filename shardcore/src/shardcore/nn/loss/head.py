@@ -19,7 +19,7 @@ __all__ = ["VocabHead"]
 
 
 class VocabHead(ColumnLinear):
-    """A `ColumnLinear` over the vocabulary that gathers its output, unless a model takes its logits split.
+    """A `ColumnLinear` over the vocabulary whose output is gathered, except where the model keeps its logits split.
 
     Input (..., H); output (..., V), or `VocabParallelLogits` in calls with labels, which `VocabParallelLossModel`
     recognises. See `ColumnLinear` for the options.
@@ -52,7 +52,7 @@ class VocabHead(ColumnLinear):
                 "the head to the fully_shard of the model, as shard(dp=...) does."
             )
         if self.keeps_split and self.chunk is not None:
-            x = input if self.opens is None else self.opens.enter(input)
+            x = input if self.sole_region is None else self.sole_region.enter(input)
             return LazyLogits(x, self._vocabulary, self, self.chunk)
         out = self._local_forward(input)
         if self.keeps_split:

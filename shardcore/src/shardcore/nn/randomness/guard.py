@@ -19,9 +19,9 @@ __all__ = ["RngScope"]
 
 
 class RngScope(SwappedModule):
-    """A module around whose outermost call the model's random stream is swapped in, and always out again.
+    """A module whose outermost call runs on the model's random stream; the user's generators are always restored.
 
-    Its forward is wrapped, not hooked: hooks are not called after an interrupt, and the stream would stay in.
+    The forward is wrapped, not hooked: hooks are not called after an interrupt, which would leave the stream in place.
     """
 
     keeps_name: ClassVar[bool] = True

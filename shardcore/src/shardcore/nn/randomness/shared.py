@@ -21,7 +21,7 @@ __all__ = ["SharedNumpy", "SharedRandom"]
 
 
 class SharedRandom(SwappedModule):
-    """A module that draws from the stream that all ranks share, even where it is forked.
+    """A module that draws the same random numbers on all ranks, inside of regions too.
 
     For draws that decide about whole samples (stochastic depth): ranks that decide differently would add parts of
     different networks.
@@ -40,9 +40,9 @@ class SharedRandom(SwappedModule):
 
 
 class SharedNumpy(SwappedModule):
-    """A module with methods that draw from numpy's global generator: on all ranks the same numbers.
+    """A module with methods that draw from numpy's global generator: the same numbers on all ranks.
 
-    The generator is seeded from the model's random stream before each call, and the user's numbers go on afterwards.
+    The generator is seeded from the model's random stream before each call, and set back to the user's state after it.
 
     Options:
         methods: the names of these methods.

@@ -1,8 +1,8 @@
-"""A region that is entered at its only column linear: enter and product are one autograd node.
+"""A region with one column linear, at which it is entered: entry and product are one autograd node.
 
-The MLPs of encoders have one column linear, which nothing else shares its input with. The member's backward computes
-the input gradient, starts its collective, computes the weight gradient meanwhile, and waits; nothing is left behind for
-another node, and no hook runs. See `shardcore.nn.region.region` for what a region is.
+The MLPs of encoders have one column linear, whose input no other linear shares. Its backward computes the input
+gradient, starts the collective, computes the weight gradient meanwhile, and waits; no other node has to record
+anything, and no hook runs. See `shardcore.nn.region.region` for what a region is.
 """
 
 from __future__ import annotations

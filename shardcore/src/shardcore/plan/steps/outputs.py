@@ -21,10 +21,10 @@ __all__ = ["GatherOutputs", "KeepLogitsSharded", "TakeLoss"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherOutputs(Step):
-    """Outputs that the module collects from its layers are gathered.
+    """Outputs that the module captures from its layers are gathered.
 
     Attributes:
-        dims: by output name, the dim that is split over the ranks in each collected tensor, and its full size.
+        dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
         by_tokens: outputs that are split along the sequence where sequence parallelism is on.
         places: outputs that take a place in a tuple (``return_dict=False``) even where they are None.
     """

@@ -146,7 +146,7 @@ class OpenRegion(Step):
             columns = [m for m in members if isinstance(m, ColumnLinear)]
             region: Region
             if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
-                region = module.opens = SoleRegion(bench.shared, module, dropouts)
+                region = module.sole_region = SoleRegion(bench.shared, module, dropouts)
             else:
                 region = Region(bench.shared, self.argument, columns, dropouts, self.also)
                 module.register_forward_pre_hook(region, with_kwargs=True)
