@@ -86,7 +86,7 @@ def _of_release(version: str) -> Iterator[dict[str, str]]:
         yield _finding("fused column linears", "works", "one weight for several projections")
     for ability in ABILITIES:
         lost = f"torch {version} is older than {ability.since}: {ability.lost}"
-        there = f"torch can since {ability.since}"
+        there = f"since torch {ability.since}"
         yield _finding(ability.what, *(("works", there) if ability.is_there() else ("missing", lost)))
 
 
