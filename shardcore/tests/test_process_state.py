@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "process.md"
 CONSTANT = {
     "TypeVar", "frozenset", "object", "re.compile", "getattr", "tuple", "map", "HookspecMarker", "HookimplMarker",
     "pluggy.HookspecMarker", "pluggy.HookimplMarker", "StateDictOptions", "_sum_options",
+    "Ability", "Renamed", "ALL_GATHER.find", "REDUCE_SCATTER.find", "CLIPPED_SUMS.is_there", "TRACED_READS.is_there",
 }  # fmt: skip
 CHANGING = {
     "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update",

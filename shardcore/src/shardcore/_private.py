@@ -24,6 +24,7 @@ __all__ = [
     "TORCH",
     "PrivateName",
     "complaint",
+    "find",
     "missing",
     "require",
 ]
@@ -68,9 +69,9 @@ class PrivateName:
 
     def is_there(self) -> bool:
         """Tell whether the installed library has it."""
-        owner = _find(self.path.rpartition(".")[0])
+        owner = find(self.path.rpartition(".")[0])
         if self.code:
-            return self.name in getattr(getattr(_find(self.code), "__code__", None), "co_names", ())
+            return self.name in getattr(getattr(find(self.code), "__code__", None), "co_names", ())
         return owner is not None and hasattr(owner() if self.of_instances else owner, self.name)
 
 
@@ -168,7 +169,7 @@ def complaint(gone: Sequence[PrivateName], library: str = "torch", tested: Seque
     )
 
 
-def _find(path: str) -> Any:
+def find(path: str) -> Any:
     """Return the module or attribute ``path``, or None."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):

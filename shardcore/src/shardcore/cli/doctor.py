@@ -19,10 +19,6 @@ from shardcore.plugins.versions import installed
 
 __all__ = ["examine", "show"]
 
-_PRESENT = {
-    "private names of torch": "all that shardcore uses are there",
-    "fused column linears": "one weight for several projections",
-}
 _LIBRARIES = ("torch", "transformers", "timm", "accelerate", "flash-attn", "pluggy", "safetensors")
 
 
@@ -57,8 +53,6 @@ def _of_torch() -> Iterator[dict[str, str]]:
     import torch
     import torch.distributed as dist
 
-    from shardcore._private import CORE, DATA_PARALLEL, FUSED, SAVING, complaint, missing
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if dist.is_available():
         yield _finding("gloo", *_backend(dist.is_gloo_available(), "tensor parallelism on CPUs"))
@@ -72,12 +66,28 @@ def _of_torch() -> Iterator[dict[str, str]]:
     cores = os.cpu_count() or 1
     yield _finding("CPU cores", "works", f"{cores}; set OMP_NUM_THREADS so that ranks do not compete for them")
     yield _attention(count)
-    for what, features, state in (
-        ("private names of torch", (CORE, DATA_PARALLEL, SAVING), "fails"),
-        ("fused column linears", (FUSED,), "missing"),
-    ):
-        gone = missing(*features)
-        yield _finding(what, state if gone else "works", complaint(gone) if gone else _PRESENT[what])
+    yield from _of_release(torch.__version__)
+
+
+def _of_release(version: str) -> Iterator[dict[str, str]]:
+    """Yield what the installed release of torch has, and what is lost with what it lacks."""
+    from shardcore._private import CORE, DATA_PARALLEL, FUSED, SAVING, complaint, missing
+    from shardcore._releases import ABILITIES, NAMES
+
+    there = "all that shardcore uses are there"
+    gone = missing(CORE, DATA_PARALLEL, SAVING)
+    yield _finding("private names of torch", "fails" if gone else "works", complaint(gone) if gone else there)
+    lacking = [name.complaint() for name in NAMES if not name.is_there()]
+    yield _finding("public names of torch", "fails" if lacking else "works", lacking[0] if lacking else there)
+    if gone := missing(FUSED):
+        lost = "models in which one linear computes several projections are refused"
+        yield _finding("fused column linears", "missing", f"{lost}: {complaint(gone)}")
+    else:
+        yield _finding("fused column linears", "works", "one weight for several projections")
+    for ability in ABILITIES:
+        lost = f"torch {version} is older than {ability.since}: {ability.lost}"
+        there = f"since torch {ability.since}"
+        yield _finding(ability.what, *(("works", there) if ability.is_there() else ("missing", lost)))
 
 
 def _backend(available: bool, purpose: str) -> tuple[str, str]:
