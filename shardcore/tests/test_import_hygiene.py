@@ -181,7 +181,7 @@ def test_only_its_own_file_asks_for_a_kind_of_step() -> None:
     trees = {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in root.rglob("*.py")}
     homes = {file: kinds_in(tree) for file, tree in trees.items()}
     kinds = set().union(*homes.values())
-    assert {"OpenRegion", "ShardSequence", "Swap", "ChooseAttention"} <= kinds
+    assert {"EnterRegion", "ShardSequence", "Swap", "ChooseAttention"} <= kinds
     found = {file: set(asked(tree, kinds - homes[file])) for file, tree in trees.items()}
     phases = {file for file, tree in trees.items() if list(asked(tree, {"Phase"}))}
     assert {file: names for file, names in found.items() if names} == {}

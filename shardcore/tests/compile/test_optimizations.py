@@ -24,7 +24,7 @@ from shardcore.errors import NotSupportedError, PlanError
 from shardcore.nn import FusedRMSNorm, Replicated
 from shardcore.nn.blocks.recompute import RecomputedBlock
 from shardcore.nn.region.region import Region
-from shardcore.plan.steps import FreezeForInference, FuseNorm, OpenRegion, Recompute, SetAttribute
+from shardcore.plan.steps import EnterRegion, FreezeForInference, FuseNorm, Recompute, SetAttribute
 from shardcore.policy import Stages
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
@@ -225,7 +225,7 @@ def test_blocks_are_not_recomputed_in_eval_mode():
 
 def test_inference_plans_nothing_for_a_backward():
     plan = _plan(inference_only=True)
-    assert not [s for s in plan.steps if isinstance(s, OpenRegion)]
+    assert not [s for s in plan.steps if isinstance(s, EnterRegion)]
     assert [s for s in plan.steps if isinstance(s, FreezeForInference)]
     assert "eval mode, no gradients" in plan.render()
 

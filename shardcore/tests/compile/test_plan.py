@@ -18,7 +18,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, behaviours
-from shardcore.plan.steps import OpenRegion, Phase, ScopeRandomness, SetAttribute, Swap
+from shardcore.plan.steps import EnterRegion, Phase, ScopeRandomness, SetAttribute, Swap
 from shardcore.policy import ModulePolicyDescription
 from shardcore.styles import col, head, region, vocab
 
@@ -72,14 +72,14 @@ def test_what_a_plan_says():
     assert swaps["model.embed"] is VocabEmbedding
     assert swaps["model"] is Replicated
     assert [s.value for s in plan.steps if isinstance(s, SetAttribute)] == [2, 2]
-    opened = [s for s in plan.steps if isinstance(s, OpenRegion)]
+    opened = [s for s in plan.steps if isinstance(s, EnterRegion)]
     assert [s.argument for s in opened] == [("input", 0)] + [("hidden", 0)] * 2 + [("x", 0)] * 2
     phases = [s.phase for s in plan.steps]
     assert phases == sorted(phases)
     assert {type(s): s.phase for s in plan.steps} == {
         Swap: Phase.SWAP,
         SetAttribute: Phase.CHANGE,
-        OpenRegion: Phase.ENTER,
+        EnterRegion: Phase.ENTER,
         ScopeRandomness: Phase.SCOPE,
     }
     text = str(plan)

@@ -263,7 +263,7 @@ def interrupted():
     handle = attention.o_proj.register_forward_pre_hook(_interrupt)
     with pytest.raises(InterruptError):
         _step(sharded)
-    assert attention.k_proj.opened is not None
+    assert attention.k_proj.reading is not None
     handle.remove()
     clone = copy.deepcopy(sharded)
     with torch.no_grad():
@@ -272,7 +272,7 @@ def interrupted():
     x = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert_close(reference.model.layers[0].attention.k_proj(x), attention.k_proj(x), "the linear itself")
     _compare(reference, sharded)
-    assert attention.k_proj.opened is attention.v_proj.opened is None
+    assert attention.k_proj.reading is attention.v_proj.reading is None
     _compare(build(kv_heads=1), clone)
 
 

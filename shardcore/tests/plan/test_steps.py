@@ -7,8 +7,8 @@ from torch import nn
 from shardcore.nn import ColumnLinear, ReplicatedLayout, ShardedLayout
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps import (
+    EnterRegion,
     GatherOutputs,
-    OpenRegion,
     ReplaceMethods,
     ReplaceModule,
     ReplaceParameters,
@@ -46,7 +46,7 @@ def test_steps_describe_themselves():
     )
     assert SetAttribute(path="a", name="n", value=3).describe() == "n = 3"
     assert GatherOutputs(path="", dims=(("attentions", 1, 8),)).describe() == "gathers attentions on dim 1 to 8"
-    region = OpenRegion(path="m", argument=("x", 0), members=("a", "b"), row="c", block="")
+    region = EnterRegion(path="m", argument=("x", 0), members=("a", "b"), row="c", block="")
     assert region.describe() == "enters with 'x' for a, b, leaves at c"
     assert "test_steps.function#" in ReplaceParameters(path="a", function=function).describe()
     assert ReplaceMethods(path="a", methods=(("forward", function),)).describe().startswith("ReplaceMethods(methods=")

@@ -10,7 +10,7 @@ from torch import nn
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
-from shardcore.plan.steps import GatherOutputs, OpenRegion, SetAttribute, Swap
+from shardcore.plan.steps import EnterRegion, GatherOutputs, SetAttribute, Swap
 from shardcore.policy import HeadCounts, Policy
 from shardcore.styles import (
     attribute,
@@ -81,7 +81,7 @@ def test_head_enters_by_itself_and_gathers():
     _, steps = _steps(head("one"))
     assert steps == [
         Swap(path="one", target=ColumnLinear, options=(("enters", False), ("gather_output", True))),
-        OpenRegion(path="one", argument=("input", 0), members=("one",), row=None, block="one"),
+        EnterRegion(path="one", argument=("input", 0), members=("one",), row=None, block="one"),
     ]
 
 
@@ -90,7 +90,7 @@ def test_a_region_of_one_column_needs_no_enter():
     assert steps == [
         Swap(path="one", target=ColumnLinear, options=(("enters", False),)),
         Swap(path="two", target=RowLinear),
-        OpenRegion(path="one", argument=("input", 0), members=("one",), row="two", block=""),
+        EnterRegion(path="one", argument=("input", 0), members=("one",), row="two", block=""),
     ]
 
 
@@ -104,7 +104,7 @@ def test_a_region_of_several_columns_without_enter_uses_the_identity_of_the_inpu
             return {"Wide": rows}
 
     steps = compile_plan(Given, Wide(), ShardConfig(tensor_parallel_size=2)).steps
-    assert not [s for s in steps if isinstance(s, OpenRegion)]
+    assert not [s for s in steps if isinstance(s, EnterRegion)]
     assert [s.options for s in steps if s.path in ("one", "deep.0")] == [(("enters", True),)] * 2
 
 

@@ -17,7 +17,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError, PlanError
 from shardcore.mesh import context_of
-from shardcore.plan.steps import EnterArgument, OpenRegion
+from shardcore.plan.steps import EnterArgument, EnterRegion
 from shardcore.policy import Policy, Stages
 from shardcore.styles import (
     attribute,
@@ -254,7 +254,7 @@ def test_whole_samples_are_dropped_alike(pool):
 def test_plans_say_what_enters():
     plan = compile_plan(ModelPolicy, _model(), ShardConfig(tensor_parallel_size=2))
     assert EnterArgument(path="decoder", argument=("states", 1)) in plan.steps
-    (entry, *_) = [s for s in plan.steps if isinstance(s, OpenRegion) and s.also]
+    (entry, *_) = [s for s in plan.steps if isinstance(s, EnterRegion) and s.also]
     assert "enters with 'x' beside 'states' for cross.q, cross.k, cross.v, leaves at cross.out" in entry.describe()
     for words in ("enters 'states' for all regions below", "loss of logits against labels after the forward"):
         assert words in plan.render()

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
 from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps import KeepLogitsSharded, OpenRegion
+from shardcore.plan.steps import EnterRegion, KeepLogitsSharded
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter
 from shardcore.styles._text import written
@@ -54,7 +54,7 @@ class HeadRule(Rule):
                 target = VocabHead if scope.config.parallel_output else ColumnLinear
                 scope.swap(name, target, gather_output=True, enters=False)
                 path = scope.name(name)
-                scope.add(OpenRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
+                scope.add(EnterRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
                 if scope.config.parallel_output:
                     self._split(scope, path)
 

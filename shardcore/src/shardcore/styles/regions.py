@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps import EnterArgument, OpenRegion, Step
+from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter, number_of
 from shardcore.styles._text import names_of, written
@@ -231,9 +231,9 @@ class RegionRule(Rule):
     def _entry(self, scope: Scope) -> Step | None:
         """Return where the region is entered, or None if its several column linears enter by themselves.
 
-        Under ``inference_only`` no region is opened, unless tokens are gathered at its entry: the forward sends nothing
-        there. Users may still call backward; linears that enter by themselves stay correct, and cost nothing in the
-        forward.
+        Under ``inference_only`` no region is entered, unless tokens are gathered at its entry: the forward sends
+        nothing there. Users may still call backward; linears that enter by themselves stay correct, and cost nothing in
+        the forward.
         """
         members = tuple(scope.name(name) for name in (*self.col, *self.kv))
         place = self.enter if self.enter is not None else self.col[0]
@@ -259,7 +259,7 @@ class RegionRule(Rule):
                 also.append(found)
             else:
                 scope.problem(f"{type(module).__name__}.forward has no argument {name!r}", "correct also=", place)
-        return OpenRegion(
+        return EnterRegion(
             path=scope.name(place),
             argument=argument,
             members=members,

@@ -67,7 +67,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
     #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
     group_size: int
     #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
-    opened: Reading | None
+    reading: Reading | None
     #: The rows of the weight that this rank uses if its local tensor has others too, else None.
     rows: Runs | None
     #: Likewise of the bias.
@@ -140,7 +140,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
         **options: Any,
     ) -> Self:
         new = super().swap_class(module, context)
-        new.group_size, new.opened, new.rows = 1, None, None
+        new.group_size, new.reading, new.rows = 1, None, None
         if replication > 1 and in_parts and _divides(new, context.size):
             context.join_neighbours(replication)
             new.group_size = replication
@@ -191,8 +191,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
         if self.uses_what_it_holds:
             return local_linear(x, self.weight, self.bias)
         # A compiled graph can pass nothing from one module to another.
-        if not torch.compiler.is_compiling() and self.opened is not None and self.opened.is_of(self):
-            return multiply(x, *self.opened.parameters)
+        if not torch.compiler.is_compiling() and self.reading is not None and self.reading.is_of(self):
+            return multiply(x, *self.reading.parameters)
         return multiply(x, *read_together(self._shard_context, [self])[0])
 
     def _fork(self) -> None:

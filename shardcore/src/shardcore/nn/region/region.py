@@ -83,20 +83,20 @@ class _Open:
         if not _is_readable(member.weight):
             return
         # The gradient of what was read together is a plain one: the node that read it sums and places it.
-        parameters = member.own_parameters if member.opened is None else member.opened.parameters
+        parameters = member.own_parameters if member.reading is None else member.reading.parameters
         used = [_used(parameter) for parameter in parameters]
         self.members[id(member)] = _Member(len(self.parameters), used[0], used[1] if len(used) > 1 else None)
         self.parameters += parameters
 
-    def put(self, call: _Call) -> None:
+    def record(self, call: _Call) -> None:
         """Record a call for the backward of enter."""
         task = backward_task()
         if task != self._task:  # a backward that raised half-way left its calls behind
             self._task, self._calls = task, []
         self._calls.append(call)
 
-    def take(self) -> list[_Call]:
-        """Return the calls of the backward that is running."""
+    def pop(self) -> list[_Call]:
+        """Return the calls of the backward that is running, and forget them."""
         calls, self._calls = self._calls, []
         return calls if self._task == backward_task() else []
 
@@ -130,7 +130,7 @@ class _EnterRegion(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_double_backward()
         region: _Open = ctx.region
-        calls = region.take()
+        calls = region.pop()
         needs = ctx.needs_input_grad  # of (region, length, x, *parameters)
         gathering = Gathering(ctx.saved_tensors[0], region.context.channel, ctx.length) if region.again else None
         gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
@@ -191,7 +191,7 @@ class _MemberLinear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         weight, *kept = ctx.saved_tensors
         # Detached: x leads to enter's node, which holds the region.
-        ctx.region.put(_Call(ctx.member, grads[0], kept[0].detach() if kept else None, weight))
+        ctx.region.record(_Call(ctx.member, grads[0], kept[0].detach() if kept else None, weight))
         return None, None, None
 
 
@@ -274,7 +274,7 @@ class Region:
     def _read(self) -> None:
         ready = [member for member in self._sharing if _is_readable(member.weight)]
         for member, parameters in zip(ready, read_together(self.context, ready), strict=True):
-            member.opened = Reading(member, parameters)
+            member.reading = Reading(member, parameters)
 
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse any other argument that needs a gradient: on each rank it would be partial."""
@@ -299,7 +299,7 @@ class Region:
         """End the region, as the row linear does: from here on all ranks draw the same random numbers again."""
         if not torch.compiler.is_compiling():
             for member in self._sharing:
-                member.opened = None
+                member.reading = None
             self._is_forked = False
             self.context.random.join(id(self))
         elif self._is_forked or (self._dropouts is not None and self._dropouts.live()):

@@ -10,7 +10,7 @@ from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, abov
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import CallByMethods, ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.outputs import GatherOutputs, KeepLogitsSharded, TakeLoss
-from shardcore.plan.steps.regions import EnterArgument, OpenRegion
+from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.plan.steps.sequence import ShardSequence
 from shardcore.plan.steps.shardformer import ReplaceMethods, ReplaceModule, ReplaceParameters
 
@@ -20,11 +20,11 @@ __all__ = [
     "Commit",
     "Compile",
     "EnterArgument",
+    "EnterRegion",
     "FreezeForInference",
     "FuseNorm",
     "GatherOutputs",
     "KeepLogitsSharded",
-    "OpenRegion",
     "Phase",
     "PlanView",
     "Recompute",

@@ -18,16 +18,16 @@ from shardcore.nn.region.region import Region
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 
-__all__ = ["EnterArgument", "OpenRegion"]
+__all__ = ["EnterArgument", "EnterRegion"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRegion(Step):
+class EnterRegion(Step):
     """Activations enter a region where the module ``path`` is called.
 
     Attributes:
         argument: name and position of the entering argument.
-        members: the column linears that share the enter.
+        members: the column linears that share the entry.
         row: the row linear that ends the region; None if the region ends in its only member.
         block: the module that the region was declared for.
         also: names and positions of arguments that an `EnterArgument` has entered.
@@ -62,11 +62,11 @@ class OpenRegion(Step):
     @override
     def same_as(self, other: Step) -> bool:
         # A shared module may be reached from several blocks.
-        return isinstance(other, OpenRegion) and (self.members, self.row) == (other.members, other.row)
+        return isinstance(other, EnterRegion) and (self.members, self.row) == (other.members, other.row)
 
     @override
     def conflict(self, other: Step) -> str | None:
-        if isinstance(other, OpenRegion):
+        if isinstance(other, EnterRegion):
             return f"two regions would enter at {self.path}, so its input gradient would be summed twice"
         return None
 
