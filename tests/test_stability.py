@@ -52,7 +52,7 @@ def test_packs_use_what_is_promised(file):
 
 
 def test_what_is_not_promised_is_found():
-    for line in ("from shardcore.comm.reads import local_tensor", "from shardcore.hooks import pluggy",
+    for line in ("from shardcore.comm.dtensor_params import local_tensor", "from shardcore.hooks import pluggy",
                  "import shardcore.nn.base"):  # fmt: skip
         assert unpromised(line)
     assert unpromised("from shardcore.hooks import hookimpl\nimport shardcore") == []

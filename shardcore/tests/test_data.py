@@ -205,7 +205,7 @@ def groups():
     former = ShardFormer(ShardConfig(tensor_parallel_size=2, dp_replicate_size=1, dp_shard_size=2))
     manager = former.init_distributed()
     assert manager is former.init_distributed() is former.pg_manager
-    assert repr(manager) == "ProcessGroupManager(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2)"
+    assert repr(manager) == "ProcessGroupManager(pp=1, dp_replicate=1, dp_shard=2, ep=1, cp=1, tp=2)"
     rank = dist.get_rank()
     assert dist.get_process_group_ranks(manager.get("tp")) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_process_group_ranks(manager.get("dp")) == [rank % 2, rank % 2 + 2]

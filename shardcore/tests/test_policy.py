@@ -9,12 +9,12 @@ from shardcore.policy import HeadCounts, Heads, ModulePolicyDescription, Policy,
 
 
 @pytest.mark.parametrize(
-    ("query", "kv", "ranks", "local_query", "local_kv", "copies"),
+    ("query", "kv", "ranks", "local_query", "local_kv", "kv_replication"),
     [(8, 8, 2, 4, 4, 1), (8, 2, 2, 4, 1, 1), (8, 2, 4, 2, 1, 2), (8, 1, 4, 2, 1, 4), (8, 4, 1, 8, 4, 1)],
 )
-def test_head_counts(query, kv, ranks, local_query, local_kv, copies):
+def test_head_counts(query, kv, ranks, local_query, local_kv, kv_replication):
     counts = HeadCounts(query=query, kv=kv, ranks=ranks)
-    assert (counts.local_query, counts.local_kv, counts.copies) == (local_query, local_kv, copies)
+    assert (counts.local_query, counts.local_kv, counts.kv_replication) == (local_query, local_kv, kv_replication)
 
 
 def _model(**config):

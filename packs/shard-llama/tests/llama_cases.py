@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import shard_llama.policy as policies
 import shardcore
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 Batch = dict[str, Tensor]

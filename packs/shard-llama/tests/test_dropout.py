@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardcore
-from shardcore.comm.collectives import all_gather
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.collectives import gather_from_tp
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.parity import assert_close, assert_same_gradients, equal_on_ranks
 from shardcore.testing.subject import checkpointing
 
@@ -78,7 +78,7 @@ def _replayed(kind: dict | None, kv: int) -> None:
     if kind:
         checkpointing(model, kind)
     shard(model)
-    group = model.model.layers[0].self_attn.q_proj._shard_context.group
+    channel = model.model.layers[0].self_attn.q_proj._shard_context.channel
     seen = []
     for seed in (0, 1):
         inputs = batch(reference, seed)
@@ -94,7 +94,7 @@ def _replayed(kind: dict | None, kv: int) -> None:
                 assert not equal_on_ranks(mask)
             else:
                 assert equal_on_ranks(mask)
-        replayed = iter([all_gather(m, group, 1, 4) if m.ndim == 4 else m for m in masks])
+        replayed = iter([gather_from_tp(m, channel, 1, 4) if m.ndim == 4 else m for m in masks])
         with _dropout_as(lambda original, x, p, masks=replayed: next(masks)):
             wanted = reference(**inputs)
             wanted.loss.backward()

@@ -17,7 +17,7 @@ from vit_cases import case, one_image_beside, pair, policy, shard, step_beside, 
 
 import shardcore
 from shard_vit.cases import images, weighted_sum
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 timm = pytest.importorskip("timm")

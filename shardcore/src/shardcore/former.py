@@ -62,7 +62,7 @@ def shard(
         wrap: apply FSDP2 over the data axes; False leaves that to the caller.
         sync_from: take the weights and the training mode of this global rank instead of requiring equal ones; the
             models of the others may be on the meta device.
-        **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp`` and ``cp`` are short names.
+        **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp``, ``cp`` and ``ep`` are short names.
 
     Raises:
         ConfigError: arguments contradict each other or the number of ranks, or ranks are missing altogether.

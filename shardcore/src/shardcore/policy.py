@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCounts:
-    """Attention heads of a model: ``query`` and ``kv`` of the whole, and what one of ``ranks`` ranks holds."""
+    """Numbers of attention heads: ``query`` and ``kv`` of the full model, and what one of ``ranks`` ranks uses."""
 
     query: int
     kv: int
@@ -52,8 +52,8 @@ class HeadCounts:
         return max(1, self.kv // self.ranks)
 
     @property
-    def copies(self) -> int:
-        """Neighbouring ranks that use the same KV head."""
+    def kv_replication(self) -> int:
+        """How many neighbouring ranks use the same KV head; 1 if there is a head for each rank."""
         return max(1, self.ranks // self.kv)
 
 
@@ -81,16 +81,16 @@ class Scope(Protocol):
         """Return a submodule; if there is none, record a problem (unless the rule is optional) and return None."""
 
     def above(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the full name of the module and the module, then those that hold it, up to the model."""
+        """Yield the full name of the module and the module, then the same of its parents, up to the model."""
 
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
-        """Plan a class swap and claim the parameters that it lays out.
+        """Plan that a submodule becomes a ``target``, and claim its parameters with the layouts that it gives them.
 
-        Returns ``target``, or what a pack brings in its place.
+        Returns ``target``, or the class that a pack provides in its place.
         """
 
     def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
-        """Claim one parameter of a submodule; ``None`` leaves its layout to a user's callable."""
+        """Give one parameter of a submodule its layout; ``None`` if a user's callable decides it."""
 
     def add(self, step: Step) -> None:
         """Plan any other step."""
@@ -99,7 +99,7 @@ class Scope(Protocol):
         """Record a problem."""
 
     def refuse(self, what: str, todo: str) -> None:
-        """Record that the module cannot be sharded: problems that other rules have with it are left out."""
+        """Record that the module cannot be sharded; problems of other rules with it are then not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Heads:
         return HeadCounts(query=query, kv=query if kv is None else kv, ranks=ranks)
 
     def problem(self, model: nn.Module, ranks: int) -> tuple[str, str] | None:
-        """See `Check.problem`."""
+        """Return why the heads cannot be split over ``ranks`` ranks and what to do, or None if they can."""
         counts = self.counts(model, ranks)
         if counts is None:
             return f"model.config has no attribute {self.query!r}", "name the attribute that counts heads in Heads(...)"
@@ -207,16 +207,16 @@ class ModulePolicyDescription:
     method_replacement: dict[str, Callable[..., Any]] | None = None
 
 
-#: Rows, or a Shardformer description, by the class (or class name) of the modules they apply to.
+#: Rules, or a Shardformer description, by the class (or class name) of the modules they apply to.
 ModulePolicy = Mapping[str | type[nn.Module], Sequence[Rule] | ModulePolicyDescription]
 
 
 class Policy(ABC):
     """Describes how one model class is sharded.
 
-    A subclass implements `module_policy` and usually sets `checks` and `stages`. It never asks which parallelism is on:
-    an axis of size one makes its rules do nothing. Compiling calls the `set_` methods and those that
-    describe; `preprocess` and `postprocess` run while the model is being changed.
+    A subclass implements `module_policy` and usually sets `checks` and `stages`. It does not ask which parallelism is
+    on: on an axis of size one its rules have no effect. Compiling a plan calls the ``set_`` methods and those that
+    describe, which change nothing; `preprocess` and `postprocess` run while the model is being changed.
 
     After Shardformer's ``Policy`` (ColossalAI).
     """
@@ -237,7 +237,7 @@ class Policy(ABC):
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Make the configuration available as ``self.shard_config``, for the sake of its ``extra_kwargs``."""
+        """Make the configuration available as ``self.shard_config``; a policy reads only its ``extra_kwargs``."""
         self.shard_config = shard_config
 
     def preprocess(self) -> nn.Module | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore.comm import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
+from shardcore.comm import Channel, copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError
 from shardcore.testing.observing import Collectives
@@ -18,33 +18,34 @@ def _tensor(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _group():
-    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+def _world():
+    channel = Channel(dist.group.WORLD)
+    return channel, channel.rank, channel.size
 
 
 def _part(full, dim):
-    _, rank, world = _group()
+    _, rank, world = _world()
     start, stop = chunk_bounds(full.size(dim), world, rank)
     return full.narrow(dim, start, stop - start).clone()
 
 
 def copy_and_reduce(size):
     """A column and a row product around the pair, against the whole product."""
-    group, rank, world = _group()
+    channel, rank, world = _world()
     x, w1, w2 = _tensor(ROWS, size), _tensor(6 * world, size, seed=1), _tensor(size, 6 * world, seed=2)
     wanted = x.clone().requires_grad_()
     ((wanted @ w1.t()).tanh() @ w2.t()).pow(2).sum().backward()
     for fresh in (False, True):
         got = x.clone().requires_grad_()
         rows = slice(6 * rank, 6 * rank + 6)
-        out = reduce_from_tp((copy_to_tp(got, group) @ w1[rows].t()).tanh() @ w2[:, rows].t(), group, fresh=fresh)
+        out = reduce_from_tp((copy_to_tp(got, channel) @ w1[rows].t()).tanh() @ w2[:, rows].t(), channel, fresh=fresh)
         out.pow(2).sum().backward()
         assert_close((x @ w1.t()).tanh() @ w2.t(), out, f"fresh={fresh}")
         assert_close(wanted.grad, got.grad, f"gradient, fresh={fresh}")
 
 
 def gather_and_split(size):
-    group, _rank, _ = _group()
+    channel, _rank, _ = _world()
     for dim in (1, -1, 0):
         shape = (size, 4) if dim == 0 else (2, size) if dim == -1 else (2, size, 3)
         full, weight = _tensor(*shape), _tensor(*shape, seed=1)
@@ -53,17 +54,17 @@ def gather_and_split(size):
         (wanted.sin() * weight).sum().backward()
 
         part = _part(full, axis).requires_grad_()
-        whole = gather_from_tp(part.sin(), group, dim, size)
+        whole = gather_from_tp(part.sin(), channel, dim, size)
         assert_close(full.sin(), whole, f"gather dim {dim}")
         (whole * weight).sum().backward()
         assert_close(_part(wanted.grad, axis), part.grad, f"gather's gradient, dim {dim}")
 
         got = full.clone().requires_grad_()
-        own = split_to_tp(got, group, dim)
+        own = split_to_tp(got, channel, dim)
         assert_close(_part(full, axis), own, f"split dim {dim}")
         (own.sin() * _part(weight, axis)).sum().backward()
         assert_close(wanted.grad, got.grad, f"split's gradient, dim {dim}")
-        assert_close(full, gather_from_tp(split_to_tp(full, group, dim), group, dim, size), "there and back")
+        assert_close(full, gather_from_tp(split_to_tp(full, channel, dim), channel, dim, size), "there and back")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -77,9 +78,9 @@ def test_more_ranks_than_parts(pool):
 
 
 def shared_gradients():
-    group, rank, world = _group()
+    channel, rank, world = _world()
     x = _tensor(4).requires_grad_()
-    entered = copy_to_tp(x, group)
+    entered = copy_to_tp(x, channel)
     beside = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     # The sum hands ONE gradient tensor to both branches.
     (entered + beside).backward(torch.full((4,), rank + 1.0, dtype=torch.float64))
@@ -88,35 +89,35 @@ def shared_gradients():
 
 
 def expanded_gradients():
-    group, _, world = _group()
+    channel, _, world = _world()
     x = _tensor(2, 3).requires_grad_()
-    copy_to_tp(x, group).sum().backward()  # the gradient of a sum has stride zero
+    copy_to_tp(x, channel).sum().backward()  # the gradient of a sum has stride zero
     assert x.grad.tolist() == [[float(world)] * 3] * 2
 
 
 def inputs_survive():
-    group, _, world = _group()
+    channel, _, world = _world()
     x = torch.ones(5, dtype=torch.float64)
-    kept = reduce_from_tp(x, group)
+    kept = reduce_from_tp(x, channel)
     assert (x.tolist(), kept.tolist()) == ([1.0] * 5, [float(world)] * 5)
     y = torch.ones(5, dtype=torch.float64)
-    assert reduce_from_tp(y, group, fresh=True).data_ptr() == y.data_ptr(), "fresh= saves the copy"
+    assert reduce_from_tp(y, channel, fresh=True).data_ptr() == y.data_ptr(), "fresh= saves the copy"
     leaf = torch.ones(5, dtype=torch.float64, requires_grad=True)
-    reduce_from_tp(leaf * 2, group, fresh=True).sum().backward()
+    reduce_from_tp(leaf * 2, channel, fresh=True).sum().backward()
     assert leaf.grad.tolist() == [2.0] * 5
     for fresh in (False, True):
-        assert reduce_from_tp(torch.full((2,), 1 + 2j), group, fresh=fresh).tolist() == [world * (1 + 2j)] * 2
+        assert reduce_from_tp(torch.full((2,), 1 + 2j), channel, fresh=fresh).tolist() == [world * (1 + 2j)] * 2
 
 
 def costs():
-    group = dist.group.WORLD
+    channel = Channel(dist.group.WORLD)
     x = _tensor(4, 5).requires_grad_()
     counted = {}
     for name, call in {
-        "copy": lambda: copy_to_tp(x, group),
-        "reduce": lambda: reduce_from_tp(x * 1, group, fresh=True),
-        "gather": lambda: gather_from_tp(split_to_tp(x.detach(), group, 0).requires_grad_(), group, 0, 4),
-        "split": lambda: split_to_tp(x, group, 1),
+        "copy": lambda: copy_to_tp(x, channel),
+        "reduce": lambda: reduce_from_tp(x * 1, channel, fresh=True),
+        "gather": lambda: gather_from_tp(split_to_tp(x.detach(), channel, 0).requires_grad_(), channel, 0, 4),
+        "split": lambda: split_to_tp(x, channel, 1),
     }.items():
         with Collectives() as forward:
             out = call()
@@ -137,11 +138,11 @@ def test_number_of_collectives(pool):
 
 
 def second_derivatives():
-    group = dist.group.WORLD
+    channel = Channel(dist.group.WORLD)
     x = _tensor(4).requires_grad_()
     for call in (copy_to_tp, lambda t, g: split_to_tp(t, g, 0)):
         with pytest.raises(NotSupportedError, match="create_graph=True through a tensor-parallel module: second deriv"):
-            torch.autograd.grad(call(x, group).pow(2).sum(), x, create_graph=True)
+            torch.autograd.grad(call(x, channel).pow(2).sum(), x, create_graph=True)
 
 
 def test_second_derivatives_are_refused(pool):
@@ -149,12 +150,12 @@ def test_second_derivatives_are_refused(pool):
 
 
 def compiled(rows):
-    group, rank, _world = _group()
+    channel, rank, _ = _world()
 
     def pairs(x):
-        y = reduce_from_tp(copy_to_tp(x, group) * (rank + 1), group, fresh=True)
-        z = gather_from_tp(split_to_tp(y, group, 1).sin(), group, 1, 5)
-        return reduce_from_tp(z, group) + y
+        y = reduce_from_tp(copy_to_tp(x, channel) * (rank + 1), channel, fresh=True)
+        z = gather_from_tp(split_to_tp(y, channel, 1).sin(), channel, 1, 5)
+        return reduce_from_tp(z, channel) + y
 
     x = _tensor(rows, 5)
     wanted, got = x.clone().requires_grad_(), x.clone().requires_grad_()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardcore.comm import Channel
 from shardcore.comm.sequence import (
     enter_from_sequence,
     gather_sequence,
@@ -26,7 +27,8 @@ def _tensor(*shape, seed=0):
 
 def a_block(rows, length, compiled=False):
     """Tokens split, a region between column and row product, tokens whole again, against the plain computation."""
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    channel = Channel(dist.group.WORLD)
+    rank, world = channel.rank, channel.size
     x, scale = _tensor(rows, length, WIDTH), _tensor(WIDTH, seed=3)
     w1, w2 = _tensor(4 * world, WIDTH, seed=1), _tensor(WIDTH, 4 * world, seed=2)
 
@@ -35,11 +37,11 @@ def a_block(rows, length, compiled=False):
         return x + (x.sin() @ w1.t()).tanh() @ w2.t()
 
     def split(x):
-        x = scatter_sequence(x, group) * scale
-        inside = enter_from_sequence(x.sin(), group, length)
+        x = scatter_sequence(x, channel) * scale
+        inside = enter_from_sequence(x.sin(), channel, length)
         own = slice(4 * rank, 4 * rank + 4)
-        x = x + leave_to_sequence((inside @ w1[own].t()).tanh() @ w2[:, own].t(), group)
-        return gather_sequence(x, group, length)
+        x = x + leave_to_sequence((inside @ w1[own].t()).tanh() @ w2[:, own].t(), channel)
+        return gather_sequence(x, channel, length)
 
     wanted, got = (x.clone().requires_grad_() for _ in range(2))
     first = plain(wanted)
@@ -64,7 +66,7 @@ def test_compiled(pool, rows, length):
 
 def parts(length):
     whole = torch.arange(2.0 * length * 3).view(2, length, 3)
-    part = own_tokens(whole, dist.group.WORLD)
+    part = own_tokens(whole, Channel(dist.group.WORLD))
     return part.tolist(), part.is_contiguous()
 
 
@@ -85,14 +87,14 @@ def test_a_rank_may_hold_padding_only(pool):
 
 
 def costs():
-    group = dist.group.WORLD
+    channel = Channel(dist.group.WORLD)
     x, part = (_tensor(2, size, WIDTH).requires_grad_() for size in (5, 3))
     counted = []
     for call in (
-        lambda: scatter_sequence(x, group),
-        lambda: gather_sequence(part, group, 5),
-        lambda: enter_from_sequence(part, group, 5),
-        lambda: leave_to_sequence(x, group),
+        lambda: scatter_sequence(x, channel),
+        lambda: gather_sequence(part, channel, 5),
+        lambda: enter_from_sequence(part, channel, 5),
+        lambda: leave_to_sequence(x, channel),
     ):
         with Collectives() as seen:
             out = call()
@@ -109,7 +111,7 @@ def test_costs(pool):
 def second_derivative():
     x = _tensor(2, 3, WIDTH).requires_grad_()
     with pytest.raises(NotSupportedError, match="second derivatives"):
-        torch.autograd.grad(enter_from_sequence(x, dist.group.WORLD, 5).pow(2).sum(), x, create_graph=True)
+        torch.autograd.grad(enter_from_sequence(x, Channel(dist.group.WORLD), 5).pow(2).sum(), x, create_graph=True)
 
 
 def test_second_derivatives_are_refused(pool):
@@ -119,7 +121,7 @@ def test_second_derivatives_are_refused(pool):
 def half():
     """Summands are added in float32, whatever they are sent in."""
     ones = torch.ones(1, 4, 1, dtype=torch.bfloat16)
-    return leave_to_sequence(ones * (256 if dist.get_rank() == 0 else 1), dist.group.WORLD).flatten().tolist()
+    return leave_to_sequence(ones * (256 if dist.get_rank() == 0 else 1), Channel(dist.group.WORLD)).flatten().tolist()
 
 
 def test_sums_of_half_precision(pool):

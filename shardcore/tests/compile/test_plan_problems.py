@@ -180,7 +180,9 @@ def test_options_and_classes_that_do_not_fit():
     ):
         error = _problems(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), rows)
         assert any("replaces torch.nn.modules" in p.what for p in error.problems)
-    description = [SubModuleReplacementDescription("0", ColumnLinear, {"copies": [2]})]  # unhashable, and no number
+    description = [
+        SubModuleReplacementDescription("0", ColumnLinear, {"replication": [2]})
+    ]  # unhashable, and no number
     error = _problems(
         nn.Sequential(nn.Linear(8, 8)), {"Sequential": ModulePolicyDescription(sub_module_replacement=description)}
     )

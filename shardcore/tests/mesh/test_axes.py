@@ -12,8 +12,8 @@ from shardcore.mesh import AXES, Sizes, build_mesh
 
 def test_sizes():
     sizes = Sizes(dp_shard=3, dp_replicate=2, tp=4)
-    assert AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    assert sizes.shape == (1, 2, 3, 1, 4)
+    assert AXES == ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+    assert sizes.shape == (1, 2, 3, 1, 1, 4)
     assert sizes.replicas == 6
     assert sizes.ranks == 24
 

@@ -192,7 +192,7 @@ def test_torch_itself_still_knows_one_chunk(pool):
         ({"segments": 3}, 36, None),
         ({"segments": (16, 4, 4)}, 24, "unequal segments (16, 4, 4) are not supported yet; give the number of equal"),
         ({"segments": 3, "gather_output": True}, 36, "gather_output of a fused linear is not supported yet"),
-        ({"segments": 3, "copies": 2}, 36, "copies=2: a fused linear splits its segments over all ranks"),
+        ({"segments": 3, "replication": 2}, 36, "replication=2: a fused linear splits its segments over all ranks"),
         ({"segments": 5}, 36, "out_features 36 is not 5 equal segments"),
         ({"segments": 1}, 36, "segments is 1; say how many"),
         ({}, 36, "segments is None; say how many"),

@@ -267,7 +267,7 @@ def errors(world):
     with pytest.raises(ValueError, match="an embedding with max_norm cannot be split"):
         VocabEmbedding.from_native_module(nn.Embedding(8, 2, max_norm=1.0), group)
     with pytest.raises(ValueError, match="out_features 6 cannot be shared by groups of 3 of 4 ranks"):
-        ColumnLinear.from_native_module(nn.Linear(6, 6), group, copies=3)
+        ColumnLinear.from_native_module(nn.Linear(6, 6), group, replication=3)
     with pytest.raises(NotSupportedError, match="2 process groups were given; tensor parallelism here has one axis"):
         ColumnLinear.from_native_module(native, [group, group])
     assert world == dist.get_world_size()

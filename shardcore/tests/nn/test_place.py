@@ -166,7 +166,7 @@ def contradictions():
     ):
         with pytest.raises(ConfigError, match=message):
             ShardConfig(**fields)
-    for axis, release in (("pp", "0.4"), ("cp", "0.5")):
+    for axis, release in (("pp", "0.4"), ("cp", "0.5"), ("ep", "0.5")):
         deep = init_device_mesh("cpu", (2, 2), mesh_dim_names=(axis, "tp"))
         with pytest.raises(NotSupportedError, match=f"axis '{axis}'.*planned for release {release}"):
             ShardConfig(device_mesh=deep)

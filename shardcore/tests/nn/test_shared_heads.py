@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.mesh import context_of, shared_groups
 from shardcore.nn import ColumnLinear
 from shardcore.testing.observing import Collectives
@@ -187,20 +187,20 @@ def test_over_two_replicas(pool, how):
 def groups():
     first = shard(build(kv_heads=2))
     known = set(dist.distributed_c10d._world.pg_map)
-    pair = context_of(first).neighbours[2]
-    assert pair in shared_groups()
-    assert dist.get_process_group_ranks(pair) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
+    pair = context_of(first).among(2)
+    assert pair.group in shared_groups()
+    assert dist.get_process_group_ranks(pair.group) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
     again = shard(build(kv_heads=2))
     assert context_of(again).neighbours is context_of(first).neighbours
     assert set(dist.distributed_c10d._world.pg_map) == known, "the second model makes no group"
-    assert copy.deepcopy(first).model.layers[0].attention.k_proj._shard_context.neighbours[2] is pair
+    assert copy.deepcopy(first).model.layers[0].attention.k_proj._shard_context.among(2) is pair
 
     own = dist.new_group(range(4))
     reference, other = twins(kv_heads=2, fields={"tensor_parallel_process_group": own})
-    assert context_of(other).neighbours[2] not in shared_groups(), "a caller's group has neighbours of its own"
+    assert context_of(other).among(2).group not in shared_groups(), "a caller's group has neighbours of its own"
     _compare(reference, other)
     one = shard(build(kv_heads=1))
-    assert context_of(one).neighbours[4] is context_of(one).group
+    assert context_of(one).among(4) is context_of(one).channel
 
 
 def test_groups_are_made_once(pool):
@@ -211,7 +211,7 @@ def alone():
     """A linear by itself, without a region around it."""
     torch.manual_seed(0)
     native = nn.Linear(6, 8, dtype=torch.float64)
-    linear = ColumnLinear.from_native_module(copy.deepcopy(native), dist.group.WORLD, copies=2)
+    linear = ColumnLinear.from_native_module(copy.deepcopy(native), dist.group.WORLD, replication=2)
     assert "gathered by 2 ranks" in repr(linear)
     x = torch.randn(3, 6, dtype=torch.float64)
     start = dist.get_rank() // 2 * 4

@@ -26,8 +26,8 @@ def _pair(**options):
     reference = Mlp(6, 10, **options).double()
     randomize(reference)
     sharded = shard(copy.deepcopy(reference), MlpPolicy, tp=torch.distributed.get_world_size())
-    assert isinstance(sharded.up.opens, SoleRegion)
-    assert sharded.down.region is sharded.up.opens
+    assert isinstance(sharded.up.sole_region, SoleRegion)
+    assert sharded.down.region is sharded.up.sole_region
     assert not sharded.up._forward_pre_hooks
     return reference, sharded
 

@@ -41,7 +41,9 @@ def test_functions_are_known_by_name_and_source():
 
 def test_steps_describe_themselves():
     assert Swap(path="a", target=ColumnLinear).describe() == "ColumnLinear"
-    assert Swap(path="a", target=ColumnLinear, options=(("copies", 2),)).describe() == "ColumnLinear(copies=2)"
+    assert (
+        Swap(path="a", target=ColumnLinear, options=(("replication", 2),)).describe() == "ColumnLinear(replication=2)"
+    )
     assert SetAttribute(path="a", name="n", value=3).describe() == "n = 3"
     assert GatherOutputs(path="", dims=(("attentions", 1, 8),)).describe() == "gathers attentions on dim 1 to 8"
     region = OpenRegion(path="m", argument=("x", 0), members=("a", "b"), row="c", block="")

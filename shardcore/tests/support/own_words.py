@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardcore
 from shardcore import Heads, Policy
-from shardcore.comm.reads import read_local
+from shardcore.comm.dtensor_params import read_local
 from shardcore.nn import Layout, ShardedLayout, SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.plan.steps import Bench, Commit, Phase, Step
@@ -87,7 +87,7 @@ class CapOutput(Step):
         module = bench.model.get_submodule(self.path)
 
         def commit() -> None:
-            Capped.adopt(module, bench.shared).__dict__["_limit"] = self.limit
+            Capped.swap_class(module, bench.shared).__dict__["_limit"] = self.limit
 
         return commit
 
@@ -152,7 +152,7 @@ def trains() -> None:
     torch.manual_seed(0)
     reference = Net().double()
     model = copy.deepcopy(reference)
-    Capped.adopt(reference.norm, None).__dict__["_limit"] = 0.3  # type: ignore[arg-type]  # no rank is asked for
+    Capped.swap_class(reference.norm, None).__dict__["_limit"] = 0.3  # type: ignore[arg-type]  # no rank is asked for
     shardcore.shard(model, policy=NetPolicy, tp=2)
     assert model.attention.table.weight.to_local().shape == (7, HEADS // 2)
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)

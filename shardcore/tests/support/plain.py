@@ -9,7 +9,7 @@ from tiny import batch, randomize
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm import copy_to_tp, gather_from_tp
+from shardcore.comm import Channel, copy_to_tp, gather_from_tp
 from shardcore.compat import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D
 from shardcore.mesh import context_of
 from shardcore.nn import ParallelModule
@@ -45,8 +45,8 @@ class ParallelMixer(ParallelModule):
 
     def forward(self, x):
         assert not isinstance(self.weight, DTensor), "it computes on local tensors"
-        out = F.linear(copy_to_tp(x, self.group), self.weight, self.bias)
-        return gather_from_tp(out, self.group, -1, self.width) * self.scale
+        out = F.linear(copy_to_tp(x, Channel(self.group)), self.weight, self.bias)
+        return gather_from_tp(out, Channel(self.group), -1, self.width) * self.scale
 
 
 class Gain(nn.Module):

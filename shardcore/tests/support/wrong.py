@@ -10,7 +10,7 @@ from kit_net import NetPolicy
 from torch import Tensor, nn
 
 from shardcore.comm.collectives import reduce_from_tp
-from shardcore.comm.reads import read_local
+from shardcore.comm.dtensor_params import read_local
 from shardcore.nn import ColumnLinear, RowLinear
 from shardcore.nn.linear.functional import local_linear
 from shardcore.styles import (
@@ -69,7 +69,7 @@ class _BiasBeforeSum(RowLinear):
         if self.region is not None:
             self.region.leave()
         (bias,) = read_local(self.bias)
-        return reduce_from_tp(local_linear(input, self.weight) + bias, self._shard_context.group)
+        return reduce_from_tp(local_linear(input, self.weight) + bias, self._shard_context.channel)
 
 
 class BiasBeforeSum(Replaced):

@@ -26,36 +26,36 @@ class _CountsHeads(policy.BertModelPolicy):
 
 
 class BertModelPolicy(_CountsHeads):
-    """See `shard_bert.policy`."""
+    """`shard_bert.policy.BertModelPolicy` for transformers 4."""
 
 
 class BertForPreTrainingPolicy(_CountsHeads, heads.BertForPreTrainingPolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertForPreTrainingPolicy` for transformers 4."""
 
 
 class BertForMaskedLMPolicy(_CountsHeads, heads.BertForMaskedLMPolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertForMaskedLMPolicy` for transformers 4."""
 
 
 class BertLMHeadModelPolicy(_CountsHeads, heads.BertLMHeadModelPolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertLMHeadModelPolicy` for transformers 4."""
 
 
 class BertForNextSentencePredictionPolicy(_CountsHeads, heads.BertForNextSentencePredictionPolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertForNextSentencePredictionPolicy` for transformers 4."""
 
 
 class BertForSequenceClassificationPolicy(_CountsHeads, heads.BertForSequenceClassificationPolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertForSequenceClassificationPolicy` for transformers 4."""
 
 
 class BertForMultipleChoicePolicy(_CountsHeads, heads.BertForMultipleChoicePolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertForMultipleChoicePolicy` for transformers 4."""
 
 
 class BertForTokenClassificationPolicy(_CountsHeads, heads.BertForTokenClassificationPolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertForTokenClassificationPolicy` for transformers 4."""
 
 
 class BertForQuestionAnsweringPolicy(_CountsHeads, heads.BertForQuestionAnsweringPolicy):
-    """See `shard_bert.heads`."""
+    """`shard_bert.heads.BertForQuestionAnsweringPolicy` for transformers 4."""

@@ -1,1 +1,1 @@
-"""The only place that changes a model: prepare what can fail, then change what cannot."""
+"""The only place that changes a model: everything that can fail is prepared before anything is changed."""

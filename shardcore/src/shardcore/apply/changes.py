@@ -1,4 +1,4 @@
-"""Carrying out the steps of a plan, in two halves: prepare what can fail, then change what cannot."""
+"""Carrying out the steps of a plan in two halves: prepare everything that can fail, then change the model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.layout import GroupShardedLayout, Layout, distribute
 from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Commit
+from shardcore.plan.steps import Bench, Commit
 
 __all__ = ["Changes"]
 
@@ -32,10 +33,10 @@ class Changes:
         """
         commits: list[Commit] = []
         if context is not None and context.size > 1:
-            for copies in sorted(
-                {p.layout.copies for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
+            for group_size in sorted(
+                {p.layout.group_size for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
             ):
-                context.join_neighbours(copies)  # before anything that can fail on one rank alone
+                context.join_neighbours(group_size)  # before anything that can fail on one rank alone
             layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
             commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
             commits.append(functools.partial(_move_buffers, model, context))
@@ -49,8 +50,8 @@ class Changes:
             commit()
 
 
-class _Bench:
-    """What there is to work with while the steps of one plan are carried out; see `shardcore.plan.steps.Bench`."""
+class _Bench(Bench):
+    """The bench for the steps of one plan."""
 
     def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
         self.model, self.context = model, context
@@ -58,18 +59,18 @@ class _Bench:
         self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if step.splits_tokens]
 
     @property
+    @override
     def shared(self) -> ShardContext:
-        """See `Bench.shared`."""
         if self.context is None:
             raise RuntimeError("one rank alone was given a plan with steps that split")
         return self.context
 
+    @override
     def tokens_at(self, path: str) -> SequenceShard | None:
-        """See `Bench.tokens_at`."""
         return next((tokens for step, tokens in self._tokens[::-1] if step.splits_tokens_of(path)), None)
 
+    @override
     def tokens_below(self, path: str) -> SequenceShard | None:
-        """See `Bench.tokens_below`."""
         found = (t for step, t in self._tokens[::-1] if not path or f"{step.path}.".startswith(f"{path}."))
         return next(found, None) or self.tokens_at(path)
 

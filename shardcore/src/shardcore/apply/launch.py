@@ -46,7 +46,7 @@ def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
 
 
 def start_process_group(config: ShardConfig) -> None:
-    """Start the default process group for ``config``, unless it runs already or one rank is all there is.
+    """Start the default process group for ``config``, unless it runs already or there is only one rank.
 
     Raises:
         ConfigError: several ranks are wanted and there is neither a process group nor torchrun.
@@ -65,7 +65,7 @@ def start_process_group(config: ShardConfig) -> None:
 
 
 def world_size(config: ShardConfig) -> int:
-    """Return the number of ranks that a sharding by ``config`` has: those of its mesh or group, or all there are."""
+    """Return the number of ranks that shard by ``config``: those of its mesh or group, else those of the job."""
     if config.device_mesh is not None:
         return config.device_mesh.size()
     return dist.get_world_size(config.tensor_parallel_process_group) if dist.is_initialized() else 1
@@ -83,5 +83,5 @@ def _start(backend: str | None) -> None:
 
 
 def device_index(env: TorchrunEnv, devices: int) -> int:
-    """Return the device of this process among those of its machine; launchers that say nothing fill whole machines."""
+    """Return this process's device on its machine; without LOCAL_RANK, ranks fill machine after machine."""
     return env.rank % max(devices, 1) if env.local_rank is None else env.local_rank

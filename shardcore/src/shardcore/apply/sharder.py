@@ -237,7 +237,7 @@ class ModelSharder:
             if self._give_class(part, self.policy.new_part_class(part), "new_part_class"):
                 set_part_of(part, self.context)
         set_context(self.model, self.context)
-        ShardedModel.adopt(self.model, self.context)
+        ShardedModel.swap_class(self.model, self.context)
         if self.context.partial_gradients == "deferred":
             require_sums(self.model)
 

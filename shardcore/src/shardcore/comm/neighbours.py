@@ -14,15 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
 
-from shardcore._torch import funcol
-from shardcore.comm.collectives import all_gather_single, refuse_double_backward
-from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
-from shardcore.comm.sequence import Scattering
+from shardcore.comm.channel import Channel
+from shardcore.comm.collectives import refuse_double_backward
+from shardcore.comm.dtensor_params import held, local_tensor, read_local, spec_of, with_spec
 
 __all__ = ["gather_rows"]
 
@@ -33,60 +30,55 @@ def _by_dtype(tensors: Sequence[Tensor | None]) -> Iterator[list[int]]:
         yield [i for i, t in enumerate(tensors) if t is not None and t.dtype == dtype]
 
 
-def _put_together(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
+def _put_together(parts: Sequence[Tensor], channel: Channel) -> tuple[Tensor, ...]:
     """Return the rows of the whole group: each (n, ...) to (c*n, ...)."""
-    ranks, together = dist.get_world_size(group), list(parts)
+    ranks, together = channel.size, list(parts)
     for places in _by_dtype(parts):
         flat = torch.cat([parts[i].reshape(-1) for i in places])
-        stacked = _all_gather(flat, group, ranks)
+        stacked = _all_gather(flat, channel)
         for i, piece in zip(places, stacked.split([parts[i].numel() for i in places], 1), strict=True):
             together[i] = piece.reshape(ranks * parts[i].size(0), *parts[i].shape[1:])
     return tuple(together)
 
 
-def _all_gather(flat: Tensor, group: ProcessGroup, ranks: int) -> Tensor:
-    """Return what each rank of ``group`` has: (m) to (c, m)."""
+def _all_gather(flat: Tensor, channel: Channel) -> Tensor:
+    """Return what each rank of ``channel`` has: (m) to (c, m)."""
     if torch.compiler.is_compiling():
-        out: Tensor = _CompiledGatherRows.apply(flat, group)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _CompiledGatherRows.apply(flat, channel)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
-    gathered = flat.new_empty(ranks * flat.numel())
-    all_gather_single(gathered, flat, group=group)
-    return gathered.view(ranks, -1)
+    return channel.all_gather(flat)
 
 
 class _CompiledGatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        stacked: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(flat.unsqueeze(0), 0, group))
-        return stacked
+    def forward(ctx: Any, flat: Tensor, channel: Channel) -> Tensor:
+        ctx.channel = channel
+        return channel.all_gather(flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
-        own = funcol.wait_tensor(funcol.reduce_scatter_tensor(grads[0].contiguous(), "sum", 0, ctx.group))
-        return own.squeeze(0), None
+        return ctx.channel.reduce_scatter(grads[0]), None
 
 
 class _GatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, channel: Channel, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.parameters = group, parameters
-        return _put_together([local_tensor(p).detach() for p in parameters], group)
+        ctx.channel, ctx.parameters = channel, parameters
+        return _put_together([local_tensor(p).detach() for p in parameters], channel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        group, parameters = ctx.group, ctx.parameters
-        ranks = dist.get_world_size(group)
+        channel, parameters = ctx.channel, ctx.parameters
         out: list[Tensor | None] = [None] * len(parameters)
         # What is sent follows from which parameters are trained, not from which of them got a gradient here.
         trained = [p if needed else None for p, needed in zip(parameters, ctx.needs_input_grad[1:], strict=True)]
         for places in _by_dtype(trained):
             parts = [local_tensor(parameters[i]) for i in places]
-            summands = [_rows_of_ranks(grads[i], part, ranks) for i, part in zip(places, parts, strict=True)]
-            own = Scattering(torch.cat(summands, 1), group).wait().split([part.numel() for part in parts])
+            summands = [_rows_of_ranks(grads[i], part, channel.size) for i, part in zip(places, parts, strict=True)]
+            own = channel.reduce_scatter(torch.cat(summands, 1)).split([part.numel() for part in parts])
             for i, part, piece in zip(places, parts, own, strict=True):
                 if grads[i] is not None:
                     out[i] = with_spec(piece.view(part.shape), spec_of(parameters[i]))
@@ -98,15 +90,15 @@ def _rows_of_ranks(grad: Tensor | None, part: Tensor, ranks: int) -> Tensor:
     return part.new_zeros(ranks, part.numel()) if grad is None else grad.reshape(ranks, -1)
 
 
-def gather_rows(group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of ``parameters`` that the ranks of ``group`` hold together, as plain tensors.
+def gather_rows(channel: Channel, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of ``parameters`` that the ranks of ``channel`` hold together, as plain tensors.
 
     Args:
-        group: neighbouring tensor-parallel ranks, in the order of their parts.
+        channel: neighbouring tensor-parallel ranks, in the order of their parts.
         *parameters: DTensors split on dim 0 over all tensor-parallel ranks into equal parts (n, ...).
 
     Returns:
-        For each parameter (c*n, ...), the same on all ranks of ``group``.
+        For each parameter (c*n, ...), the same on all ranks of ``channel``.
 
     Raises:
         WrapError: one of them is a plain tensor: somebody put it in the DTensor's place.
@@ -114,8 +106,8 @@ def gather_rows(group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
     for parameter in parameters:
         held(parameter)
     if torch.compiler.is_compiling():
-        return _put_together(read_local(*parameters), group)
+        return _put_together(read_local(*parameters), channel)
     if not torch.is_grad_enabled():
-        return _put_together([local_tensor(p) for p in parameters], group)
-    out: tuple[Tensor, ...] = _GatherRows.apply(group, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
+        return _put_together([local_tensor(p) for p in parameters], channel)
+    out: tuple[Tensor, ...] = _GatherRows.apply(channel, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
     return out

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardcore._torch import DTensorSpec
 from shardcore.comm.collectives import chunk_bounds
-from shardcore.comm.reads import spec_of
+from shardcore.comm.dtensor_params import spec_of
 from shardcore.comm.strided import Block, blocks_at
 
 __all__ = ["Block", "Place", "blocks_of", "part_of", "part_shape", "place_of", "split_dim"]

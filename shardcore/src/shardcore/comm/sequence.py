@@ -14,17 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
 
-from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
+from shardcore.comm.channel import Channel, Pending
 from shardcore.comm.collectives import packed, refuse_double_backward
 
 __all__ = [
     "Gathering",
-    "Scattering",
     "all_gather_tokens",
     "enter_from_sequence",
     "gather_sequence",
@@ -41,11 +38,9 @@ def local_tokens(length: int, ranks: int) -> int:
     return -(-length // ranks)
 
 
-def all_gather_tokens(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+def all_gather_tokens(x: Tensor, channel: Channel, length: int) -> Tensor:
     """Put the parts of all ranks together: (B, L, ...) to (B, S, ...), S being ``length``."""
-    if not torch.compiler.is_compiling():
-        return Gathering(x, group, length).wait()
-    return _join_parts(funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous().unsqueeze(0), 0, group)), length)
+    return _join_parts(channel.all_gather(x), length)
 
 
 def _join_parts(stacked: Tensor, length: int) -> Tensor:
@@ -60,18 +55,13 @@ def _join_parts(stacked: Tensor, length: int) -> Tensor:
 class Gathering:
     """An all-gather of tokens that is under way; eager mode only."""
 
-    def __init__(self, x: Tensor, group: ProcessGroup, length: int) -> None:
+    def __init__(self, x: Tensor, channel: Channel, length: int) -> None:
         self._length = length
-        self._x = x.contiguous()  # alive as long as it is read
-        ranks = dist.get_world_size(group)
-        flat = x.new_empty(ranks * x.size(0), *x.shape[1:])
-        self._work = all_gather_single(flat, self._x, group=group, async_op=True)
-        self._stacked = flat.view(ranks, *x.shape)
+        self._stacked = channel.start_all_gather(x)
 
     def wait(self) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...)."""
-        self._work.wait()
-        return _join_parts(self._stacked, self._length)
+        return _join_parts(self._stacked.wait(), self._length)
 
 
 def _stack_parts(x: Tensor, ranks: int) -> Tensor:
@@ -83,43 +73,19 @@ def _stack_parts(x: Tensor, ranks: int) -> Tensor:
     return x.view(batch, ranks, step, *x.shape[2:]).transpose(0, 1).contiguous()
 
 
-class Scattering:
-    """A reduce-scatter of tokens that is under way; eager mode only."""
-
-    def __init__(self, stacked: Tensor, group: ProcessGroup) -> None:
-        if stacked.device.type == "cpu":
-            # gloo's own reduce-scatter takes ten times as long as sending every rank its summands.
-            self._summands = torch.empty_like(stacked)
-            self._out = None
-            self._work = dist.all_to_all_single(self._summands, stacked, group=group, async_op=True)
-        else:
-            self._summands = stacked  # alive as long as it is read
-            self._out = stacked.new_empty(stacked.shape[1:])
-            self._work = reduce_scatter_single(self._out, stacked, group=group, async_op=True)
-
-    def wait(self) -> Tensor:
-        """Return this rank's part of the sum, (B, L, ...)."""
-        self._work.wait()
-        return self._summands.sum(0) if self._out is None else self._out
+def start_reduce_scatter(x: Tensor, channel: Channel) -> Pending:
+    """Start the sum of ``x`` (B, S, ...) over the ranks, of which each gets its tokens (B, L, ...); eager mode only."""
+    return channel.start_reduce_scatter(_stack_parts(x, channel.size))
 
 
-def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Scattering:
-    """Start the sum of ``x`` (B, S, ...) over ``group``, of which each rank gets its tokens; eager mode only."""
-    return Scattering(_stack_parts(x, dist.get_world_size(group)), group)
+def reduce_scatter_tokens(x: Tensor, channel: Channel) -> Tensor:
+    """Sum ``x`` over the ranks and return this rank's tokens: (B, S, ...) to (B, L, ...)."""
+    return channel.reduce_scatter(_stack_parts(x, channel.size))
 
 
-def reduce_scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum ``x`` over ``group`` and return this rank's tokens: (B, S, ...) to (B, L, ...)."""
-    if not torch.compiler.is_compiling():
-        return start_reduce_scatter(x, group).wait()
-    stacked = _stack_parts(x, dist.get_world_size(group))
-    scattered: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(stacked, "sum", 0, group))
-    return scattered.squeeze(0)
-
-
-def own_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+def own_tokens(x: Tensor, channel: Channel) -> Tensor:
     """Return this rank's tokens of a tensor that all ranks hold: (B, S, ...) to (B, L, ...), padded with zeros."""
-    step, rank = local_tokens(x.size(1), dist.get_world_size(group)), dist.get_rank(group)
+    step, rank = local_tokens(x.size(1), channel.size), channel.rank
     start = min(rank * step, x.size(1))
     part = x.narrow(1, start, min(step, x.size(1) - start))
     if missing := step - part.size(1):
@@ -129,49 +95,49 @@ def own_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 class _EnterFromSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, length: int) -> Tensor:
-        ctx.group = group
-        return all_gather_tokens(x, group, length)
+    def forward(ctx: Any, x: Tensor, channel: Channel, length: int) -> Tensor:
+        ctx.channel = channel
+        return all_gather_tokens(x, channel, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         refuse_double_backward()
-        return reduce_scatter_tokens(grads[0], ctx.group), None, None
+        return reduce_scatter_tokens(grads[0], ctx.channel), None, None
 
 
 class _LeaveToSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.length = group, x.size(1)
-        return reduce_scatter_tokens(x, group)
+    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
+        ctx.channel, ctx.length = channel, x.size(1)
+        return reduce_scatter_tokens(x, channel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
-        return all_gather_tokens(grads[0], ctx.group, ctx.length), None
+        return all_gather_tokens(grads[0], ctx.channel, ctx.length), None
 
 
 class _ScatterSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.length = group, x.size(1)
-        return own_tokens(x, group)
+    def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
+        ctx.channel, ctx.length = channel, x.size(1)
+        return own_tokens(x, channel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
-        return all_gather_tokens(grads[0], ctx.group, ctx.length), None
+        return all_gather_tokens(grads[0], ctx.channel, ctx.length), None
 
 
 class _GatherSequence(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, length: int) -> Tensor:
-        ctx.group = group
-        return all_gather_tokens(x, group, length)
+    def forward(ctx: Any, x: Tensor, channel: Channel, length: int) -> Tensor:
+        ctx.channel = channel
+        return all_gather_tokens(x, channel, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return own_tokens(grads[0], ctx.group), None, None
+        return own_tokens(grads[0], ctx.channel), None, None
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
@@ -179,24 +145,24 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return out
 
 
-def enter_from_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+def enter_from_sequence(x: Tensor, channel: Channel, length: int) -> Tensor:
     """Enter a region: all-gather forward, reduce-scatter backward; (B, L, ...) to (B, S, ...)."""
-    return _apply(_EnterFromSequence, x, group, length)
+    return _apply(_EnterFromSequence, x, channel, length)
 
 
-def leave_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+def leave_to_sequence(x: Tensor, channel: Channel) -> Tensor:
     """Leave a region: reduce-scatter of the summands forward, all-gather backward; (B, S, ...) to (B, L, ...)."""
-    return _apply(_LeaveToSequence, x, group)
+    return _apply(_LeaveToSequence, x, channel)
 
 
-def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+def scatter_sequence(x: Tensor, channel: Channel) -> Tensor:
     """Keep this rank's tokens forward, all-gather backward; (B, S, ...), the same on all ranks, to (B, L, ...)."""
-    return _apply(_ScatterSequence, x, group)
+    return _apply(_ScatterSequence, x, channel)
 
 
-def gather_sequence(x: Tensor, group: ProcessGroup, length: int) -> Tensor:
+def gather_sequence(x: Tensor, channel: Channel, length: int) -> Tensor:
     """All-gather forward, own tokens backward; (B, L, ...) to (B, S, ...).
 
     The backward holds if what follows is the same on all ranks, as it is outside regions.
     """
-    return _apply(_GatherSequence, x, group, length)
+    return _apply(_GatherSequence, x, channel, length)

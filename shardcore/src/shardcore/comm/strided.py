@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from shardcore._private import FUSED, complaint, missing
 from shardcore._torch import DTensorSpec, StridedShard
 from shardcore.comm.collectives import chunk_bounds
-from shardcore.comm.reads import local_tensor, spec_of
+from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.errors import NotSupportedError
 
 __all__ = ["Block", "Runs", "blocks_at", "fsdp_placement", "install", "segment_runs", "segmented", "torch_lacks"]

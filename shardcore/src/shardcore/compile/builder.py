@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, SwappedModule
-from shardcore.plan.steps import Step, Swap
-from shardcore.policy import HeadCounts, Rule
+from shardcore.plan.steps import PlanView, Step, Swap
+from shardcore.policy import HeadCounts, Rule, Scope
 
 __all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
 
@@ -32,7 +33,7 @@ class ParameterClaim:
 
 
 @dataclass
-class PlanBuilder:
+class PlanBuilder(PlanView):
     """What planning has gathered so far."""
 
     model: nn.Module
@@ -52,16 +53,16 @@ class PlanBuilder:
         named = reversed(list(self.model.named_modules(remove_duplicate=False)))
         self.paths = {id(module): path for path, module in named}
 
+    @override
     def at(self, path: str) -> Sequence[Step]:
-        """See `PlanView.at`."""
         return self.steps_at.get(path, ())
 
+    @override
     def at_module(self, module: nn.Module) -> Sequence[Step]:
-        """See `PlanView.at_module`."""
         return self.at(self.paths[id(module)]) if id(module) in self.paths else ()
 
+    @override
     def rule_of(self, parameter: str) -> str | None:
-        """See `PlanView.rule_of`."""
         claims = self.claims.get(parameter)
         return claims[0].rule if claims else None
 
@@ -107,7 +108,7 @@ class PlanBuilder:
 
 
 @dataclass
-class RuleScope:
+class RuleScope(Scope):
     """`shardcore.policy.Scope` for one rule and one module."""
 
     builder: PlanBuilder
@@ -116,25 +117,25 @@ class RuleScope:
     module: nn.Module
 
     @property
+    @override
     def config(self) -> ShardConfig:
-        """See `Scope.config`."""
         return self.builder.config
 
     @property
+    @override
     def ranks(self) -> int:
-        """See `Scope.ranks`."""
         return self.builder.ranks
 
     @property
+    @override
     def heads(self) -> HeadCounts | None:
-        """See `Scope.heads`."""
         if self.builder.heads is None and not self.builder.heads_failed:
             what = "the rule needs the numbers of heads, which the policy does not declare"
             self.problem(what, "add Heads(...) to the policy's checks")
         return self.builder.heads
 
+    @override
     def name(self, suffix: str) -> str:
-        """See `Scope.name`."""
         name = ".".join(filter(None, (self.path, _dotted(suffix))))
         try:
             # A module under two names is one module: its first name stands for all.
@@ -142,8 +143,8 @@ class RuleScope:
         except AttributeError:
             return name
 
+    @override
     def find(self, suffix: str) -> nn.Module | None:
-        """See `Scope.find`."""
         try:
             found = self.module.get_submodule(_dotted(suffix))
         except AttributeError:
@@ -155,16 +156,16 @@ class RuleScope:
             return None
         return found
 
+    @override
     def above(self) -> Iterator[tuple[str, nn.Module]]:
-        """See `Scope.above`."""
         path = self.path
         while path:
             yield path, self.builder.model.get_submodule(path)
             path = path.rpartition(".")[0]
         yield "", self.builder.model
 
+    @override
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
-        """See `Scope.swap`."""
         module = self.module.get_submodule(_dotted(suffix))
         if self.builder.modules is not None:
             target = self.builder.modules(type(module), target) or target
@@ -179,8 +180,8 @@ class RuleScope:
             self.claim(suffix, name, layout)
         return target
 
+    @override
     def claim(self, suffix: str, parameter: str, layout: Layout | None) -> None:
-        """See `Scope.claim`."""
         name = ".".join(filter(None, (self.name(suffix), parameter)))
         claims = self.builder.claims.setdefault(name, [])
         claim = ParameterClaim(name, self.rule.text, layout, ".".join((self.path, suffix, parameter)))
@@ -188,19 +189,19 @@ class RuleScope:
         if not any(c.layout == layout and (c.asked != claim.asked or c.rule == claim.rule) for c in claims):
             claims.append(claim)
 
+    @override
     def add(self, step: Step) -> None:
-        """See `Scope.add`."""
         for what in self.builder.add(step):
             self.problem(what, "keep one of them")
 
+    @override
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
-        """See `Scope.problem`."""
         problem = Problem(where=self.name(suffix), rule=self.rule.text, what=what, todo=todo)
         if problem not in self.builder.problems:
             self.builder.problems.append(problem)
 
+    @override
     def refuse(self, what: str, todo: str) -> None:
-        """See `Scope.refuse`."""
         self.builder.refusals.append(Problem(where=self.name(""), rule=self.rule.text, what=what, todo=todo))
 
 

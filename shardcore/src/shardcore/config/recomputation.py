@@ -11,7 +11,7 @@ __all__ = ["GradientCheckpointConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCheckpointConfig:
-    """Which blocks are recomputed in the backward instead of keeping their activations: the first so many.
+    """How many blocks, from the first on, recompute their activations in the backward instead of keeping them.
 
     After Shardformer's ``GradientCheckpointConfig`` (ColossalAI).
 

@@ -1,4 +1,4 @@
-"""What a `shardcore.config.ShardConfig` may say, and how its sizes follow from each other."""
+"""Which values of a `shardcore.config.ShardConfig` are valid, and how sizes that are None are derived."""
 
 from __future__ import annotations
 
@@ -146,6 +146,7 @@ def _check_place(config: ShardConfig) -> None:
         for axis, planned in (
             ("pp", _planned.FIELDS["pipeline_parallel_size"]),
             ("cp", _planned.FIELDS["context_parallel_size"]),
+            ("ep", _planned.FIELDS["expert_parallel_size"]),
         ):
             if axis in names and mesh[axis].size() > 1:
                 raise NotSupportedError(
@@ -163,7 +164,7 @@ def _check_place(config: ShardConfig) -> None:
 
 
 def sizes_of_place(config: ShardConfig) -> dict[str, int]:
-    """Return the sizes that a mesh or a process group of the caller determines, or that the switch of ``tp`` does."""
+    """Return the sizes that the caller's mesh or process group determines, or ``enable_tensor_parallelism=False``."""
     if (mesh := config.device_mesh) is not None:
         sizes = Sizes.of(mesh)
         return dict(zip(SIZES, (sizes.tp, sizes.replicas, sizes.dp_replicate, sizes.dp_shard), strict=True))

@@ -26,6 +26,7 @@ SHORT_NAMES = {
     "dp": "data_parallel_size",
     "pp": "pipeline_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
 }
 
 #: Off, on, or on wherever it is possible. None is off, and ``"auto"`` under ``enable_all_optimization``.
@@ -101,39 +102,41 @@ class ShardConfig:
         tensor_parallel_size: ranks that share every layer. Default: the number of ranks divided by
             ``data_parallel_size``, which must be an integer.
         data_parallel_size: model replicas, each with other data; the product of the two fields below.
-        dp_replicate_size: replicas that hold whole parameters. Default: ``data_parallel_size``
+        dp_replicate_size: replicas with full parameters, whose gradients are averaged. Default: ``data_parallel_size``
             divided by ``dp_shard_size`` if both are given, else 1.
         dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded by FSDP2. Default: all
             data-parallel ranks.
         pipeline_parallel_size: stages of a pipeline; 1 in this release, more from 0.4.
         context_parallel_size: ranks that share each sequence; 1 in this release, more from 0.5.
+        expert_parallel_size: ranks over which whole experts are split; 1 in this release, more from 0.5.
         enable_tensor_parallelism: False is ``tensor_parallel_size=1``.
         tensor_parallel_mode: ``"1d"``; ``"2d"``, ``"2.5d"`` and ``"3d"`` are not planned before 1.0.
         tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
             Only its members call `shardcore.shard`; data parallelism is the caller's.
         device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``dp_replicate``, ``dp_shard`` besides.
-        inference_only: for evaluation: parameters need no gradient, the model is in eval mode, and what only a backward
-            needs is left out.
-        parallel_output: in calls with labels, logits stay split over the vocabulary, and the loss is computed from the
-            parts; ``logits`` of the output is a DTensor (on one rank a plain tensor). False: they are whole on every
-            rank.
-        loss_chunk_size: with ``parallel_output``: compute logits within the loss, for so many tokens at a time, and
-            again in the backward; they never exist as a whole, and the output has none. None keeps them.
+        inference_only: for evaluation: parameters get ``requires_grad=False``, the model is in eval mode, and nothing
+            is stored or sent for a backward.
+        parallel_output: in calls with labels, logits stay split over the vocabulary, and each rank computes its part of
+            the loss; ``logits`` of the output is a DTensor (on one rank a plain tensor). False: every rank gets the
+            full logits.
+        loss_chunk_size: with ``parallel_output``: the number of tokens whose logits are computed at a time, inside the
+            loss, and again in the backward. The full logits never exist, and the output has none. None: all at once.
         enable_flash_attention: flash attention (the flash-attn package, through transformers). True raises with the
-            reason where it is impossible; ``"auto"`` takes it where it is possible. ``"xformers"`` from 0.3.
-        enable_fused_normalization: torch's fused norms. True raises where a norm has none; ``"auto"`` leaves it alone.
-        enable_jit_fused: blocks are compiled by `torch.compile` while training, which makes one kernel of bias and
-            GELU and one of bias, dropout and residual. Needs what torch's compiler needs (on the CPU a C++ compiler).
-            True raises where they are missing, or the policy does not name its blocks; ``"auto"`` is False.
-        enable_sequence_parallelism: activations are split along the sequence outside regions, over the tensor-parallel
+            reason where it is impossible; ``"auto"`` uses it where it is possible. ``"xformers"`` from 0.3.
+        enable_fused_normalization: torch's fused norms. True raises where no fused form of a norm is known; ``"auto"``
+            keeps the native norm there.
+        enable_jit_fused: blocks are compiled by `torch.compile` while training, which fuses bias and GELU into one
+            kernel, and bias, dropout and residual into another. Needs what torch's compiler needs (on the CPU a C++
+            compiler). True raises where that is missing, or the policy does not name its blocks; ``"auto"`` is False.
+        enable_sequence_parallelism: outside regions, activations are split along the sequence over the tensor-parallel
             ranks; calls with fewer tokens than ranks are not split.
         sequence_parallelism_mode: how; ``"split_gather"`` (None is the same), ``"all_to_all"`` and ``"ring_attn"`` from
             0.5.
-        sequence_keep_gathered: what each region gathered is kept for its backward. False gathers it again: two more
-            all-gathers for each layer, and the memory of split activations only.
+        sequence_keep_gathered: keep the gathered input of each region for the backward. False: gather it again there,
+            which costs two more all-gathers for each layer and stores split activations only.
         enable_sequence_overlap: overlap the communication of sequence parallelism; from 0.3.
-        enable_all_optimization: every switch above that is None becomes ``"auto"``: what is possible is used, what is
-            missing is no error. Never turns sequence parallelism on.
+        enable_all_optimization: every switch above that is None becomes ``"auto"``: optimizations that are possible are
+            used, others are left out without an error. Never turns sequence parallelism on.
         gradient_checkpoint_config: which blocks are recomputed in the backward.
         fp8_communication: send activations as float8; from 0.5.
         make_vocab_size_divisible_by: pad vocabularies; from 0.5. Not needed: parts may be uneven.
@@ -153,6 +156,7 @@ class ShardConfig:
     dp_shard_size: int | None = None
     pipeline_parallel_size: int | None = None
     context_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
     enable_tensor_parallelism: bool = True
     tensor_parallel_mode: str = "1d"
     tensor_parallel_process_group: ProcessGroup | None = None
@@ -184,7 +188,7 @@ class ShardConfig:
 
     @classmethod
     def of(cls, config: ShardConfig | None = None, **fields: Any) -> ShardConfig:
-        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, cp) are understood.
+        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, cp, ep) are understood.
 
         Raises:
             ConfigError: ``config`` is something else, or a field is unknown or given twice under two names.
@@ -207,7 +211,7 @@ class ShardConfig:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the sizes say; at least as many as they name where some are None."""
+        """The product of the sizes that are given: where some are None, the least number of ranks."""
         given = {**{name: getattr(self, name) for name in SIZES}, **sizes_of_place(self)}
         tensor, data, replicate, shard = (given[name] for name in SIZES)
         return (tensor or 1) * (data or (replicate or 1) * (shard or 1))
@@ -215,7 +219,7 @@ class ShardConfig:
     def mesh(self) -> DeviceMesh:
         """Return the caller's mesh, or make the one that a resolved configuration describes.
 
-        Every rank of the caller's group, or of the default process group, makes the call.
+        Every rank of the caller's group, or of the default process group, has to call it.
         """
         if self.device_mesh is not None:
             return self.device_mesh
@@ -232,7 +236,7 @@ class ShardConfig:
     def group(self) -> ProcessGroup | None:
         """Return the ranks that shard a model together; None for the default process group.
 
-        Every one of them makes the call: for a mesh it may have to make the group.
+        Every one of them has to call it: for a mesh, the group may have to be created.
         """
         if self.device_mesh is not None:
             return group_of(self.device_mesh)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
 from shardcore.integrations import _private
@@ -26,12 +27,12 @@ class ChooseAttention(Step):
     splits: ClassVar[bool] = False
     implementation: str
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return self.implementation
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         chosen: Any = bench.model.get_submodule(self.path)
 
         def commit() -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
 from shardcore.integrations import _private
@@ -23,12 +24,12 @@ class RecomputeLayer(Step):
 
     splits: ClassVar[bool] = False
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return "recomputed in the backward"
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         layer: Any = bench.model.get_submodule(self.path)
 
         def commit() -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.dtensor_params import refuse_assigned, spec_of
 from shardcore.comm.parts import Block, blocks_of, part_shape, split_dim
-from shardcore.comm.reads import refuse_assigned, spec_of
 from shardcore.errors import AgreementError, ConfigError, MissingRanksError, NotSupportedError
 from shardcore.mesh import device_type_of
 

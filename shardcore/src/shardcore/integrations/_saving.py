@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from shardcore._private import SAVING, require
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._gathering import Meeting, Transport, check_parts

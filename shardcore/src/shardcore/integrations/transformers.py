@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
 from shardcore.integrations import _private, _saving
@@ -91,8 +92,9 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
 class PretrainedPolicy(Policy):
     """Base of policies for transformers models: what worked before sharding works after it."""
 
+    @override
     def set_model(self, model: nn.Module) -> None:
-        """See `Policy.set_model`.
+        """Make ``model`` available to the other methods as ``self.model``.
 
         Raises:
             NotSupportedError: this release of transformers generates in another way than shardcore knows.
@@ -108,10 +110,18 @@ class PretrainedPolicy(Policy):
         """Return the same for the models of transformers inside of the model (``model.model``, an encoder)."""
         return _sharded_class(type(part)) if isinstance(part, PreTrainedModel) else None
 
+    @override
     def flash_attention(self, device_type: str, *, asked: bool) -> Step:
-        """See `Policy.flash_attention`: flash-attn 3 or 2, through transformers' ``attn_implementation``."""
+        """Return the step that sets transformers' ``attn_implementation`` to flash-attn 3 or 2.
+
+        Arguments and errors are those of `Policy.flash_attention`.
+        """
         return choose_flash_attention(self.model, device_type, asked=asked)
 
+    @override
     def recompute(self, path: str, block: nn.Module) -> Step:
-        """See `Policy.recompute`: transformers' own way, which also leaves the cache alone."""
+        """Return the step that switches on transformers' own checkpointing of ``block``; its cache is left out then.
+
+        Errors are those of `Policy.recompute`.
+        """
         return recompute_layer(path, block)

@@ -8,6 +8,8 @@ from dataclasses import astuple, dataclass, fields
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcore.comm.channel import Channel
+
 __all__ = ["AXES", "DATA_AXES", "Axis", "Sizes", "axis_name"]
 
 
@@ -18,6 +20,7 @@ class Sizes:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
 
@@ -58,21 +61,32 @@ class Axis:
     Attributes:
         name: one of `AXES`.
         mesh: the one-dimensional mesh along it.
-        group: its process group.
-        rank: this rank's position.
-        size: the number of ranks.
+        channel: between its ranks.
     """
 
     name: str
     mesh: DeviceMesh
-    group: ProcessGroup
-    rank: int
-    size: int
+    channel: Channel
 
     @classmethod
     def of(cls, name: str, mesh: DeviceMesh) -> Axis:
         """Return this rank's place on a one-dimensional mesh."""
-        return cls(name=name, mesh=mesh, group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
+        return cls(name=name, mesh=mesh, channel=Channel(mesh.get_group()))
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group."""
+        return self.channel.group
+
+    @property
+    def rank(self) -> int:
+        """This rank's position."""
+        return self.channel.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.channel.size
 
 
 def axis_name(mesh: DeviceMesh, axis: str) -> str | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcore.comm.channel import Channel
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name
 from shardcore.mesh.meshes import default_group, mesh_of_group, neighbours_on
@@ -31,28 +32,24 @@ class ShardContext:
     Attributes:
         mesh: the mesh of the whole model; at least the axis ``tp``.
         tp: its one-dimensional ``tp`` axis, on which every parameter is a DTensor.
-        group: the process group of ``tp``.
-        rank: this rank's position on ``tp``.
-        size: the number of ranks on ``tp``.
+        channel: between the ranks of ``tp``; it has their process group, their number and this rank's position.
         random: the random stream of the model.
         partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
             ``"deferred"`` leaves them partial until `shardcore.reduce_partial_gradients`.
         keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
         fuses_regions: whether the entry of a region computes the parameter gradients of its members beside its own
             collective. False where each node has to compute its own gradient (schedules that split a backward).
-        neighbours: this rank's group of so many neighbouring ranks of ``tp``, as far as `join_neighbours` made them.
+        neighbours: between this rank and so many neighbours on ``tp``, as far as `join_neighbours` made it.
     """
 
     mesh: DeviceMesh
     tp: DeviceMesh
-    group: ProcessGroup
-    rank: int
-    size: int
+    channel: Channel
     random: RandomStream
     partial_gradients: PartialGradients = "in_backward"
     keeps_gathered: bool = True
     fuses_regions: bool = True
-    neighbours: dict[int, ProcessGroup] = field(default_factory=dict)
+    neighbours: dict[int, Channel] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -64,27 +61,48 @@ class ShardContext:
         keeps_gathered: bool = True,
         fuses_regions: bool = True,
         forks: bool = True,
+        transport: type[Channel] = Channel,
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
 
         With ``forks=False``, for modules alone, dropouts on split activations draw from the user's generators.
+        ``transport`` is how activations travel along ``tp``.
         """
         tp = mesh["tp"] if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh
         device = torch.device(mesh.device_type)
+        channel = transport(tp.get_group())
         context = cls(
             mesh=mesh,
             tp=tp,
-            group=tp.get_group(),
-            rank=tp.get_local_rank(),
-            size=tp.size(),
-            random=RandomStream(seed, tp.get_local_rank(), device, forks=forks),
+            channel=channel,
+            random=RandomStream(seed, channel.rank, device, forks=forks),
             partial_gradients=partial_gradients,
             keeps_gathered=keeps_gathered,
             fuses_regions=fuses_regions,
-            neighbours=neighbours_on(tp.get_group()),
+            neighbours=neighbours_on(channel.group),
         )
         context.reseed(seed)
         return context
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of ``tp``."""
+        return self.channel.group
+
+    @property
+    def rank(self) -> int:
+        """This rank's position on ``tp``."""
+        return self.channel.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks on ``tp``."""
+        return self.channel.size
+
+    @property
+    def defers(self) -> bool:
+        """Whether partial gradients stay partial until `shardcore.reduce_partial_gradients`."""
+        return self.partial_gradients == "deferred"
 
     @property
     def fuses(self) -> bool:
@@ -99,16 +117,20 @@ class ShardContext:
         Args:
             count: divides the number of ranks; all of them are the group of ``tp`` itself.
         """
-        if count in self.neighbours:
-            return
-        if count == self.size:
-            self.neighbours[count] = self.group
+        if count in self.neighbours or count == self.size:
             return
         first = self.rank // count * count
         ranks = [int(rank) for rank in self.tp.mesh.flatten()[first : first + count]]
         backend = get_backend(self.group)
         # Other ranks of the default group may be busy with something else.
-        self.neighbours[count] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        self.neighbours[count] = Channel(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+
+    def among(self, count: int) -> Channel:
+        """Return the channel between the ``count`` neighbouring ranks that this one belongs to; see `join_neighbours`.
+
+        What travels on it are parameters, so it is exact.
+        """
+        return self.channel.exact if count == self.size else self.neighbours[count]
 
     def reseed(self, seed: int) -> None:
         """Restart the random stream from a ``seed`` that all ranks share; each data-parallel replica draws others."""
@@ -141,7 +163,7 @@ class ShardContext:
             ConfigError: the mesh has no such axis.
         """
         if name == "tp":
-            return Axis(name=name, mesh=self.tp, group=self.group, rank=self.rank, size=self.size)
+            return Axis(name=name, mesh=self.tp, channel=self.channel)
         if (own := axis_name(self.mesh, name)) is None:
             names = ", ".join(self.mesh.mesh_dim_names or ("tp",))
             raise ConfigError(f"the mesh has no axis {name!r}; its axes are {names}")

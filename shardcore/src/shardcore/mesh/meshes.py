@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardcore.comm.channel import Channel
 from shardcore.mesh.axes import AXES, Sizes
 
 __all__ = [
@@ -68,8 +69,8 @@ class _SharedMeshes:
 _shared = _SharedMeshes()
 
 
-#: The groups of neighbours by the group of ``tp`` and their size; they end with it.
-_neighbours: WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = WeakKeyDictionary()
+#: The channels between neighbours by the group of ``tp`` and their number; they end with it.
+_neighbours: WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 
 
 def build_mesh(sizes: Sizes) -> DeviceMesh:
@@ -91,7 +92,8 @@ def shared_groups() -> set[ProcessGroup]:
     The groups of neighbours on them, and on the default process group, are among them.
     """
     groups = {group for mesh in _shared.of(default_group()).values() for group in mesh.get_all_groups()}
-    return groups.union(*(_neighbours.get(group, {}).values() for group in (*groups, default_group())))
+    neighbours = [channel for group in (*groups, default_group()) for channel in _neighbours.get(group, {}).values()]
+    return groups.union(channel.group for channel in neighbours)
 
 
 def default_group() -> ProcessGroup:
@@ -127,6 +129,6 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     return group
 
 
-def neighbours_on(group: ProcessGroup) -> dict[int, ProcessGroup]:
-    """Return the groups of neighbouring ranks on ``group`` by their size, for all models on it; they end with it."""
+def neighbours_on(group: ProcessGroup) -> dict[int, Channel]:
+    """Return the channels between neighbours on ``group`` by their number, for all models on it; they end with it."""
     return _neighbours.setdefault(group, {})

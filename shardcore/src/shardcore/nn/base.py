@@ -1,4 +1,4 @@
-"""`ParallelModule`, and those of ours that are the native object with a further behaviour."""
+"""Base classes: `ParallelModule`, and `SwappedModule` for those that are the native object with a further behaviour."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ NO_PICKLE = (
 
 
 class ParallelModule(nn.Module):
-    """A module that stands in for a native one and computes the same over several ranks.
+    """A module that replaces a native one and computes the same over several ranks.
 
-    To write one, subclass it and implement `from_native_module`. It receives whole tensors wherever the native module
-    did (outside a region), or this rank's part inside one, and returns the same. Parameters it makes may be plain local
-    tensors: the sharder turns them into DTensors by comparing their shapes with the native ones.
+    To write one, subclass it and implement `from_native_module`. Outside of regions it is given and returns full
+    tensors, as the native module is; inside of a region, this rank's part of them. The parameters that it makes may be
+    plain local tensors: the sharder turns them into DTensors by comparing their shapes with the native ones.
 
     After Shardformer's ``ParallelModule`` (ColossalAI).
     """
@@ -75,18 +75,18 @@ def own_computation(module: nn.Module, native: type[nn.Module], parameters: froz
 class SwappedModule(ParallelModule):
     """A parallel module that is the native object itself, with a further behaviour.
 
-    The object gets a generated class, which lists all of its behaviours before its native class
+    The object gets a generated class, whose bases are all of its behaviours and then its native class
     (`shardcore.nn.behaviour`). So ``isinstance``, hooks, attributes, buffers and the module's place in the model stay.
-    Subclasses say how their parameters lie (`layouts`) and what they remember (`adopt`); what they do around the
-    forward, they do around ``super().forward``.
+    A subclass gives the layouts of the parameters (`layouts`), sets attributes (`swap_class`), and computes around
+    ``super().forward``.
     """
 
-    #: Native classes that this module can stand in for.
+    #: Native classes that this module can replace.
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
     #: Whether the swapped class keeps the native ``__name__`` (needed wherever a library goes by class names).
     keeps_name: ClassVar[bool] = False
 
-    #: The names of the options that `layouts` and `adopt` understand.
+    #: The names of the options that `layouts` and `swap_class` understand.
     option_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -141,7 +141,7 @@ class SwappedModule(ParallelModule):
 
     @classmethod
     def plan_enters(cls, **options: Any) -> bool:
-        """Tell whether activations enter a region at each call of the module, and at its call alone."""
+        """Tell whether each call of the module enters a region by itself, which no other module shares."""
         return False
 
     @classmethod
@@ -160,16 +160,16 @@ class SwappedModule(ParallelModule):
         return iter(())
 
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """Take note of how the activations that the module sees are split along the sequence; None if they never are.
+        """Set how the activations of the module are split along the sequence; None if they never are.
 
-        Called once, after `adopt`. What does not depend on it ignores it.
+        Called once, after `swap_class`. Modules that compute the same either way ignore it.
         """
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """Give ``module``, whose parameters are DTensors already, this behaviour.
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        """Swap the class of ``module`` for one with this behaviour, and return the same object.
 
-        Precondition: `problem` returned None.
+        Its parameters are DTensors already. Precondition: `problem` returned None.
         """
         add_behaviour(module, cls)
         module.__dict__["_shard_context"] = context
@@ -205,7 +205,7 @@ class SwappedModule(ParallelModule):
             parameter = module._parameters[name]
             if parameter is not None:
                 module._parameters[name] = distribute(parameter, layout, context)
-        new = cls.adopt(module, context, **options)
+        new = cls.swap_class(module, context, **options)
         take_full_tensors(new)
         return new
 
@@ -224,9 +224,9 @@ class SwappedModule(ParallelModule):
 
 
 class LocalModule(SwappedModule):
-    """A swapped module that splits nothing: on one rank alone it can be pickled, and comes back as what it is."""
+    """A swapped module that splits nothing over ranks; in a model on one rank it can be pickled."""
 
-    #: Attributes that are made again where they are missing, and cannot be pickled.
+    #: Attributes that cannot be pickled, and are made again when they are missing.
     made_anew: ClassVar[frozenset[str]] = frozenset({"_shard_compiled"})
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -25,10 +25,10 @@ _BEHAVIOURS = "_shardcore_behaviours"
 
 
 def once(function: Function) -> Function:
-    """Remember the class or function that ``function`` makes of its arguments, for as long as somebody uses it.
+    """Cache the class or function that ``function`` makes of its arguments, as long as it is in use.
 
-    It is made of classes of users. One that is made anew for each trial of a search, and dropped with its model, has to
-    be freed, so neither the arguments nor the result are kept alive.
+    The arguments are classes of users. One that is made anew for each trial of a search, and dropped with its model,
+    has to be freed, so the cache keeps neither arguments nor results alive.
     """
     made: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
@@ -51,7 +51,7 @@ def _identity(value: Any) -> Hashable:
 
 
 def behaviours(module: nn.Module | type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return what a module of a sharded model does beyond its native class, outermost first; () if it does nothing."""
+    """Return the behaviours of a module of a sharded model, outermost first; () if it has its native class alone."""
     cls = module if isinstance(module, type) else type(module)
     found: list[type[nn.Module]] = []
     for base in cls.__mro__:
@@ -61,7 +61,7 @@ def behaviours(module: nn.Module | type[nn.Module]) -> tuple[type[nn.Module], ..
 
 
 def native_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that modules of ``cls`` had before all behaviours; one that others put on top may stay."""
+    """Return the class that modules of ``cls`` had before they got behaviours."""
     for base in cls.__mro__:
         if _NATIVE in vars(base):
             return native_class(vars(base)[_NATIVE])

@@ -1,4 +1,4 @@
-"""Methods besides ``forward`` by which a module is run: in them everything is as it is in its forward."""
+"""Methods besides ``forward`` that run a module; all that surrounds a forward surrounds them too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import with_methods
@@ -20,7 +21,7 @@ __all__ = ["MethodsAsCalls", "running"]
 
 
 class MethodsAsCalls(RngScope):
-    """A module with methods that run it: its random stream, its own parameters and FSDP2 are there as in its forward.
+    """A module with methods that run it: as in its forward, with its random stream, local parameters and FSDP2.
 
     Options:
         methods: the names of these methods.
@@ -30,9 +31,11 @@ class MethodsAsCalls(RngScope):
     option_names: ClassVar[frozenset[str]] = frozenset({"methods"})
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
         with_methods(new, {name: _as_call(getattr(type(new), name)) for name in methods})
         return new
 
@@ -60,7 +63,7 @@ def _with_own_parameters(native: Callable[..., Any], module: nn.Module, *args: A
 
 @contextlib.contextmanager
 def running(model: nn.Module, context: ShardContext) -> Iterator[None]:
-    """Run many calls of ``model`` one after the other: on one random stream, with what FSDP2 has gathered kept."""
+    """Run many calls of ``model`` on one random stream, and keep what FSDP2 has gathered from call to call."""
     unit = unit_of(model)
     context.random.enter()
     try:

@@ -1,4 +1,4 @@
-"""What modules send, said by the modules themselves: the collectives of one training step."""
+"""The collectives of one training step, as the modules that issue them describe them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Collective:
 
 
 class Site(Protocol):
-    """A module's place in a plan: what of the rest of the plan decides what the module sends."""
+    """A module's place in a plan: the facts of the plan that decide which collectives the module issues."""
 
     #: Its full name in the model.
     path: str
@@ -45,7 +45,7 @@ class Site(Protocol):
     splits_logits: bool
 
     def layout(self, parameter: str) -> Layout | None:
-        """Return how one of its own parameters lies; None if it has none of that name."""
+        """Return the layout of one of its own parameters; None if it has none of that name."""
 
     def member(self, path: str) -> Site:
         """Return the place of another module."""

@@ -1,4 +1,4 @@
-"""Local parameters made by a user's code become DTensors, so that every parameter of a sharded model is one."""
+"""Local parameters that a user's code makes become DTensors, so that every parameter of a sharded model is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardcore.mesh import ShardContext
 from shardcore.nn import Layout, Replicated, ReplicatedLayout, ShardedLayout
 
-__all__ = ["adopt_local_parameters", "local_problem"]
+__all__ = ["distribute_local_parameters", "local_problem"]
 
 Shape = tuple[int, ...]
 
@@ -23,7 +23,7 @@ def local_problem(
 
     Args:
         module: the module that a user's code made or changed.
-        native: the whole shapes, by parameter name.
+        native: the full shapes, by parameter name.
         context: of the sharded model.
         recurse: look at submodules too.
     """
@@ -39,7 +39,7 @@ def local_problem(
     return None
 
 
-def adopt_local_parameters(
+def distribute_local_parameters(
     module: nn.Module, native: Mapping[str, Shape], context: ShardContext, *, recurse: bool = True
 ) -> None:
     """Turn plain local parameters into DTensors; the modules that own them keep reading local tensors."""
@@ -66,7 +66,7 @@ def adopt_local_parameters(
         made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         owner._parameters[name] = made[id(parameter)]
     for owner in owners.values():
-        Replicated.adopt(owner, context)
+        Replicated.swap_class(owner, context)
 
 
 def _plain(module: nn.Module, recurse: bool) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

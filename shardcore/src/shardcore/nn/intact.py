@@ -1,8 +1,8 @@
 """Noticing modules that somebody put among the parallel ones after the model was sharded.
 
-An adapter around a split linear, or any module between those of a region, is given this rank's part of the features:
-its output, and the gradients of its parameters, are summands that nobody adds up. So the places that must stay what
-they were are written down when the model is sharded, and looked at in its outermost call.
+An adapter around a split linear, or any module between those of a region, works on this rank's part of the features:
+its output, and the gradients of its parameters, are partial, and nobody sums them. So the modules that must stay are
+recorded when the model is sharded, and compared in its outermost call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WAY_OUT = (
 
 
 class _Place(NamedTuple):
-    """Where a module has to stay."""
+    """A module that has to stay, and where."""
 
     path: str
     siblings: dict[str, nn.Module | None]  # the ``_modules`` of its parent
@@ -40,15 +40,15 @@ class _Place(NamedTuple):
 
 
 class Intact:
-    """What a sharded model consists of, as far as it may not be changed.
+    """The modules and parameters of a sharded model that must not be changed.
 
-    Layers may be replaced, wrapped, or taken out as a whole, and so may what lies outside of regions. The model is not
+    Layers may be replaced, wrapped, or removed as a whole, and so may anything outside of regions. The model is not
     kept here, so that it is freed as soon as nobody uses it.
 
     Args:
         model: the sharded model.
-        regions: names of the modules below which activations are split over the ranks, and of the column linears at
-            which regions are entered that no module stands for.
+        regions: names of the modules below which activations are split over the ranks, and of the column linears that
+            enter a region of their own.
         tokens: names of the modules in which activations are split along the sequence.
         replicas: the number of data-parallel replicas.
     """
@@ -62,7 +62,7 @@ class Intact:
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:
-        """Take the model as it is now for right, and let go of what is no part of it."""
+        """Record the model as it is now, and forget modules that were removed."""
         modules = list(model.modules())
         self._children_of = [module._modules for module in modules]
         self._parameters_of = [module._parameters for module in modules]

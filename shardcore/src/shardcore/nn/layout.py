@@ -1,4 +1,4 @@
-"""How one parameter lies on the tensor-parallel ranks, and how it gets there."""
+"""How one parameter is placed on the tensor-parallel ranks, and how it becomes a DTensor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.strided import segment_runs, segmented
@@ -59,23 +60,23 @@ class ReplicatedLayout(Layout):
     """Every rank holds the whole parameter.
 
     Attributes:
-        partial_gradient: each rank's gradient is only a summand (local heads read the parameter). DTensor would say
-            that the gradient is `Partial`.
+        partial_gradient: each rank uses the parameter for its part of the activations (its heads), so its gradient is
+            partial, as DTensor's `Partial` is, and has to be summed.
     """
 
     partial_gradient: bool = False
 
     @property
+    @override
     def placement(self) -> Placement:
-        """See `Layout.placement`."""
         return Replicate()
 
+    @override
     def local(self, full: Tensor, axis: Axis) -> Tensor:
-        """See `Layout.local`."""
         return full.detach()
 
+    @override
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        """See `Layout.shape`."""
         return full
 
     def __str__(self) -> str:
@@ -89,17 +90,17 @@ class ShardedLayout(Layout):
     dim: int
 
     @property
+    @override
     def placement(self) -> Placement:
-        """See `Layout.placement`."""
         return Shard(self.dim)
 
+    @override
     def local(self, full: Tensor, axis: Axis) -> Tensor:
-        """See `Layout.local`."""
         start, stop = chunk_bounds(full.size(self.dim), axis.size, axis.rank)
         return full.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
+    @override
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        """See `Layout.shape`."""
         start, stop = chunk_bounds(full[self.dim], ranks, rank)
         return (*full[: self.dim], stop - start, *full[self.dim + 1 :])
 
@@ -109,16 +110,16 @@ class ShardedLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class GroupShardedLayout(ShardedLayout):
-    """Cut as `ShardedLayout` cuts, into equal parts that ``copies`` neighbouring ranks gather for use.
+    """Split into equal parts as `ShardedLayout` splits; ``group_size`` neighbouring ranks gather theirs for use.
 
-    So lies a KV head that they share: a placement cannot say on one axis that neighbours hold the same, and so they
-    hold parts of it.
+    For a KV head that several ranks compute. A DTensor placement cannot say that only neighbours on an axis hold the
+    same values, so each holds a part of the head.
     """
 
-    copies: int
+    group_size: int
 
     def __str__(self) -> str:
-        return f"split on dim {self.dim}, gathered by groups of {self.copies} ranks"
+        return f"split on dim {self.dim}, gathered by groups of {self.group_size} ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +129,17 @@ class SegmentedLayout(Layout):
     count: int
 
     @property
+    @override
     def placement(self) -> Placement:
-        """See `Layout.placement`."""
         return segmented(self.count)
 
+    @override
     def local(self, full: Tensor, axis: Axis) -> Tensor:
-        """See `Layout.local`."""
         runs = segment_runs(full.size(0), self.count, axis.size, axis.rank)
         return torch.cat([full.detach()[start:stop] for start, stop in runs])
 
+    @override
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        """See `Layout.shape`."""
         runs = segment_runs(full[0], self.count, ranks, rank)
         return (sum(stop - start for start, stop in runs), *full[1:])
 
@@ -149,8 +150,8 @@ class SegmentedLayout(Layout):
 def distribute(parameter: nn.Parameter, layout: Layout, context: ShardContext) -> nn.Parameter:
     """Return ``parameter`` as a DTensor on the axis of its layout; the original is not changed.
 
-    No collective runs: every rank cuts its part out of the whole it already holds. Only that part moves to the
-    device of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
+    No collective runs: every rank cuts its part out of the full tensor that it has. Only that part moves to the device
+    of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
     """
     new = nn.Parameter(_as_dtensor(parameter, layout, context), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)

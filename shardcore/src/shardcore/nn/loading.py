@@ -1,7 +1,7 @@
-"""``load_state_dict`` of a sharded model: full tensors, as an unsharded model has them, and parts that fit.
+"""``load_state_dict`` of a sharded model: full tensors, as an unsharded model has them, and matching DTensors.
 
-A hook before the loading of each module turns every full tensor into the DTensor that its parameter is, from what the
-rank holds; nothing is sent. All ranks have to load the same tensors.
+A hook before the loading of each module turns every full tensor into the DTensor of its parameter, by cutting out this
+rank's part; nothing is sent. All ranks have to load the same tensors.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardcore._torch import DTensorSpec
+from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import part_of, split_dim
-from shardcore.comm.reads import local_tensor, spec_of
 from shardcore.errors import WrapError
 
 __all__ = ["take_full_tensors"]
 
 
 def take_full_tensors(model: nn.Module) -> None:
-    """Let ``model`` and every module in it load full tensors into parameters that are DTensors."""
+    """Let ``load_state_dict`` of ``model`` and all its modules accept full tensors for DTensor parameters."""
     for module in model.modules():
         hooks: list[Any] = list(module._load_state_dict_pre_hooks.values())
         taken = [hook.hook for hook in hooks if isinstance(getattr(hook, "hook", None), _TakeFull)]
@@ -82,7 +82,7 @@ def _fitting(given: Tensor, own: DTensor) -> Tensor:
 
 
 def _refuse_others_parts(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Make sure that no DTensor in ``state`` is what another rank held: a file that one rank wrote, read by all.
+    """Refuse a DTensor in ``state`` that is another rank's part: from a file that one rank wrote and all read.
 
     Raises:
         WrapError: one is; nothing was loaded.

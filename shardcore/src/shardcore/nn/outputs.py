@@ -1,4 +1,4 @@
-"""Models whose captured outputs (attention weights) are made whole again."""
+"""Models that gather the outputs that they capture from their layers (attention weights, hidden states)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.mesh import ShardContext
@@ -49,15 +50,15 @@ class ReturnDict:
 
 
 class OutputGatherer(SwappedModule):
-    """A model that collects outputs of its layers and returns them, each gathered over the ranks.
+    """A model that gathers the outputs that it captures from its layers, before it returns them.
 
-    Only what the caller asked for is there to gather, so nothing is paid otherwise; gathering in each layer would be.
-    Gradients through gathered outputs are exact. A tuple (``return_dict=False``) is made from the named outputs.
+    Gathering here, not in each layer, costs nothing for outputs that the caller did not ask for. Gradients through
+    gathered outputs are exact. A tuple (``return_dict=False``) is made from the named outputs.
 
     Options:
-        dims: (name, dim, full size) for each output that holds this rank's part.
-        by_tokens: outputs that hold this rank's tokens where the sequence is split.
-        places: outputs that have their place in the native tuple also when they are None.
+        dims: (name, dim, full size) for each output that is split over the ranks.
+        by_tokens: outputs that are split along the sequence where the activations are.
+        places: outputs that take a place in the native tuple even where they are None.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -71,12 +72,13 @@ class OutputGatherer(SwappedModule):
     _return_dict: ReturnDict
     _shard_context: ShardContext
 
+    @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule._take_sequence`."""
         self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
-    def adopt(
+    @override
+    def swap_class(
         cls,
         module: nn.Module,
         context: ShardContext,
@@ -86,9 +88,8 @@ class OutputGatherer(SwappedModule):
         places: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.adopt`."""
         return_dict = ReturnDict.of(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_sequence"] = None
         new._dims = dims
         new._by_tokens = by_tokens
@@ -104,11 +105,11 @@ class OutputGatherer(SwappedModule):
         out = super().forward(*args, **kwargs)
         for name, dim, size in self._dims:
             if captured := _captured(out, name):
-                out[name] = tuple(self._whole(t, dim, size) for t in captured)
+                out[name] = tuple(self._gathered(t, dim, size) for t in captured)
         if self._shard_sequence is not None:
             for name in self._by_tokens:
                 if captured := _captured(out, name):
-                    out[name] = tuple(None if t is None else self._shard_sequence.whole(t) for t in captured)
+                    out[name] = tuple(None if t is None else self._shard_sequence.gather_captured(t) for t in captured)
         return self._as_tuple(out) if as_tuple else out
 
     def _as_tuple(self, out: Any) -> tuple[Any, ...]:
@@ -118,9 +119,9 @@ class OutputGatherer(SwappedModule):
         values = {field.name: getattr(out, field.name) for field in fields(out)}
         return tuple(value for name, value in values.items() if value is not None or name in self._places)
 
-    def _whole(self, captured: Tensor | None, dim: int, size: int) -> Tensor | None:
+    def _gathered(self, captured: Tensor | None, dim: int, size: int) -> Tensor | None:
         # None where an attention implementation returns no weights.
-        return None if captured is None else gather_from_tp(captured, self._shard_context.group, dim, size)
+        return None if captured is None else gather_from_tp(captured, self._shard_context.channel, dim, size)
 
 
 def _captured(out: Any, name: str) -> Any:

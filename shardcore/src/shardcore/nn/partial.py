@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcore._torch import SCALES_PARTIAL
-from shardcore.comm.reads import all_reduce_bucket, local_tensor, spec_of, with_spec
+from shardcore.comm.dtensor_params import all_reduce_bucket, local_tensor, spec_of, with_spec
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import context_of, is_alone, unwrapped
 
@@ -45,7 +45,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
     waiting = [p for p in model.parameters() if isinstance(p.grad, DTensor) and _is_partial(p.grad)]
     if not waiting:
         return
-    summed = all_reduce_bucket([local_tensor(p.grad) for p in waiting if p.grad is not None], context)
+    summed = all_reduce_bucket([local_tensor(p.grad) for p in waiting if p.grad is not None], context.channel)
     for parameter, grad in zip(waiting, summed, strict=True):
         parameter.grad = with_spec(grad, spec_of(parameter))
 

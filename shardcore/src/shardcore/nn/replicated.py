@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from shardcore.comm.reads import read_local, read_partial
+from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward
@@ -21,11 +22,12 @@ __all__ = ["Replicated"]
 class Replicated(SwappedModule):
     """A native module that runs its own forward while its parameters are DTensors.
 
-    For the time of its forward the module sees local tensors in place of its own parameters; to everybody else they are
-    the DTensors. Norms, classification heads and position tables work so, unchanged.
+    While its forward runs, the module's own parameters are replaced by local tensors; at all other times they are the
+    DTensors. That is enough for norms, classification heads and position tables.
 
     Options:
-        partial: local heads read the parameters (norms on queries and keys): gradients are summed over the ranks.
+        partial: each rank applies the module to its part of the activations (norms on queries and keys), so gradients
+            are partial, and are summed over the ranks.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -40,32 +42,32 @@ class Replicated(SwappedModule):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, *, partial: bool = False, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         return {
             name: ReplicatedLayout(partial_gradient=partial) for name, p in module._parameters.items() if p is not None
         }
 
     @classmethod
+    @override
     def plan_sums_gradients(cls, *, partial: bool = False, **options: Any) -> bool:
-        """See `SwappedModule.plan_sums_gradients`."""
         return partial
 
     @classmethod
+    @override
     def plan_collectives(cls, site: Site, *, partial: bool = False, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         if (partial or site.split) and site.sums_at_once:
             yield backward(site.path, "all_reduce", "its parameters' gradients")
 
+    @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule._take_sequence`."""
         self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
         native = type(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_sequence"] = None
         new._partial = partial
         # A lookup makes the gradient of its table, which may be large; so it is not copied.
@@ -74,7 +76,7 @@ class Replicated(SwappedModule):
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward on this rank's copies of the parameters."""
+        """Run the native forward on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
             return self._stand_in().forward(*args, **kwargs)
         own = self._exchange()
@@ -84,7 +86,7 @@ class Replicated(SwappedModule):
             self.__dict__["_parameters"] = own
 
     def run_method(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``method``, one of the native class, on this rank's copies of the parameters."""
+        """Call ``method``, one of the native class, on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
             return method(self._stand_in(), *args, **kwargs)
         own = self._exchange()
@@ -98,13 +100,13 @@ class Replicated(SwappedModule):
         shared = {name: p for name, p in own.items() if p is not None}
         partial = self._partial or (self._shard_sequence is not None and self._shard_sequence.length is not None)
         if partial:
-            local = read_partial(self._shard_context, *shared.values())
+            local = read_partial(self._shard_context.channel, *shared.values(), deferred=self._shard_context.defers)
         else:
             local = read_local(*shared.values(), fresh=self._fresh)
         return {**own, **dict(zip(shared, local, strict=True))}
 
     def _exchange(self) -> dict[str, Any]:
-        """Return the parameters, in whose place local tensors are from now on, if they were not already."""
+        """Replace the parameters by local tensors, unless they are, and return what was there before."""
         own: dict[str, Any] = self._parameters
         if not isinstance(own, _Local):
             # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
@@ -120,4 +122,4 @@ class Replicated(SwappedModule):
 
 
 class _Local(dict[str, Any]):
-    """Parameters in the place of a module's own, as long as it runs."""
+    """Local tensors in the place of a module's parameters, while it runs."""

@@ -1,4 +1,4 @@
-"""The outermost module of a sharded model: what must not be done to it is refused here, with the way that works."""
+"""The outermost module of a sharded model, which refuses what must not be done to it and says what works instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ShardedModel"]
 
 
 class ShardedModel(RngScope):
-    """A sharded model: the user's object, which refuses DDP, moves to another kind of device, and foreign modules."""
+    """A sharded model: the user's object, which refuses DDP, another kind of device, and modules put in its regions."""
 
     keeps_name: ClassVar[bool] = True
 
@@ -27,7 +27,7 @@ class ShardedModel(RngScope):
         """Run the native forward, unless somebody put modules where they cannot work.
 
         Raises:
-            WrapError: somebody did.
+            WrapError: a module or parameter was put into the model, or replaced, where activations are split.
         """
         if self._shard_intact is not None and not torch.compiler.is_compiling():
             self._shard_intact.check(self)

@@ -182,7 +182,7 @@ class InUnit(SwappedModule):
 
     @classmethod
     def join(cls, module: nn.Module, unit: Unit) -> Self:
-        """Turn ``module`` into this class; see `SwappedModule.adopt`."""
+        """Turn ``module`` into this class; see `SwappedModule.swap_class`."""
         add_behaviour(module, cls)
         module.__dict__[_UNIT] = unit
         return module  # type: ignore[return-value]  # its class was swapped

@@ -1,4 +1,4 @@
-"""What became of a switch of the configuration that leaves a choice."""
+"""How the switches of the configuration that leave a choice were decided."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Choice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What became of a switch that leaves a choice.
+    """How a switch that leaves a choice was decided.
 
     Attributes:
         switch: the field of the configuration.
-        outcome: what was chosen, with the reason if it is less than wished for.
+        outcome: what was chosen, with the reason if something was left out.
     """
 
     switch: str

@@ -1,4 +1,4 @@
-"""A plan as text: every module that changes, in the order of the model; what is alike in all blocks is said once."""
+"""A plan as text: every module that changes, in the order of the model; equal blocks are shown once."""
 
 from __future__ import annotations
 

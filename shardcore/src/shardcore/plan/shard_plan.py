@@ -27,11 +27,11 @@ class ParameterPlan:
     Attributes:
         name: its first name in the model.
         aliases: further names of the same parameter (tied weights).
-        shape: the whole shape.
+        shape: the full shape.
         dtype: as torch prints it.
-        layout: how it lies on ``tp``; None if a user's callable decides.
-        held_by: what holds it in the policy's stages (`Stages.holder`), in the order of its names: one, or several for
-            a tied weight (the embedding in ``first`` and the head in ``last``). Empty without stages.
+        layout: its layout on ``tp``; None if a user's callable decides.
+        held_by: the entries of the policy's stages that contain it (`Stages.holder`), in the order of its names: one,
+            or several for a tied weight (the embedding in ``first`` and the head in ``last``). Empty without stages.
     """
 
     name: str
@@ -52,9 +52,9 @@ class ShardPlan:
         origin: the distribution and version that the policy comes from; empty if it was passed by hand.
         config: the configuration it was compiled for.
         parameters: every parameter of the model.
-        steps: what is done to the model, in order. At a tensor-parallel size of 1, only what splits nothing.
+        steps: what is done to the model, in order. At a tensor-parallel size of 1, only steps that split nothing.
         stages: where the model can be cut, by names that it has.
-        choices: what became of the wishes of the configuration that leave a choice.
+        choices: how the switches of the configuration that leave a choice were decided.
     """
 
     model: str

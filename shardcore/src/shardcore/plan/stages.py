@@ -14,9 +14,9 @@ Names = tuple[str, ...] | str
 class Stages:
     """Where a model can be cut, by names relative to it: of submodules, or of parameters and buffers of the model.
 
-    Together they hold every parameter, each of its names once: compiling a plan checks that. A name whose attribute the
-    model sets to None (a pooler that its configuration leaves out) holds nothing. One whose attribute is not always
-    there has to be in ``optional`` too. A tied weight may be held in several places.
+    Together the stages contain every parameter, each of its names exactly once: compiling a plan checks that. A name
+    whose attribute is None in the model (a pooler that its configuration leaves out) contains nothing. If the attribute
+    is missing in some models, its name is in ``optional`` too. A tied weight may be in several stages.
 
     Attributes:
         first: what only the first stage needs (embeddings).
@@ -53,9 +53,9 @@ class Stages:
                 yield from ((field.name, name) for name in _names(getattr(self, field.name)))
 
     def holder(self, name: str) -> str | None:
-        """Return what holds the parameter or buffer ``name``: a name in these stages, or that of a block in a list.
+        """Return what contains the parameter or buffer ``name``: a name in these stages, or that of a block in a list.
 
-        ``"model.layers.0"`` holds ``"model.layers.0.mlp.weight"`` if ``blocks`` is ``"model.layers"``.
+        ``"model.layers.0"`` contains ``"model.layers.0.mlp.weight"`` if ``blocks`` is ``"model.layers"``.
         """
         for part, held in self.parts():
             if part != "blocks" and name == held:
@@ -68,7 +68,7 @@ class Stages:
         return None
 
     def under(self, prefix: str, *, then: Names = (), optional: Names = ()) -> Stages:
-        """Return the stages of a model that holds this one as ``prefix`` and runs ``then`` after it.
+        """Return the stages of a model that has this one as its submodule ``prefix`` and runs ``then`` after it.
 
         Args:
             prefix: its name in that model.
@@ -83,7 +83,7 @@ class Stages:
         )
 
     def mapped(self, change: Callable[[str], str | None]) -> Stages:
-        """Return these stages with other names; those of which ``change`` makes None are left out."""
+        """Return these stages with other names; a name for which ``change`` returns None is left out."""
         changed = {f.name: [change(name) for name in _names(getattr(self, f.name))] for f in fields(self)}
         return Stages(**{part: tuple(n for n in names if n is not None) for part, names in changed.items()})
 

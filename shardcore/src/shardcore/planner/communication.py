@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardcore.nn.costs import Collective
+from typing_extensions import override
+
+from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Step
@@ -43,8 +45,8 @@ class _Surroundings:
         )
 
 
-class _Site:
-    """A module's place in a plan; see `shardcore.nn.costs.Site`."""
+class _Site(Site):
+    """A module's place in a plan."""
 
     def __init__(self, path: str, surroundings: _Surroundings) -> None:
         self.path, self._surroundings = path, surroundings
@@ -53,10 +55,10 @@ class _Site:
         self.keeps_gathered = surroundings.keeps_gathered
         self.splits_logits = path in surroundings.split_heads
 
+    @override
     def layout(self, parameter: str) -> Layout | None:
-        """See `Site.layout`."""
         return self._surroundings.layouts.get(".".join(filter(None, (self.path, parameter))))
 
+    @override
     def member(self, path: str) -> _Site:
-        """See `Site.member`."""
         return _Site(path, self._surroundings)

@@ -5,8 +5,8 @@
         region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj"),
     ]
 
-All names are relative to the module that the rule is listed under; ``""`` is that module itself. Sizes that leave a
-rank without any element are replicated by themselves; what cannot be split otherwise is reported when the plan is
+All names are relative to the module that the rule is listed under; ``""`` is that module itself. A module that is too
+small to give every rank a part is replicated instead; everything else that cannot be split is reported when the plan is
 compiled.
 A new word is a constructor with its `shardcore.policy.Rule`, both in one module of this folder.
 """

@@ -1,4 +1,4 @@
-"""The word for attributes that count something a rank has only a part of."""
+"""The word for attributes that hold a size of which a rank has only a part."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from typing_extensions import override
+
 from shardcore.plan.steps import SetAttribute
 from shardcore.policy import HeadCounts, Rule, Scope
 
@@ -15,14 +17,14 @@ __all__ = ["attribute", "local_groups", "local_heads", "per_rank"]
 
 
 def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = False) -> Rule:
-    """Set an attribute (dots reach into submodules) to what one rank needs.
+    """Set an attribute (dots reach into submodules) to its value for one rank.
 
     Args:
         name: the attribute; it must exist.
         value: the new value, `per_rank` for this rank's part of the old one, or a function of the `HeadCounts` such as
             `local_heads`.
         optional: the submodule may be absent.
-        literal: a function is the value itself.
+        literal: True sets a function as the value instead of calling it.
     """
     shown = value.__name__ if inspect.isfunction(value) else repr(value)
     text = f"attribute({name!r}, {shown})"
@@ -30,7 +32,7 @@ def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = 
 
 
 def per_rank(value: int, ranks: int) -> int:
-    """This rank's part of a number that the ranks divide; as the value of an `attribute`."""
+    """A number divided by the number of ranks, which has to divide it; as the value of an `attribute`."""
     return value // ranks
 
 
@@ -52,8 +54,8 @@ class AttributeRule(Rule):
     value: Any | Callable[[HeadCounts], Any]
     literal: bool = False
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         owner, _, name = self.name.rpartition(".")
         module = scope.find(owner)
         if module is None:

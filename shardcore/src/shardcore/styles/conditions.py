@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import number_of
@@ -33,7 +34,7 @@ def refuse(
     *,
     todo: str = "build the model without it, or pass shard() a policy of your own",
 ) -> Rule:
-    """Refuse a variant of the model that cannot be split; what else would not fit in it is not reported.
+    """Refuse a variant of the model that cannot be split; further problems of the module are then not reported.
 
     Args:
         when: called with the module that the rule is listed under; tells whether it is such a variant.
@@ -46,8 +47,8 @@ def refuse(
 def layer_drop(name: str) -> Rule:
     """A module that leaves out blocks at random in training (LayerDrop, https://arxiv.org/abs/1909.11556).
 
-    It draws from the stream that all ranks share, so that they leave out the same blocks. Data-parallel replicas draw
-    other numbers and gather parameters block by block: with several of them it is refused.
+    Tensor-parallel ranks draw the same numbers for it, so they leave out the same blocks. Several data-parallel
+    replicas are refused: they would leave out different blocks, while FSDP2 gathers each block on all of them.
 
     Args:
         name: the attribute with the probability.
@@ -63,8 +64,8 @@ class WhenDivisibleRule(Rule):
     rule: Rule
     otherwise: Rule
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         size = number_of(scope, self.size)
         if size is not None:
             (self.otherwise if size % scope.ranks else self.rule).plan(scope)
@@ -78,8 +79,8 @@ class RefuseRule(Rule):
     why: str
     todo: str
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         if self.when(scope.module):
             scope.refuse(self.why, self.todo)
 
@@ -90,8 +91,8 @@ class LayerDropRule(Rule):
 
     name: str
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         kind, rate = type(scope.module).__name__, getattr(scope.module, self.name, None)
         if not isinstance(rate, int | float):
             scope.problem(f"{kind} has no number {self.name!r}", "correct the name")

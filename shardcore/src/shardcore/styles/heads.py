@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
 from shardcore.nn.layout import last_rank_is_empty
@@ -17,11 +18,12 @@ __all__ = ["head"]
 
 
 def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:
-    """Split output heads over the vocabulary; the logits are gathered.
+    """Split output heads over the vocabulary; the logits are gathered (with ``parallel_output`` only without labels).
 
     Args:
         *names: the linears.
-        bias: a bare parameter that only stands for their bias, as in BERT, where a module holds it beside the decoder.
+        bias: a parameter of another module that stands for their bias, as in BERT, where a module holds it beside the
+            decoder: it is split as the bias is.
         optional: they may be absent.
     """
     return HeadRule(text=written("head", *names, bias=bias), optional=optional, names=names, bias=bias)
@@ -34,8 +36,8 @@ class HeadRule(Rule):
     names: tuple[str, ...]
     bias: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             module = scope.find(name)
             if not isinstance(module, nn.Linear):
@@ -68,7 +70,7 @@ class HeadRule(Rule):
         scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
 
     def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
-        """Let the bare parameter lie as the bias of ``module`` does: mostly both are one object."""
+        """Give the bare parameter the layout of the bias of ``module``: mostly both are one object."""
         owner, _, parameter = name.rpartition(".")
         if not is_parameter(scope.module, owner, parameter):
             scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")

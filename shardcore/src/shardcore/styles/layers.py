@@ -1,4 +1,4 @@
-"""Words for single modules: what is split, and what every rank holds whole."""
+"""Words for single modules: split over the ranks, or replicated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, RowLinear, SwappedModule, VocabEmbedding
 from shardcore.nn.layout import last_rank_is_empty
@@ -18,12 +19,12 @@ __all__ = ["SwapRule", "col", "norm", "partial", "replicate", "row", "vocab"]
 
 
 def vocab(*names: str, optional: bool = False) -> Rule:
-    """Split embeddings over their rows (vocabulary)."""
+    """Split embeddings over the vocabulary, the rows of their weights."""
     return SwapRule(text=written("vocab", *names), optional=optional, names=names, target=VocabEmbedding)
 
 
 def col(*names: str, gather_output: bool = False, optional: bool = False) -> Rule:
-    """Split linears over their output features; each enters by itself.
+    """Split linears over their output features; each enters a region by itself, with an all-reduce of its own.
 
     Prefer `region` wherever a module boundary marks the entry: it sums the input gradients of all its linears at once,
     and overlaps the communication.
@@ -41,27 +42,27 @@ def row(*names: str, parallel_input: bool = True, optional: bool = False) -> Rul
 
 
 def norm(*names: str, rms: str | None = None, optional: bool = False) -> Rule:
-    """Norms outside regions: they keep their forward, on replicated parameters.
+    """Norms outside regions: their parameters are replicated, their forward stays.
 
     Args:
         *names: the norms.
-        rms: the attribute with the constant below the root, if the norms are root-mean-square norms written out in
-            Python (``weight * x / sqrt(mean(x**2) + eps)``): ``enable_fused_normalization`` then runs torch's.
+        rms: the attribute with epsilon, if the norms are root-mean-square norms written out in Python (``weight * x /
+            sqrt(mean(x**2) + eps)``): ``enable_fused_normalization`` then runs torch's fused one.
         optional: they may be absent.
     """
     return NormRule(text=written("norm", *names, rms=rms), optional=optional, names=names, rms=rms)
 
 
 def replicate(*names: str, optional: bool = False) -> Rule:
-    """Modules (with everything below them) or bare parameters that every rank holds whole."""
+    """Replicate modules (with everything below them) or bare parameters on every rank."""
     return ReplicateRule(text=written("replicate", *names), optional=optional, names=names)
 
 
 def partial(*names: str, optional: bool = False) -> Rule:
-    """Replicated modules inside of regions, which each rank uses for its part: their gradients are summed.
+    """Replicated modules inside of regions: each rank's gradient is partial there, so gradients are summed.
 
-    Norms on queries and keys, learned activations, a norm between a region's entry and its columns. With the module
-    that a region is entered at, its own bare parameters are meant.
+    For norms on queries and keys, learned activations, and norms between the entry of a region and its column linears.
+    If a region is entered at the named module, the parameters that the module owns itself are meant.
     """
     options = (("partial", True),)
     return SwapRule(text=written("partial", *names), optional=optional, names=names, target=Replicated, options=options)
@@ -69,14 +70,14 @@ def partial(*names: str, optional: bool = False) -> Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapRule(Rule):
-    """The named modules, each swapped for ``target``; one that is too small for the ranks is replicated instead."""
+    """The named modules, each swapped for ``target``; too small to give every rank a part, it is replicated instead."""
 
     names: tuple[str, ...]
     target: type[SwappedModule]
     options: tuple[tuple[str, Any], ...] = ()
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             module = scope.find(name)
             if module is None:
@@ -107,8 +108,8 @@ class NormRule(Rule):
     names: tuple[str, ...]
     rms: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             module = scope.find(name)
             if module is None:
@@ -147,8 +148,8 @@ class ReplicateRule(Rule):
 
     names: tuple[str, ...]
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.names:
             owner, _, parameter = name.rpartition(".")
             if is_parameter(scope.module, owner, parameter):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from shardcore.plan.steps import CallByMethods
 from shardcore.policy import Rule, Scope
 from shardcore.styles._text import written
@@ -13,11 +15,11 @@ __all__ = ["calls"]
 
 
 def calls(*methods: str) -> Rule:
-    """Methods besides ``forward`` that people run the module by (``forward_features``, ``get_image_features``).
+    """Methods besides ``forward`` that users call to run the module (``forward_features``, ``get_image_features``).
 
-    They are those of the module that the rule is listed under. In them the random stream of the model is in use, the
-    bare parameters of the module that are replicated are whole tensors, and FSDP2 has gathered what it would for a
-    forward. They may call each other and the forward.
+    They are methods of the module that the rule is listed under, and may call each other and ``forward``. While one
+    runs, everything is as in a forward: the model's random stream is in use, the module's own replicated parameters are
+    local tensors, and FSDP2 has gathered them.
     """
     return CallsRule(text=written("calls", *methods), methods=methods)
 
@@ -28,8 +30,8 @@ class CallsRule(Rule):
 
     methods: tuple[str, ...]
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         kind = type(scope.module)
         missing = [name for name in self.methods if not inspect.isfunction(getattr(kind, name, None))]
         own = [name for name in self.methods if name in vars(scope.module)]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from shardcore.plan.steps import GatherOutputs, TakeLoss
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, number_of
@@ -23,14 +25,14 @@ def outputs(
     heads: str | None = None,
     optional: bool = False,
 ) -> Rule:
-    """Make captured outputs of the module that collects them whole again.
+    """Gather the outputs that a model captures from its layers: attention weights, hidden states.
 
     Args:
-        attentions: ``"heads"`` if attention weights (B, heads, S, S) hold this rank's heads only.
+        attentions: ``"heads"`` if attention weights (B, heads, S, S) are split over the heads.
         cross_attentions: likewise of the attention to another sequence, (B, heads, S, T).
-        hidden_states: ``"sequence"`` if hidden states of blocks hold this rank's tokens under sequence parallelism.
-        places: outputs that keep their place when they are None and the module returns a tuple (``return_dict=False``);
-            most modules leave them out.
+        hidden_states: ``"sequence"`` if hidden states of blocks are split along the sequence where the activations are.
+        places: outputs that take a place in the returned tuple (``return_dict=False``) even where they are None; most
+            modules leave them out.
         heads: the attribute that counts the heads, where not all stacks of the model have equally many.
         optional: the module may be absent.
     """
@@ -46,15 +48,15 @@ def outputs(
 def loss(
     fn: Callable[..., Any], *, labels: str | tuple[str, ...] = "labels", logits: str | tuple[str, ...] = "logits"
 ) -> Rule:
-    """Compute the loss of a model that computes it inside its ``forward``, from the outputs of that forward.
+    """Compute the loss outside of the model's ``forward``, from its outputs, for models that compute it inside.
 
-    The labels are taken out of the arguments, the model's own forward runs without them, and ``fn(model, *logits,
-    *labels)`` is put first into what it returns.
+    The labels are removed from the arguments, the model's own forward runs without them, and the result of ``fn(model,
+    *logits, *labels)`` is put first into its output.
 
     Args:
         fn: returns the loss; called with the model, the named outputs and the named labels.
         labels: the arguments with labels; without the first of them the model runs as it is.
-        logits: the outputs that ``fn`` takes.
+        logits: the outputs that ``fn`` is given.
     """
     text = written("loss", labels=labels, logits=logits)
     return LossRule(text=text, function=fn, labels=names_of(labels), logits=names_of(logits))
@@ -69,8 +71,8 @@ class OutputsRule(Rule):
     places: tuple[str, ...] = ()
     heads: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         by_tokens = self.by_tokens if scope.config.enable_sequence_parallelism else ()
         if not self.by_heads and not by_tokens:
             return
@@ -99,8 +101,8 @@ class LossRule(Rule):
     labels: tuple[str, ...]
     logits: tuple[str, ...]
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         for name in self.labels:
             if argument_of(scope.module, name) is None:
                 scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")

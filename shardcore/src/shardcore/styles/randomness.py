@@ -11,7 +11,7 @@ __all__ = ["shared_numpy", "shared_rng"]
 
 
 def shared_rng(*names: str, optional: bool = False) -> Rule:
-    """Modules that draw the same random numbers on all ranks wherever they run (dropping whole samples or paths)."""
+    """Modules that draw the same random numbers on all ranks inside regions too (dropping whole samples or paths)."""
     return SwapRule(text=written("shared_rng", *names), optional=optional, names=names, target=SharedRandom)
 
 

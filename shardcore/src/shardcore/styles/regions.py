@@ -1,4 +1,4 @@
-"""Words for regions: where activations are split over the ranks, and where they are whole again."""
+"""Words for regions: the parts of a block in which activations are split over the ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.layout import last_rank_is_empty
@@ -47,19 +48,20 @@ def region(
     heads: str | None = None,
     optional: bool = False,
 ) -> Rule:
-    """A pair of column linears and a row linear between which activations are split.
+    """Column linears and the row linear that follows them, with activations split over the ranks in between.
 
     Args:
         col: linears split over their output features; `segments` for one that computes several projections.
-        row: the linear, split over its input features, that ends the region.
-        enter: the module whose call enters the region, which must not contain the residual connection; ``None`` lets
-            the column linears enter, each at its own call and with a sum of its own.
-        arg: the entering argument of that module's ``forward``; by default the first.
-        also: further arguments that arrive in the region because an `enter_arg` above let them in.
-        after: modules or bare parameters inside the module ``enter`` that act on what ``row`` returns, and so need no
-            `partial`: a norm or a scale at its end.
-        kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks share copies of a head.
-        unit: what must stay whole: single columns, or attention heads as the policy's ``Heads`` check counts them.
+        row: the linear, split over its input features, that ends the region. Its outputs are summed over the ranks.
+        enter: the module whose call enters the region: in the backward, the gradient of its input is summed there, once
+            for all column linears. It must not contain the residual connection. ``None``: each column linear enters by
+            itself, with an all-reduce of its own.
+        arg: the argument of that module's ``forward`` that enters; by default the first.
+        also: further arguments that the region uses, and that an `enter_arg` of a module above has entered.
+        after: modules or bare parameters inside the module ``enter`` that act on the output of ``row``, such as a norm
+            or a scale at its end. It is summed already, so they need no `partial`.
+        kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks compute the same head.
+        unit: what is never split: a single column, or an attention head, as the policy's ``Heads`` check counts them.
         heads: the attribute that counts the heads of this one module, in place of the policy's check.
         optional: the region may be absent.
     """
@@ -98,20 +100,21 @@ def segments(name: str, count: int, *, by: Literal["projection", "head"] = "proj
     Args:
         name: the linear.
         count: the number of projections.
-        by: the order of its output features: projection after projection, [q|k|v], each of which is split; or head by
-            head, [q0 k0 v0|q1 k1 v1|...], which is split between heads.
+        by: the order of its output features: projection after projection, [q|k|v], each of which is split over the
+            ranks; or head after head, [q0 k0 v0|q1 k1 v1|...], so that each rank gets consecutive heads.
     """
     return Fused(name, count, by)
 
 
 def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
-    """Let a further tensor into the regions of a whole stack of blocks, once: the states that all of them attend to.
+    """Enter one tensor into the regions of all blocks of a stack, such as the encoder states that they attend to.
 
-    One backward all-reduce for the model, instead of one in each block. The regions that it arrives in say ``also=``.
+    This costs one backward all-reduce for the model instead of one in each block. The regions that use the tensor name
+    it in ``also=``.
 
     Args:
-        module: the module whose call the tensor enters with (``""`` for the one that the rule is listed under).
-        name: the argument of its ``forward``; None and tensors without a gradient pass.
+        module: the module whose ``forward`` takes the tensor (``""`` for the one that the rule is listed under).
+        name: the argument of that ``forward``; where it is None, or needs no gradient, nothing is done.
         optional: the module may be absent.
     """
     return EnterArgRule(text=written("enter_arg", module, name), optional=optional, module=module, name=name)
@@ -132,8 +135,8 @@ class RegionRule(Rule):
     segments: tuple[Fused, ...] = ()
     heads: str | None = None
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
         linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
         for name, module in found.items():
@@ -163,8 +166,8 @@ class RegionRule(Rule):
                 scope.swap(name, ColumnLinear, enters=entry is None)
         for name in self.kv:
             heads = self._heads(scope)
-            options: dict[str, Any] = {"copies": heads.copies if heads else 1}
-            if scope.config.inference_only and options["copies"] > 1:
+            options: dict[str, Any] = {"replication": heads.kv_replication if heads else 1}
+            if scope.config.inference_only and options["replication"] > 1:
                 # No optimizer state to save: a collective less for each token is worth more.
                 options["in_parts"] = False
             scope.swap(name, ColumnLinear, enters=entry is None, **options)
@@ -291,8 +294,8 @@ class EnterArgRule(Rule):
     module: str
     name: str
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         module = scope.find(self.module)
         if module is None or _needs_no_entry(scope):
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.plan.steps import ShardSequence
 from shardcore.policy import Rule, Scope
@@ -17,15 +18,15 @@ __all__ = ["sequence"]
 
 
 def sequence(*, scatter: str, gather: str, stack: str = "", optional: bool = False) -> Rule:
-    """Between which modules of a stack activations may be split along the sequence.
+    """Split activations along the sequence between modules of a stack of blocks.
 
-    Under ``enable_sequence_parallelism`` each rank holds some of the tokens there, outside regions; elsewhere all of
-    them. Which norms and biases then have partial gradients follows from their place. The module that the row is listed
-    under is the one whose ``forward`` runs the blocks, or calls ``stack``.
+    Under ``enable_sequence_parallelism`` each rank has its part of the tokens from ``scatter`` to ``gather``, outside
+    regions, and all tokens elsewhere. The norms and biases in between then have partial gradients; the plan finds them.
+    List the rule under the module whose ``forward`` runs the blocks, or that calls ``stack``.
 
     Args:
         scatter: the first block of a list (``"layers[0]"``), whose input is split.
-        gather: the module whose output is whole again: the last norm, or where there is none the last block
+        gather: the module whose output is gathered: the last norm, or where there is none the last block
             (``"layer[-1]"``).
         stack: the module whose ``forward`` runs the blocks, if the rule is listed under the one that calls it.
         optional: the modules may be absent.
@@ -42,8 +43,8 @@ class SequenceRule(Rule):
     gather: str
     stack: str = ""
 
+    @override
     def plan(self, scope: Scope) -> None:
-        """See `Rule.plan`."""
         owner, _ = _list_and_index(self.scatter)
         scatter, gather = (_from_the_front(scope, name) for name in (self.scatter, self.gather))
         blocks, first, last = scope.find(owner), scope.find(scatter), scope.find(gather)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardcore
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Draws, Replay
 from shardcore.testing.parity import equal_on_ranks, gradient_errors

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Collectives, calls_of_leaves
 from shardcore.testing.parity import gradient_errors, parameter_errors, whole

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardcore.comm.reads import local_tensor
+from shardcore.comm.dtensor_params import local_tensor
 
 __all__ = [
     "assert_close",

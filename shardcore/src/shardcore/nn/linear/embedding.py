@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
-from shardcore.comm.reads import held, read_local
+from shardcore.comm.dtensor_params import held, read_local
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.costs import Collective, Site, forward
@@ -22,8 +23,9 @@ __all__ = ["VocabEmbedding"]
 class VocabEmbedding(SwappedModule, nn.Embedding):
     """An embedding whose rows are split: weight (V/tp, H), the last part smaller if V does not divide.
 
-    Input (...) of token ids, the same on all ranks; output (..., H), whole on every rank. Each rank looks up the ids it
-    holds, puts zeros elsewhere, and the ranks are summed. ``padding_idx`` keeps its meaning: that row gets no gradient.
+    Input (...) of token ids, the same on all ranks; output (..., H), the same on all ranks. Each rank looks up the ids
+    of its rows and fills the places of others with zeros; an all-reduce sums the results. As in the native module, the
+    row ``padding_idx`` gets no gradient.
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
@@ -33,8 +35,8 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Embedding):
             return problem
         if problem := own_computation(module, nn.Embedding, frozenset({"weight"})):
@@ -50,29 +52,29 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         return None
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         return {"weight": ShardedLayout(0)}
 
     @classmethod
+    @override
     def plan_sums_gradients(cls, **options: Any) -> bool:
-        """See `SwappedModule.plan_sums_gradients`."""
         return False
 
     @classmethod
+    @override
     def plan_on_split_tokens(cls, **options: Any) -> str | None:
-        """See `SwappedModule.plan_on_split_tokens`."""
         return "an embedding between split tokens would look up other ids on each rank"
 
     @classmethod
+    @override
     def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         yield forward(site.path, "all_reduce", "(B, S, H) output")
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
         new.rows = chunk_bounds(new.num_embeddings, context.size, context.rank)
         return new
 
@@ -91,7 +93,7 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
         padding = self.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < stop else None
         out = F.embedding(local_ids, weight, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return reduce_from_tp(out, self._shard_context.group, fresh=True)
+        return reduce_from_tp(out, self._shard_context.channel, fresh=True)
 
     def _check(self, ids: Tensor) -> None:
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):

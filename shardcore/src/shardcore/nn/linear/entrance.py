@@ -1,8 +1,8 @@
-"""Whether what a member of a region is called with came in through the region's entry.
+"""Whether the input of a member of a region came in through the region's entry.
 
-The entry is a hook on the call of a module. Whoever calls that module's ``forward``, or the member by itself, passes
-it by: the output is right, and the gradient of the input is this rank's summand. So members look for the entry in the
-graph of their input, wherever the tensor itself does not carry the open region.
+The entry is a hook on the call of a module. Whoever calls that module's ``forward``, or the member by itself, bypasses
+it: the output is right, but the gradient of the input is partial. So members look for the entry in the graph of their
+input, unless the tensor itself carries the open region.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def require_entered(member: ColumnLinear, x: Tensor) -> None:
     """Refuse ``x`` if it needs a gradient and was not entered.
 
     Raises:
-        NotSupportedError: the gradient would be this rank's summand.
+        NotSupportedError: the gradient would be partial.
     """
     # The graph of what a reentrant checkpoint recomputes begins inside of the region.
     if not x.requires_grad or hasattr(x, region.OPEN) or region.backward_is_running() or _is_entered(member, x):

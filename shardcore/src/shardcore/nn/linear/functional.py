@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.reads import held, local_tensor, read_local, spec_of, with_spec
+from shardcore.comm.dtensor_params import held, local_tensor, read_local, spec_of, with_spec
 
 __all__ = ["autocast", "bias_gradient", "can_look_at", "cast", "flat", "local_linear", "multiply", "weight_gradient"]
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
@@ -24,8 +25,8 @@ class FusedColumnLinear(ColumnLinear):
     Input (..., in), the same on all ranks; output (..., out/tp), which is [q_r|k_r|v_r] on rank r. It enters its region
     by itself or as a member, as `ColumnLinear` does.
 
-    The weight is one DTensor of the native shape, so that checkpoints fit any number of ranks. The bias (out) is held
-    whole by every rank, which uses its own rows; its gradient is summed, together with those of the region's other
+    The weight is one DTensor of the native shape, so that checkpoints fit any number of ranks. The bias (out) is
+    replicated: each rank uses its rows of it, and its gradient is summed, together with those of the region's other
     such parameters. See ``docs/adr/0001-fused-column-placement.md``. Under FSDP2, `shardcore.nn.fsdp_placement` is
     needed.
 
@@ -39,11 +40,11 @@ class FusedColumnLinear(ColumnLinear):
     segments: int
 
     @classmethod
+    @override
     def problem(
-        cls, module: nn.Module, ranks: int, *, copies: int = 1, segments: Any = None, **options: Any
+        cls, module: nn.Module, ranks: int, *, replication: int = 1, segments: Any = None, **options: Any
     ) -> str | None:
-        """See `SwappedModule.problem`."""
-        if problem := super().problem(module, ranks) or _unsupported(segments, copies, **options):
+        if problem := super().problem(module, ranks) or _unsupported(segments, replication, **options):
             return problem
         if not isinstance(segments, int) or segments < 2:
             return f"segments is {segments!r}; say how many equal segments out_features consists of, at least 2"
@@ -58,33 +59,34 @@ class FusedColumnLinear(ColumnLinear):
         return None
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, *, segments: int = 0, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         layouts: dict[str, Layout] = {"weight": SegmentedLayout(segments)}
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout(partial_gradient=True)
         return layouts
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, segments: int = 0, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, *, segments: int = 0, **options: Any) -> Self:
         install()
-        new = super().adopt(module, context, **options)
+        new = super().swap_class(module, context, **options)
         new.segments = segments
         new.bias_rows = segment_runs(new.out_features, segments, context.size, context.rank)
         return new
 
     @classmethod
+    @override
     def from_native_module(
         cls,
         module: nn.Module,
         process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None = None,
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.from_native_module`.
+        """Replace ``module`` in place and return it, as `SwappedModule.from_native_module` does.
 
         Raises:
-            NotSupportedError: unequal segments, ``gather_output``, ``copies``, or a torch before 2.12.
+            NotSupportedError: unequal segments, ``gather_output``, ``replication``, or a torch before 2.12.
         """
         if problem := _unsupported(**options):
             raise NotSupportedError(problem)
@@ -95,12 +97,15 @@ class FusedColumnLinear(ColumnLinear):
         return f"{nn.Linear.extra_repr(self)}, tp={self._shard_context.size}, segments={self.segments}"
 
 
-def _unsupported(segments: Any = None, copies: int = 1, gather_output: bool = False, **options: Any) -> str | None:
+def _unsupported(segments: Any = None, replication: int = 1, gather_output: bool = False, **options: Any) -> str | None:
     """Say what a later release may support, or return None."""
     if isinstance(segments, tuple | list):
         return f"unequal segments {tuple(segments)} are not supported yet; give the number of equal ones"
-    if copies != 1:
-        return f"copies={copies}: a fused linear splits its segments over all ranks; sharing rows is not supported yet"
+    if replication != 1:
+        return (
+            f"replication={replication}: a fused linear splits its segments over all ranks; sharing rows is not "
+            "supported yet"
+        )
     if gather_output:
         return "gather_output of a fused linear is not supported yet; let the linears that follow take the parts"
     return torch_lacks()

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
-from shardcore.comm.reads import read_local, read_partial
+from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
@@ -45,25 +46,26 @@ def _divides(module: nn.Module, ranks: int) -> bool:
 class ColumnLinear(SwappedModule, nn.Linear):
     """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
 
-    Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it enters
-    its region by itself, one all-reduce of its input's gradient for each such linear; as member of a region (see
-    `shardcore.nn.region.region.Region`) the region's entry does, once for all members.
+    Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it sums
+    its input gradient itself, with one backward all-reduce for each such linear. As a member of a region
+    (`shardcore.nn.region.region.Region`) it does not: the entry of the region sums once for all members.
 
     Options:
-        gather_output: return the whole output on every rank.
-        copies: this many neighbouring ranks use the same rows (fewer KV heads than ranks); 1 splits over all ranks.
-            Above 1 each of them holds a part of those rows, and they gather them for use. Where the rows do not divide
-            by ``copies``, every rank holds the whole parameter, uses its rows, and the gradient is summed.
-        in_parts: False if ranks shall hold the whole parameter wherever ``copies`` is above 1, and send nothing in the
-            forward.
+        gather_output: return the full output on every rank.
+        replication: so many neighbouring ranks compute the same output features (fewer KV heads than ranks); 1 splits
+            over all ranks. Above 1 the weight and the bias are still split over all ranks, and each group of neighbours
+            gathers their rows in the forward. Where out_features does not divide by the number of ranks, every rank has
+            the full parameters, uses its rows of them, and their gradients are summed.
+        in_parts: False: where ``replication`` is above 1 every rank has the full parameters, so that the forward needs
+            no gather.
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    option_names: ClassVar[frozenset[str]] = frozenset({"copies", "enters", "gather_output", "in_parts"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"enters", "gather_output", "in_parts", "replication"})
 
     #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
-    gathers: int
+    group_size: int
     #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
     opened: Reading | None
     #: The rows of the weight that this rank uses if it holds others too, else None.
@@ -73,51 +75,51 @@ class ColumnLinear(SwappedModule, nn.Linear):
     gather_output: bool
     enters_alone: bool
     #: The region that is entered here, of which this linear is the only member; None for any other.
-    opens: SoleRegion | None
+    sole_region: SoleRegion | None
     _shard_context: ShardContext
 
     @classmethod
-    def problem(cls, module: nn.Module, ranks: int, *, copies: int = 1, **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
+    @override
+    def problem(cls, module: nn.Module, ranks: int, *, replication: int = 1, **options: Any) -> str | None:
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
             return problem
         if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
             return problem
-        if ranks % copies or module.out_features % (ranks // copies) * (copies > 1):
-            return f"out_features {module.out_features} cannot be shared by groups of {copies} of {ranks} ranks"
-        if copies == 1 and last_rank_is_empty(module.out_features, ranks):
+        if ranks % replication or module.out_features % (ranks // replication) * (replication > 1):
+            return f"out_features {module.out_features} cannot be shared by groups of {replication} of {ranks} ranks"
+        if replication == 1 and last_rank_is_empty(module.out_features, ranks):
             return _empty_part(module, "out_features", module.out_features, ranks)
         return None
 
     @classmethod
+    @override
     def layouts(
-        cls, module: nn.Module, ranks: int, *, copies: int = 1, in_parts: bool = True, **options: Any
+        cls, module: nn.Module, ranks: int, *, replication: int = 1, in_parts: bool = True, **options: Any
     ) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         layout: Layout = ShardedLayout(0)
-        if copies > 1:
+        if replication > 1:
             layout = (
-                GroupShardedLayout(0, copies)
+                GroupShardedLayout(0, replication)
                 if in_parts and _divides(module, ranks)
                 else ReplicatedLayout(partial_gradient=True)
             )
         return {name: layout for name, p in module._parameters.items() if p is not None}
 
     @classmethod
+    @override
     def plan_enters(cls, *, enters: bool = True, **options: Any) -> bool:
-        """See `SwappedModule.plan_enters`."""
         return enters
 
     @classmethod
+    @override
     def plan_on_split_tokens(cls, *, enters: bool = True, **options: Any) -> str | None:
-        """See `SwappedModule.plan_on_split_tokens`."""
         return "it enters by itself, after its module has read the number of tokens" if enters else None
 
     @classmethod
+    @override
     def plan_collectives(
         cls, site: Site, *, gather_output: bool = False, enters: bool = True, **options: Any
     ) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         if gather_output and not site.splits_logits:
             yield forward(site.path, "all_gather", "(B, S, V) output")
         if enters:
@@ -125,46 +127,46 @@ class ColumnLinear(SwappedModule, nn.Linear):
             yield from shared_parameters(site.path, [site])
 
     @classmethod
-    def adopt(
+    @override
+    def swap_class(
         cls,
         module: nn.Module,
         context: ShardContext,
         *,
         gather_output: bool = False,
-        copies: int = 1,
+        replication: int = 1,
         enters: bool = True,
         in_parts: bool = True,
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
-        new.gathers, new.opened, new.rows = 1, None, None
-        if copies > 1 and in_parts and _divides(new, context.size):
-            context.join_neighbours(copies)
-            new.gathers = copies
-        elif copies > 1:
-            step = new.out_features * copies // context.size
-            start = context.rank // copies * step
+        new = super().swap_class(module, context)
+        new.group_size, new.opened, new.rows = 1, None, None
+        if replication > 1 and in_parts and _divides(new, context.size):
+            context.join_neighbours(replication)
+            new.group_size = replication
+        elif replication > 1:
+            step = new.out_features * replication // context.size
+            start = context.rank // replication * step
             new.rows = ((start, start + step),)
         new.bias_rows = new.rows
         new.gather_output = gather_output
         new.enters_alone = enters
-        new.opens = None
+        new.sole_region = None
         return new
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
         """Return (..., out/tp), or (..., out) with ``gather_output``."""
         out = self._local_forward(input)
-        return gather_from_tp(out, self._shard_context.group, -1, self.out_features) if self.gather_output else out
+        return gather_from_tp(out, self._shard_context.channel, -1, self.out_features) if self.gather_output else out
 
     def _local_forward(self, x: Tensor) -> Tensor:
-        if self.opens is not None:
-            return self.opens.multiply(x)
+        if self.sole_region is not None:
+            return self.sole_region.multiply(x)
         if self.enters_alone:
             # One enter for each linear, though several may be called with one tensor: whether it is one is nothing that
             # all ranks agree on (a backward hook makes another object of it).
             if torch.is_grad_enabled():
-                x = copy_to_tp(x, self._shard_context.group)
+                x = copy_to_tp(x, self._shard_context.channel)
             if not self.gather_output:
                 self._fork()
             return self.product(x)
@@ -177,7 +179,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
     @property
     def uses_what_it_holds(self) -> bool:
         """Tell whether this rank holds the rows that it uses, and no others."""
-        return self.gathers == 1 and self.rows is None and self.bias_rows is None
+        return self.group_size == 1 and self.rows is None and self.bias_rows is None
 
     @property
     def own_parameters(self) -> tuple[Tensor, ...]:
@@ -203,8 +205,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
     def extra_repr(self) -> str:
         """Describe the whole and the number of ranks."""
         kind = f"gather_output={self.gather_output}"
-        if self.gathers > 1:
-            kind = f"gathered by {self.gathers} ranks"
+        if self.group_size > 1:
+            kind = f"gathered by {self.group_size} ranks"
         elif self.rows:
             kind = "rows=" + ",".join(f"{start}:{stop}" for start, stop in self.rows)
         return f"{super().extra_repr()}, tp={self._shard_context.size}, {kind}"
@@ -216,7 +218,7 @@ class RowLinear(SwappedModule, nn.Linear):
     Input (..., in/tp); output (..., out), summed over the ranks, then the bias is added once.
 
     Options:
-        parallel_input: False if the input is whole, (..., in), and has to be split first.
+        parallel_input: False if the input is the full (..., in), and has to be split first.
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
@@ -230,8 +232,8 @@ class RowLinear(SwappedModule, nn.Linear):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
             return problem
         if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
@@ -241,30 +243,32 @@ class RowLinear(SwappedModule, nn.Linear):
         return None
 
     @classmethod
+    @override
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
-        """See `SwappedModule.layouts`."""
         layouts: dict[str, Layout] = {"weight": ShardedLayout(1)}
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout()
         return layouts
 
     @classmethod
+    @override
     def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
-        """See `SwappedModule.plan_collectives`."""
         yield forward(site.path, "reduce_scatter" if site.split else "all_reduce", "(B, S, H) output")
         if site.split:
             yield backward(site.path, "all_gather", "(B, S/tp, H) output gradient")
         if site.split and site.sums_at_once and site.layout("bias") is not None:
             yield backward(site.path, "all_reduce", "gradient of its bias")
 
+    @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """See `SwappedModule._take_sequence`."""
         self.sequence = tokens
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
         new.parallel_input = parallel_input
         new.region = new.sequence = None
         return new
@@ -275,19 +279,23 @@ class RowLinear(SwappedModule, nn.Linear):
             self.region.leave()
         elif not torch.compiler.is_compiling():
             self._shard_context.random.join(_OWN_FORK)
-        x = input if self.parallel_input else split_to_tp(input, self._shard_context.group, -1)
+        x = input if self.parallel_input else split_to_tp(input, self._shard_context.channel, -1)
         length = None if self.sequence is None else self.sequence.length
         # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
         # nothing, and so repeats one collective less for each block.
         out = local_linear(x, self.weight)
         if self.sequence is None or length is None:
-            out = reduce_from_tp(out, self._shard_context.group, fresh=True)
+            out = reduce_from_tp(out, self._shard_context.channel, fresh=True)
         else:
             self.sequence.expect(out, length, type(self).__name__)
-            out = leave_to_sequence(out, self._shard_context.group)
+            out = leave_to_sequence(out, self._shard_context.channel)
         if self.bias is None:
             return out
-        (bias,) = read_local(self.bias) if length is None else read_partial(self._shard_context, self.bias)
+        context = self._shard_context
+        if length is None:
+            (bias,) = read_local(self.bias)
+        else:
+            (bias,) = read_partial(context.channel, self.bias, deferred=context.defers)
         return out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:
@@ -296,17 +304,18 @@ class RowLinear(SwappedModule, nn.Linear):
 
 
 def shared_parameters(where: str, members: Sequence[Site]) -> Iterator[Collective]:
-    """Yield the collectives of parameters of column linears that several ranks use and none has to itself.
+    """Yield the collectives of parameters of column linears that several ranks use.
 
     Args:
         where: the entry of their region, which sends for all of them.
         members: the places of the linears.
     """
     layouts = {site.path: {site.layout(short) for short in ("weight", "bias")} for site in members}
-    for copies in sorted({x.copies for found in layouts.values() for x in found if isinstance(x, GroupShardedLayout)}):
-        names = ", ".join(name for name, found in layouts.items() if GroupShardedLayout(0, copies) in found)
-        yield forward(where, "all_gather", f"parts of {names} among {copies} ranks")
-        yield backward(where, "reduce_scatter", f"gradients of {names} among {copies} ranks")
+    every = [layout for found in layouts.values() for layout in found]
+    for size in sorted({layout.group_size for layout in every if isinstance(layout, GroupShardedLayout)}):
+        names = ", ".join(name for name, found in layouts.items() if GroupShardedLayout(0, size) in found)
+        yield forward(where, "all_gather", f"parts of {names} among {size} ranks")
+        yield backward(where, "reduce_scatter", f"gradients of {names} among {size} ranks")
     summed = [name for name, found in layouts.items() if ReplicatedLayout(partial_gradient=True) in found]
     if summed and members[0].sums_at_once:
         yield backward(where, "all_reduce", f"gradients of {', '.join(summed)}")

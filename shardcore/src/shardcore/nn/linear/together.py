@@ -1,9 +1,9 @@
 """What column linears use of parameters that ranks share, read for all members of a region at once.
 
-Two kinds of parameters are no part that a rank has to itself: rows that neighbours gather (a KV head that they share),
-and whole ones of which a rank uses some rows (the bias of a fused linear; KV heads that cannot be cut evenly). Both
-cost collectives. So that these follow from the plan alone, the entry of a region reads for all its members, whatever
-becomes of each one's call: a hook on one rank may keep a member off the region's fast path there.
+There are two kinds of them: rows that neighbours gather (a KV head that they share), and full parameters of which a
+rank uses some rows (the bias of a fused linear; KV heads that cannot be cut evenly). Both cost collectives. These have
+to follow from the plan alone, so the entry of a region reads for all its members, even for one that a hook keeps off
+the region's fast path on one rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardcore.comm.dtensor_params import held, local_tensor, read_partial
 from shardcore.comm.neighbours import gather_rows
-from shardcore.comm.reads import held, local_tensor, read_partial
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 
@@ -28,7 +28,7 @@ __all__ = ["Reading", "read_together", "take_rows"]
 class Reading:
     """What the entry of a region has read for one member.
 
-    An exception inside the region leaves it behind, and what the parameters are by then may be something else.
+    An exception inside the region leaves it on the member, so it says whether the parameters have changed since.
     """
 
     def __init__(self, member: ColumnLinear, parameters: tuple[Tensor, ...]) -> None:
@@ -59,9 +59,9 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
     used = [list(member.own_parameters) for member in members]
     for member in members:
         held(member.weight)
-    for count in dict.fromkeys(member.gathers for member in members if member.gathers > 1):
-        places = [(i, j) for i, member in enumerate(members) if member.gathers == count for j in range(len(used[i]))]
-        rows = gather_rows(context.neighbours[count], *(used[i][j] for i, j in places))
+    for count in dict.fromkeys(member.group_size for member in members if member.group_size > 1):
+        places = [(i, j) for i, member in enumerate(members) if member.group_size == count for j in range(len(used[i]))]
+        rows = gather_rows(context.among(count), *(used[i][j] for i, j in places))
         for (i, j), tensor in zip(places, rows, strict=True):
             used[i][j] = tensor
     cut = [
@@ -71,7 +71,7 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
         if runs is not None
     ]
     if cut:
-        whole = read_partial(context, *(used[i][j] for i, j, _ in cut))
+        whole = read_partial(context.channel, *(used[i][j] for i, j, _ in cut), deferred=context.defers)
         for (i, j, runs), tensor in zip(cut, whole, strict=True):
             used[i][j] = take_rows(tensor, runs)
     return [tuple(tensors) for tensors in used]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
@@ -16,12 +17,12 @@ __all__ = ["LossFromOutputs"]
 
 
 class LossFromOutputs(SwappedModule):
-    """A model that runs its own forward without labels and adds the loss afterwards.
+    """A model that runs its own forward without labels and computes the loss afterwards.
 
     Options:
         function: called with (model, *logits, *labels); returns the loss.
-        labels: the arguments that are taken out; without the first of them the model runs as it is.
-        logits: the outputs that the function takes.
+        labels: the arguments that are removed before the forward; without the first of them the model runs as it is.
+        logits: the outputs that the function is given.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -32,7 +33,8 @@ class LossFromOutputs(SwappedModule):
     _loss_return_dict: ReturnDict
 
     @classmethod
-    def adopt(
+    @override
+    def swap_class(
         cls,
         module: nn.Module,
         context: ShardContext,
@@ -42,10 +44,9 @@ class LossFromOutputs(SwappedModule):
         logits: tuple[str, ...] = (),
         **options: Any,
     ) -> Self:
-        """See `SwappedModule.adopt`."""
         names = list(inspect.signature(module.forward).parameters)
         return_dict = ReturnDict.of(module)
-        new = super().adopt(module, context)
+        new = super().swap_class(module, context)
         new.__dict__["_shard_loss"] = (function, labels, logits)
         new.__dict__["_shard_positions"] = {name: names.index(name) for name in labels}
         new.__dict__["_loss_return_dict"] = return_dict

@@ -1,9 +1,10 @@
 """Cross entropy of logits that are split over the vocabulary, without gathering them.
 
-Each rank has the largest logit, the sum of exponentials and the label's logit of its own words; two all-reduces of one
-number (or three) for each token complete them (Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053,
-section 3). The backward needs none. `chunked_cross_entropy` computes the logits too, some tokens at a time, and again
-in the backward, so that they never exist as a whole (after Wijmans et al. 2024, https://arxiv.org/abs/2411.09009).
+From its part of the logits each rank computes the largest logit, the sum of exponentials and the label's logit; two
+all-reduces of one number (or three) for each token combine them (Megatron-LM, Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053, section 3). The backward needs none. `chunked_cross_entropy` computes the logits too,
+some tokens at a time, and again in the backward, so that the full logits never exist (after Wijmans et al. 2024,
+https://arxiv.org/abs/2411.09009).
 
 Sums are in float32 where logits are of half precision, else in the logits' own dtype.
 """
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.collectives import all_reduce, all_reduce_max, refuse_double_backward
-from shardcore.comm.reads import local_tensor, spec_of, with_spec
+from shardcore.comm.collectives import refuse_double_backward
+from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import autocast
 
@@ -28,12 +29,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Vocabulary(NamedTuple):
-    """How the words of one head are split.
+    """How the vocabulary of one head is split.
 
     Attributes:
         context: of the sharded model.
-        size: all words, V.
-        start: the first word of this rank; how many it has is seen from its logits.
+        size: the size of the full vocabulary, V.
+        start: the first id of this rank; the size of its part is that of its logits.
     """
 
     context: ShardContext
@@ -45,7 +46,7 @@ _ROWS = 8192  # of a weight gradient that is rounded before it is added up
 
 
 class _Partial(NamedTuple):
-    """What one rank knows about some tokens; each is (N,)."""
+    """What the logits of one rank contribute for some tokens; each is (N,)."""
 
     highest: Tensor  # of the logits
     exponentials: Tensor  # sum of exp(logit - highest)
@@ -58,14 +59,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _own(labels: Tensor, vocabulary: Vocabulary, width: int) -> tuple[Tensor, Tensor]:
-    """Return the labels as columns of this rank's logits, and which of them it has."""
+    """Return the labels as columns of this rank's logits, and which of them are in its part."""
     columns = labels - vocabulary.start
     mine = (columns >= 0) & (columns < width)
     return columns.masked_fill(~mine, 0), mine
 
 
 def _look(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: float) -> _Partial:
-    """Return what this rank's ``logits`` (N, V/tp) say about its tokens."""
+    """Return what this rank's ``logits`` (N, V/tp) contribute to the losses of its tokens."""
     logits = _wide(logits)
     highest = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)  # all words of a rank may be at -inf
     columns, mine = _own(labels, vocabulary, logits.size(-1))
@@ -78,12 +79,12 @@ def _look(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: flo
 
 
 def _losses(partial: _Partial, vocabulary: Vocabulary, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Complete what all ranks know: return the loss of each token and its log-sum-exp."""
-    group = vocabulary.context.group
-    highest = all_reduce_max(partial.highest.clone(), group)
+    """Combine the parts of all ranks: return the loss of each token and its log-sum-exp."""
+    channel = vocabulary.context.channel.exact
+    highest = channel.all_reduce_max(partial.highest.clone())
     own = partial.exponentials * (partial.highest - highest).exp()
     summands = [own, partial.chosen] + ([] if partial.total is None else [partial.total])
-    exponentials, chosen, *total = all_reduce(torch.stack(summands), group).unbind(0)
+    exponentials, chosen, *total = channel.all_reduce(torch.stack(summands)).unbind(0)
     normalizer = highest + exponentials.log()
     losses = normalizer - chosen
     if smoothing:
@@ -212,7 +213,7 @@ def chunked_cross_entropy(
         bias: its bias, (V), split likewise, or None.
         labels: (N), in [0, V).
         vocabulary: how V is split.
-        smoothing: the share of the loss that all words have.
+        smoothing: the label smoothing: the share of the loss that is spread over the vocabulary.
         chunk: the number of tokens whose logits are computed at a time.
     """
     losses: Tensor = _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk)  # type: ignore[no-untyped-call]

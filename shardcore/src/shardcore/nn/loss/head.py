@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
 from shardcore.errors import NotSupportedError
@@ -18,7 +19,7 @@ __all__ = ["VocabHead"]
 
 
 class VocabHead(ColumnLinear):
-    """A `ColumnLinear` over the vocabulary that gathers its output, unless a model takes its logits split.
+    """A `ColumnLinear` over the vocabulary whose output is gathered, except where the model keeps its logits split.
 
     Input (..., H); output (..., V), or `VocabParallelLogits` in calls with labels, which `VocabParallelLossModel`
     recognises. See `ColumnLinear` for the options.
@@ -30,9 +31,9 @@ class VocabHead(ColumnLinear):
     _vocabulary: Vocabulary
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context, **options)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context, **options)
         start, _ = chunk_bounds(new.out_features, context.size, context.rank)
         new.keeps_split, new.chunk = False, None
         new._vocabulary = Vocabulary(context, new.out_features, start)
@@ -51,9 +52,9 @@ class VocabHead(ColumnLinear):
                 "the head to the fully_shard of the model, as shard(dp=...) does."
             )
         if self.keeps_split and self.chunk is not None:
-            x = input if self.opens is None else self.opens.enter(input)
+            x = input if self.sole_region is None else self.sole_region.enter(input)
             return LazyLogits(x, self._vocabulary, self, self.chunk)
         out = self._local_forward(input)
         if self.keeps_split:
             return VocabParallelLogits(out, self._vocabulary)
-        return gather_from_tp(out, self._shard_context.group, -1, self.out_features)
+        return gather_from_tp(out, self._shard_context.channel, -1, self.out_features)

@@ -1,10 +1,11 @@
 """Logits that stay split over the vocabulary, as the model's own forward sees them.
 
-A model's forward takes the logits of its head, computes a loss from them in its own way, and returns both. What the
-head hands it here is no tensor, but understands what losses do with logits: other shapes, wider numbers, a scale, and
-`torch.nn.functional.cross_entropy`, which is computed where the parts are (`shardcore.nn.loss.cross_entropy`). So no
-forward is overridden, whether the loss is in it, in ``model.loss_function`` or in a rule of the policy. Everything else
-raises.
+A model's forward takes the logits of its head, computes a loss from them in its own way, and returns both. Here the
+head returns an object in their place. It is no tensor, but supports what losses do with logits: other shapes, wider
+dtypes, a scale, and `torch.nn.functional.cross_entropy`, which each rank computes for its part
+(`shardcore.nn.loss.cross_entropy`). So no forward is overridden, whether the loss is in it, in ``model.loss_function``
+or in a rule of the policy. Everything else raises.
+
 At the end of the forward the caller gets a DTensor, split over the vocabulary.
 """
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from shardcore.errors import NotSupportedError, VocabParallelLogitsError
 from shardcore.mesh import ShardContext
@@ -51,17 +53,17 @@ class VocabParallelLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole."""
+        """The full shape, (..., V)."""
         return torch.Size((*self._local.shape[:-1], self._vocabulary.size))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parts."""
+        """The dtype of this rank's part."""
         return self._local.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
+        """The device of this rank's part."""
         return self._local.device
 
     @property
@@ -74,19 +76,19 @@ class VocabParallelLogits:
         return self._local.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape of the whole, or one dim of it."""
+        """Return the full shape, or one dim of it."""
         return self.shape if dim is None else self.shape[dim]
 
     def float(self) -> Self:
-        """Return the same: sums are in float32, or wider, anyway."""
+        """Return itself: sums are in float32, or wider, anyway."""
         return self
 
     def contiguous(self) -> Self:
-        """Return the same."""
+        """Return itself."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the same, if it is to stay where it is; another dtype makes no difference to sums."""
+        """Return itself, unless it is to move: sums are in float32, or wider, whatever the dtype."""
         for value in (*args, kwargs.get("device")):
             if isinstance(value, torch.device | str) and torch.device(value).type != self.device.type:
                 self._refuse(f"a move to {value}")
@@ -139,7 +141,7 @@ class VocabParallelLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute cross entropies, and what acts on every logit by itself; refuse the rest."""
+        """Compute cross entropies and elementwise functions; refuse all others."""
         first, options = args[0] if args else None, dict(kwargs or {})
         first = options.pop("input", first) if not isinstance(first, VocabParallelLogits) else first
         if isinstance(first, VocabParallelLogits):
@@ -180,11 +182,11 @@ class VocabParallelLogits:
             return losses.view(target.shape)
         return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
-    def whole(self) -> Any:
+    def as_dtensor(self) -> Any:
         """Return the logits as the caller of the model gets them: a DTensor split over its last dim.
 
-        A compiled model returns them without a gradient: torch takes for granted that each DTensor which leaves a graph
-        is differentiated.
+        A compiled model returns them without a gradient: torch assumes that each DTensor which a graph returns is
+        differentiated.
         """
         shape = self.shape
         local = self._local.detach() if torch.compiler.is_compiling() else self._local
@@ -227,10 +229,10 @@ def _is_all(part: Any) -> bool:
 
 
 class LazyLogits(VocabParallelLogits):
-    """Logits that are computed within the loss, some tokens at a time, and never exist as a whole.
+    """Logits that are computed inside the loss, some tokens at a time; the full logits never exist.
 
     Args:
-        x: what the head would multiply, (..., H), inside its region.
+        x: the input of the head, (..., H), which has entered its region.
         vocabulary: how V is split.
         head: the head.
         chunk: the number of tokens whose logits are computed at a time.
@@ -241,8 +243,8 @@ class LazyLogits(VocabParallelLogits):
         self._head = head
         self._chunk = chunk
 
-    def whole(self) -> Any:
-        """Return itself: whatever is asked of it raises."""
+    def as_dtensor(self) -> Any:
+        """Return itself: all that can be done with it raises."""
         return self
 
     def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
@@ -257,12 +259,12 @@ class LazyLogits(VocabParallelLogits):
 
 
 class VocabParallelLossModel(SwappedModule):
-    """A model whose head keeps its logits split in calls with labels (hazard H37: without them they are whole).
+    """A model whose head keeps its logits split in calls with labels; without labels they are gathered (hazard H37).
 
     Options:
         labels: name and position of the argument with labels.
         heads: the heads.
-        chunk: the number of tokens whose logits are computed at a time, within the loss; None keeps all logits.
+        chunk: the number of tokens whose logits are computed at a time, inside the loss; None computes all in the head.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -272,9 +274,9 @@ class VocabParallelLossModel(SwappedModule):
     _split_chunk: int | None
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
         new.__dict__["_split_labels"] = options["labels"]
         new.__dict__["_split_heads"] = tuple(options["heads"])
         new.__dict__["_split_chunk"] = options["chunk"]
@@ -299,11 +301,11 @@ class VocabParallelLossModel(SwappedModule):
 def _for_the_caller(out: Any) -> Any:
     """Replace split logits in what a forward returned."""
     if isinstance(out, VocabParallelLogits):
-        return out.whole()
+        return out.as_dtensor()
     if isinstance(out, tuple) and not isinstance(out, Mapping):
         return tuple(_for_the_caller(item) for item in out)
     if isinstance(out, Mapping):
         for name, value in list(out.items()):
             if isinstance(value, VocabParallelLogits):
-                out[name] = value.whole()  # type: ignore[index]  # outputs of models are ordered dicts
+                out[name] = value.as_dtensor()  # type: ignore[index]  # outputs of models are ordered dicts
     return out

@@ -1,7 +1,7 @@
-"""Losses of logits of which each rank holds some words, for loops that compute them by themselves.
+"""Losses of logits that are split over the vocabulary, for training loops that compute their loss themselves.
 
-A sharded model does so within its own forward (``parallel_output=True``); these are for logits from elsewhere,
-such as a `shardcore.nn.ColumnLinear` that stands alone.
+A sharded model does so in its own forward (``parallel_output=True``); these are for logits from elsewhere, such as a
+`shardcore.nn.ColumnLinear` that stands alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.collectives import all_reduce
 from shardcore.errors import ConfigError
 from shardcore.mesh import as_context
 from shardcore.nn.loss.cross_entropy import Vocabulary
@@ -31,15 +30,15 @@ def cross_entropy_1d(
     dtype: torch.dtype | None = None,
     mode: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Return what `torch.nn.functional.cross_entropy` would of the whole logits, without gathering them.
+    """Return what `torch.nn.functional.cross_entropy` returns for the full logits, without gathering them.
 
     Args:
-        vocab_logits: the logits of this rank's words, (..., V/tp), in the order of the ranks; parts may be uneven. Or
-            the whole as a DTensor that is split over its last dim.
+        vocab_logits: this rank's part of the logits, (..., V/tp), in the order of the ranks; parts may be uneven. Or a
+            DTensor (..., V) that is split over its last dim.
         labels: (...), each in [0, V) or ``ignore_index``; the same on all ranks.
-        ignore_index: labels that do not count.
+        ignore_index: a label whose loss does not count.
         process_group: the ranks that hold the parts; None is the default process group.
-        vocab_size: V, to be compared with what the ranks hold; None takes that.
+        vocab_size: V, compared with the sum of the ranks' parts; None uses the sum.
         dtype: not needed: sums are in float32, or wider where logits are.
         mode: ``"mean"`` over the labels that count, ``"sum"``, or ``"none"`` for the loss of each, (...).
 
@@ -83,7 +82,7 @@ def _split(logits: Tensor, process_group: ProcessGroup | None, vocab_size: int |
     # Every rank learns the same, so that a mistake is an error on all of them.
     held = torch.zeros(context.size, dtype=torch.int64, device=context.device)
     held[context.rank] = logits.size(-1)
-    widths = [int(width) for width in all_reduce(held, context.group).tolist()]
+    widths = [int(width) for width in context.channel.exact.all_reduce(held).tolist()]
     if vocab_size is not None and sum(widths) != vocab_size:
         raise ConfigError(
             f"vocab_size is {vocab_size}, but the ranks hold {widths}, which are {sum(widths)} words; cut off what is "

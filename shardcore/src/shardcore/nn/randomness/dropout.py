@@ -29,9 +29,9 @@ _RANDOM = frozenset({
 class DropoutSites:
     """The places of some modules where numbers may be drawn while training.
 
-    Dropout modules, attributes that are named after dropout and hold its probability, and modules without either whose
-    own forward names one of torch's random functions. Probabilities are read when asked, so that changing one later is
-    seen. More places than really lie in the region are harmless: the random stream is then forked without need.
+    These are dropout modules, attributes that are named after dropout and are its probability, and other modules whose
+    own forward names one of torch's random functions. Probabilities are read at each use, so a later change counts.
+    Places that are not really in the region do no harm: the random stream is then forked without need.
 
     Args:
         trees: modules searched with all their submodules.

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.errors import NotSupportedError
@@ -18,9 +19,9 @@ __all__ = ["RngScope"]
 
 
 class RngScope(SwappedModule):
-    """A module around whose outermost call the model's random stream is swapped in, and always out again.
+    """A module whose outermost call runs on the model's random stream; the user's generators are always restored.
 
-    Its forward is wrapped, not hooked: hooks are not called after an interrupt, and the stream would stay in.
+    The forward is wrapped, not hooked: hooks are not called after an interrupt, which would leave the stream in place.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -29,9 +30,9 @@ class RngScope(SwappedModule):
     _shard_context: ShardContext
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
         new.__dict__["_stream_dropouts"] = DropoutSites([module])
         return new
 

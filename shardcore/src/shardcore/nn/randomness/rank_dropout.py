@@ -19,9 +19,9 @@ __all__ = ["DropoutForParallelInput", "DropoutForReplicatedInput"]
 
 
 class DropoutForReplicatedInput(SwappedModule, nn.Dropout):
-    """A dropout on activations that are the same on all ranks, which draw the same mask: what `torch.nn.Dropout` does.
+    """A dropout on activations that are the same on all ranks, with the same mask on all of them: `torch.nn.Dropout`.
 
-    Only inside of a sharded model, where a policy puts it.
+    It works only inside of a sharded model, where a policy puts it.
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Dropout,)

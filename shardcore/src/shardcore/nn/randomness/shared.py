@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.errors import NotSupportedError
@@ -20,7 +21,7 @@ __all__ = ["SharedNumpy", "SharedRandom"]
 
 
 class SharedRandom(SwappedModule):
-    """A module that draws from the stream that all ranks share, even where it is forked.
+    """A module that draws the same random numbers on all ranks, inside of regions too.
 
     For draws that decide about whole samples (stochastic depth): ranks that decide differently would add parts of
     different networks.
@@ -39,9 +40,9 @@ class SharedRandom(SwappedModule):
 
 
 class SharedNumpy(SwappedModule):
-    """A module with methods that draw from numpy's global generator: on all ranks the same numbers.
+    """A module with methods that draw from numpy's global generator: the same numbers on all ranks.
 
-    The generator is seeded from the model's random stream before each call, and the user's numbers go on afterwards.
+    The generator is seeded from the model's random stream before each call, and set back to the user's state after it.
 
     Options:
         methods: the names of these methods.
@@ -53,15 +54,17 @@ class SharedNumpy(SwappedModule):
     _shard_context: ShardContext
 
     @classmethod
+    @override
     def problem(cls, module: nn.Module, ranks: int, *, methods: tuple[str, ...] = (), **options: Any) -> str | None:
-        """See `SwappedModule.problem`."""
         missing = [name for name in methods if not callable(getattr(type(module), name, None))]
         return f"{type(module).__name__} has no method {', '.join(missing)}" if missing else None
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, methods: tuple[str, ...] = (), **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
         with_methods(new, {name: _seeded(getattr(type(new), name)) for name in methods})
         return new
 

@@ -1,4 +1,4 @@
-"""A tensor that several regions take besides what enters them, such as the encoder's states: it enters once for all."""
+"""A tensor that several regions use besides their own input, such as the encoder's states: it enters once for all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ __all__ = ["EnteredArgument"]
 
 
 class EnteredArgument:
-    """A forward pre-hook that lets one argument into all regions below its module: identity, and one sum backwards.
+    """A forward pre-hook that enters one argument for all regions below its module.
+
+    Identity in the forward, one all-reduce of the argument's gradient in the backward.
 
     Args:
         context: of the sharded model.
@@ -30,7 +32,7 @@ class EnteredArgument:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with the entering one entered, if it is there and needs a gradient."""
+        """Return the arguments with this one entered, if it is there and needs a gradient."""
         if not torch.is_grad_enabled():
             return args, kwargs
         if self._name in kwargs:
@@ -42,7 +44,7 @@ class EnteredArgument:
     def _enter(self, value: Any) -> Any:
         place = needs_gradient(value)
         if isinstance(value, Tensor):
-            return value if place is None else copy_to_tp(value, self.context.group)
+            return value if place is None else copy_to_tp(value, self.context.channel)
         if place is not None:
             raise NotSupportedError(
                 f"the argument {self._name!r} that enters the regions is a {type(value).__name__} whose {place} needs "

@@ -15,8 +15,8 @@ __all__ = ["needs_gradient"]
 def needs_gradient(value: Any) -> str | None:
     """Say where in ``value`` a tensor needs a gradient: ``""`` for itself, ``"['scale'][0]"`` inside, None nowhere.
 
-    Mappings, sequences, sets and dataclasses are looked into, as deep as they are nested. Other objects are not: a
-    cache of keys and values holds the heads of its rank.
+    Mappings, sequences, sets and dataclasses are searched at any depth. Other objects are not: a cache of keys and
+    values holds the heads of its rank.
     """
     if isinstance(value, Tensor):
         return "" if value.requires_grad else None

@@ -1,15 +1,15 @@
 """Regions: the part of a block in which activations are split over ``tp``.
 
-All column linears of a region share one *enter* (Megatron's *f*), so that a block costs one backward all-reduce instead
-of one for each linear. In eager mode *enter* also takes the weights of its members: a member's backward only leaves its
-output gradient behind, and *enter*'s backward sums the input gradient of all members, starts its all-reduce, computes
-the weight gradients meanwhile, and waits.
+All column linears of a region, its *members*, share one *enter* (Megatron's *f*), so that a block costs one backward
+all-reduce instead of one for each linear. In eager mode the weights of the members are inputs of *enter* too: a
+member's backward only records its output gradient, and *enter*'s backward sums the input gradient of all members,
+starts its all-reduce, computes the weight gradients meanwhile, and waits.
 
-The running region hangs on the tensor that *enter* returns and dies with it; no module holds any of it. A member that
-is called with another tensor, as hooks on one rank may do, computes the same gradients, without the overlap, and sends
-the same: nothing is summed in *enter* but its input's gradient. ``torch.autograd.grad(..., entered)`` raises "not
-used in the graph"; differentiate with respect to the input of *enter*. What was measured, and the variants that lost,
-are in ``docs/adr/0002-regions.md``.
+The open region is an attribute of the tensor that *enter* returns, and is freed with it; no module refers to it. A
+member that is called with another tensor, as hooks on one rank may do, computes the same gradients without the overlap,
+and the collectives are the same: *enter* sums nothing but the gradient of its input.
+``torch.autograd.grad(..., entered)`` raises "not used in the graph"; differentiate with respect to the input of
+*enter*. What was measured, and the variants that lost, are in ``docs/adr/0002-regions.md``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore._torch import backward_task
-from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
-from shardcore.comm.reads import local_tensor, refuse_assigned, spec_of, with_spec
+from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
+from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Region", "deferred_linear"]
 
-# The number of the backward that is running; torch has no public name for it.
-
 OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
 
 
@@ -53,7 +51,7 @@ class _Member(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call of a member, as its backward left it."""
+    """One call of a member, as its backward recorded it."""
 
     member: _Member
     grad: Tensor  # (..., out/tp)
@@ -62,11 +60,12 @@ class _Call(NamedTuple):
 
 
 class _Open:
-    """An open region: its calls fill up during a backward and are taken by enter's.
+    """An open region: the backwards of its members record their calls here, and enter's backward uses them.
 
-    It lives as long as the graph of one forward: enter's node holds it, and the tensor that enter returned, on which
-    members find it. Members are added in the forward, before the first of them is called. `_calls` is empty but between
-    the backward of the first member and that of enter, which torch runs last; `_task` says of which backward they are.
+    It lives as long as the graph of one forward: enter's node refers to it, and so does the tensor that enter returned,
+    on which members find it. Members are added in the forward, before the first of them is called. `_calls` is empty
+    except between the backward of the first member and that of enter, which torch runs last; `_task` is the number of
+    the backward that they belong to.
     """
 
     def __init__(self, context: ShardContext, *, again: bool = False) -> None:
@@ -79,7 +78,7 @@ class _Open:
         self._task: int | None = None
 
     def add(self, member: ColumnLinear) -> None:
-        """Let a column linear take part."""
+        """Make a column linear a member."""
         self.known.add(id(member))
         if not _is_readable(member.weight):
             return
@@ -90,7 +89,7 @@ class _Open:
         self.parameters += parameters
 
     def put(self, call: _Call) -> None:
-        """Leave a call for the backward of enter."""
+        """Record a call for the backward of enter."""
         task = backward_task()
         if task != self._task:  # a backward that raised half-way left its calls behind
             self._task, self._calls = task, []
@@ -103,7 +102,7 @@ class _Open:
 
 
 def _is_readable(parameter: Tensor) -> bool:
-    """Tell whether this rank has its whole part: FSDP2 on a linear itself gathers it only when the linear is called."""
+    """Tell whether FSDP2 has gathered this rank's part: a linear that it wraps by itself is gathered in its call."""
     return (spec := spec_of(parameter)) is not None and spec.mesh.ndim == 1
 
 
@@ -125,7 +124,7 @@ class _EnterRegion(Function):
         ctx.region, ctx.length, ctx.dtype = region, length, x.dtype
         if region.again:
             ctx.save_for_backward(x)
-        return x.view_as(x) if length is None else all_gather_tokens(x, region.context.group, length)
+        return x.view_as(x) if length is None else all_gather_tokens(x, region.context.channel, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -133,23 +132,18 @@ class _EnterRegion(Function):
         region: _Open = ctx.region
         calls = region.take()
         needs = ctx.needs_input_grad  # of (region, length, x, *parameters)
-        gathering = Gathering(ctx.saved_tensors[0], region.context.group, ctx.length) if region.again else None
+        gathering = Gathering(ctx.saved_tensors[0], region.context.channel, ctx.length) if region.again else None
         gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
         if gx is None:
             return None, None, None, *_parameter_gradients(region, calls, needs[3:], gathering)
-        if ctx.length is None:
-            work = start_all_reduce(gx, region.context.group)
-            finished = _parameter_gradients(region, calls, needs[3:], gathering)
-            work.wait()
-        else:
-            scattering = start_reduce_scatter(gx, region.context.group)
-            finished = _parameter_gradients(region, calls, needs[3:], gathering)
-            gx = scattering.wait()
-        return None, None, gx, *finished
+        channel = region.context.channel
+        sending = channel.start_all_reduce(gx) if ctx.length is None else start_reduce_scatter(gx, channel)
+        finished = _parameter_gradients(region, calls, needs[3:], gathering)
+        return None, None, sending.wait(), *finished
 
 
 def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.dtype) -> Tensor | None:
-    """Sum the input gradients of all calls, and of whoever else used the tensor, into a tensor of its own."""
+    """Return the input gradients of all calls, and of other uses of the tensor, summed into a new tensor."""
     if not calls:
         return None if extra is None else extra.clone(memory_format=torch.contiguous_format)
     total = cast(calls[0].grad @ calls[0].weight, dtype)
@@ -182,7 +176,7 @@ def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
 
 
 class _MemberLinear(Function):
-    """A member's product; its backward leaves (gradient, input, weight) for enter's."""
+    """A member's product; its backward records (gradient, input, weight) for enter's backward."""
 
     @staticmethod
     def forward(ctx: Any, region: _Open, member: _Member, x: Tensor) -> Tensor:
@@ -202,7 +196,7 @@ class _MemberLinear(Function):
 
 
 def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
-    """Compute a member inside the open region of ``x``, or return None if ``x`` carries none that knows it."""
+    """Compute a member inside the open region of ``x``; None if ``x`` belongs to no open region with this member."""
     region: _Open | None = getattr(x, OPEN, None)
     if region is None or (found := region.members.get(id(member))) is None:
         return None
@@ -225,11 +219,11 @@ class Region:
 
     Args:
         context: of the sharded model.
-        argument: name of the entering argument of the module's ``forward``, and its position.
-        members: the column linears that share the enter.
+        argument: name of the argument of the module's ``forward`` that enters, and its position.
+        members: the column linears that share the entry.
         dropouts: where numbers may be drawn for split activations; None if no row linear ends the region. From entry to
-            row linear the random stream is forked: always in eager mode, and in a compiled graph, which that breaks,
-            while one of the places is live.
+            row linear the random stream is forked: always in eager mode; in compiled code, where forking breaks the
+            graph, only while a dropout at one of the places is active.
         also: names and positions of arguments that have entered elsewhere (`EnteredArgument`).
     """
 
@@ -256,7 +250,7 @@ class Region:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Enter: return the arguments with the entering one in its region."""
+        """Return the arguments, one of which has entered the region."""
         if self._sharing and not torch.compiler.is_compiling():
             self._read()
         length = None if self.sequence is None else self.sequence.length
@@ -283,7 +277,7 @@ class Region:
             member.opened = Reading(member, parameters)
 
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse any other argument that needs a gradient: each rank would have a summand of it."""
+        """Refuse any other argument that needs a gradient: on each rank it would be partial."""
         for i, value in enumerate(args):
             if (i != self._position or self._name in kwargs) and i not in self._also_at:
                 self._refuse(module, f"at position {i}", needs_gradient(value))
@@ -302,7 +296,7 @@ class Region:
         )
 
     def leave(self) -> None:
-        """Called by the row linear: the members are done, and numbers drawn from here on agree on all ranks again."""
+        """End the region, as the row linear does: from here on all ranks draw the same random numbers again."""
         if not torch.compiler.is_compiling():
             for member in self._sharing:
                 member.opened = None
@@ -331,9 +325,9 @@ class Region:
         if self.sequence is not None and (length := self.sequence.length) is not None:
             self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
             if not self.context.fuses or not torch.is_grad_enabled():
-                return enter_from_sequence(x, self.context.group, length)
+                return enter_from_sequence(x, self.context.channel, length)
         elif not self.context.fuses:
-            return copy_to_tp(x, self.context.group)
+            return copy_to_tp(x, self.context.channel)
         region = _Open(self.context, again=length is not None and not self.context.keeps_gathered)
         for member in self.members:
             region.add(member)

@@ -1,8 +1,8 @@
-"""A region that is entered at its only column linear: enter and product are one autograd node.
+"""A region with one column linear, at which it is entered: entry and product are one autograd node.
 
-The MLPs of encoders have one column linear, which nothing else shares its input with. The member's backward computes
-the input gradient, starts its collective, computes the weight gradient meanwhile, and waits; nothing is left behind for
-another node, and no hook runs. See `shardcore.nn.region.region` for what a region is.
+The MLPs of encoders have one column linear, whose input no other linear shares. Its backward computes the input
+gradient, starts the collective, computes the weight gradient meanwhile, and waits; no other node has to record
+anything, and no hook runs. See `shardcore.nn.region.region` for what a region is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.collectives import copy_to_tp, refuse_double_backward, start_all_reduce
-from shardcore.comm.reads import held, local_tensor, spec_of, with_spec
+from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
+from shardcore.comm.dtensor_params import held, local_tensor, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import autocast, bias_gradient, cast, weight_gradient
@@ -38,7 +38,7 @@ class _EnteredLinear(Function):
         ctx.context, ctx.length, ctx.dtype, ctx.weight, ctx.bias = context, length, x.dtype, weight, bias
         kept = x
         if length is not None:
-            x = all_gather_tokens(x, context.group, length)
+            x = all_gather_tokens(x, context.channel, length)
             kept = x if context.keeps_gathered else kept
         w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
         if torch.is_autocast_enabled(x.device.type):
@@ -57,24 +57,18 @@ class _EnteredLinear(Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:]
         gathering = None
         if length is not None and needs_weight and not context.keeps_gathered:
-            gathering = Gathering(x, context.group, length)
-        gx = gw = gb = work = scattering = None
+            gathering = Gathering(x, context.channel, length)
+        gw = gb = sending = None
         if needs_x:
             gx = cast(grad @ w, ctx.dtype)
-            if length is None:
-                work = start_all_reduce(gx, context.group)
-            else:
-                scattering = start_reduce_scatter(gx, context.group)
+            channel = context.channel
+            sending = channel.start_all_reduce(gx) if length is None else start_reduce_scatter(gx, channel)
         if needs_bias:
             gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias))
         if needs_weight:
             x = x if gathering is None else cast(gathering.wait(), w.dtype)
             gw = with_spec(weight_gradient(grad, x, weight.dtype), spec_of(weight))
-        if work is not None:
-            work.wait()
-        elif scattering is not None:
-            gx = scattering.wait()
-        return None, None, gx, gw, gb
+        return None, None, None if sending is None else sending.wait(), gw, gb
 
 
 class SoleRegion(Region):
@@ -99,9 +93,9 @@ class SoleRegion(Region):
             self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
         if not self.context.fuses or not torch.is_grad_enabled():
             if length is not None:
-                x = enter_from_sequence(x, self.context.group, length)
+                x = enter_from_sequence(x, self.context.channel, length)
             elif torch.is_grad_enabled():
-                x = copy_to_tp(x, self.context.group)
+                x = copy_to_tp(x, self.context.channel)
             return member.product(x)
         held(member.weight)
         out: Tensor = _EnteredLinear.apply(  # type: ignore[no-untyped-call]  # untyped in torch

@@ -1,11 +1,11 @@
-"""Sequence parallelism of one stack of blocks: where tokens are split over the ranks, and where they are whole again.
+"""Sequence parallelism of one stack of blocks: where tokens are split over the ranks, and where they are gathered.
 
-Between the input of its first block and the output of its last module a stack holds some of the tokens on each rank;
-regions gather them at their entry and scatter them at their exit (`shardcore.comm.sequence`). After Korthikanti et al.
-2022, https://arxiv.org/abs/2205.05198. How many tokens the running call has is said once, where they are split, and
-whatever depends on it asks the same `SequenceShard`: regions, row linears, and the norms between them. Each block
-carries the number into its own forward as an argument, so that whoever recomputes the block later, while another call
-may have come between, recomputes it for the same number (hazard H38).
+Between the input of the first block and the output of the last module of a stack, each rank has a part of the tokens;
+regions gather them at their entry and scatter the sum at their exit (`shardcore.comm.sequence`). After Korthikanti et
+al. 2022, https://arxiv.org/abs/2205.05198. The number of tokens of the running call is set once, where they are split;
+regions, row linears, and the norms between them read it from the same `SequenceShard`. Each block passes the number to
+its own forward as an argument, so that a checkpoint which recomputes the block later, perhaps after another call,
+recomputes it for the same number (hazard H38).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.comm.sequence import gather_sequence, local_tokens, scatter_sequence
@@ -29,7 +30,7 @@ _CARRIED = "_shardcore_tokens"
 
 
 class _State(NamedTuple):
-    """What the forward of a stack is in."""
+    """The state of a `SequenceShard`."""
 
     #: Outside of its forward, before the first block, among the blocks, after them.
     phase: Literal["outside", "before", "inside", "after"] = "outside"
@@ -41,12 +42,14 @@ class SequenceShard:
     """How the tokens of one stack of blocks are split, for the call that is running.
 
     There is one for each stack, for as long as the model lives. The stack's forward starts and stops it, its first
-    block sets ``length`` (`begin`), its last module resets it (`end`), and a block that is recomputed sets it for its
-    own forward. Regions, row linears and norms of the stack read it; ``last`` outlives the call, for captured outputs.
+    block sets ``length`` (`scatter`), its last module resets it (`gather`), and a block that is recomputed sets it for
+    its own forward. Regions, row linears and norms of the stack read it; ``last`` stays after the call, for the outputs
+    that the model has captured.
 
     Attributes:
-        length: the tokens of the call; None where they are whole: outside the stack, and in calls too short to split.
-        last: what ``length`` was in the last forward of the stack.
+        length: the tokens of the call; None where they are not split: outside the stack, and in calls with fewer tokens
+            than ranks.
+        last: the ``length`` of the last forward of the stack.
     """
 
     def __init__(self, context: ShardContext) -> None:
@@ -61,7 +64,7 @@ class SequenceShard:
 
     @property
     def local(self) -> int | None:
-        """The tokens on this rank, padding included; None while they are whole."""
+        """The number of tokens on this rank, padding included; None while they are not split."""
         return None if self.length is None else local_tokens(self.length, self.context.size)
 
     @property
@@ -70,35 +73,35 @@ class SequenceShard:
         return self.phase != "outside"
 
     def start(self) -> _State:
-        """Begin a forward of the stack, and return what `stop` is given."""
+        """Begin a forward of the stack, and return the state before it, for `stop`."""
         outer = self._state()
         self._set(_State("before"))
         return outer
 
     def stop(self, outer: _State) -> None:
-        """End the forward of the stack; one that it was called in goes on."""
+        """End the forward of the stack; ``outer``, a forward of it that is still running, goes on."""
         # What was captured is looked at after the end.
         self._set(_State(last=self.last) if outer.phase == "outside" else outer)
 
-    def begin(self, x: Tensor) -> Tensor:
-        """Split the tokens of ``x`` (B, S, ...), which the first block is called with, if each rank gets one."""
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of ``x`` (B, S, ...), the input of the first block; all if they are too few."""
         splits = x.ndim >= 3 and x.size(1) >= self.context.size
         self.phase, self.last = "inside", x.size(1) if splits else None
         self.length = self.last
-        return scatter_sequence(x, self.context.group) if splits else x
+        return scatter_sequence(x, self.context.channel) if splits else x
 
-    def end(self, x: Tensor) -> Tensor:
-        """Return the tokens of all ranks, (B, S, ...)."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tokens of all ranks, (B, S, ...), at the end of the stack."""
         length, self.length, self.phase = self.length, None, "after"
-        return x if length is None else gather_sequence(x, self.context.group, length)
+        return x if length is None else gather_sequence(x, self.context.channel, length)
 
-    def whole(self, captured: Tensor) -> Tensor:
-        """Return the tokens of all ranks of what was captured in the last forward, (B, S, ...)."""
+    def gather_captured(self, captured: Tensor) -> Tensor:
+        """Return the tokens of all ranks, (B, S, ...), of an output captured in the last forward."""
         if self.last is None:
             return captured
         if captured.size(1) == self.last:
             return captured  # from before the split, or after the end
-        return gather_sequence(captured, self.context.group, self.last)
+        return gather_sequence(captured, self.context.channel, self.last)
 
     def expect(self, x: Tensor, tokens: int | None, where: str) -> None:
         """Refuse a tensor that holds another number of tokens than it should.
@@ -115,7 +118,7 @@ class SequenceShard:
 
 
 class SequenceModule(SwappedModule):
-    """What acts on a `SequenceShard`.
+    """A module that changes a `SequenceShard`.
 
     Options:
         tokens: the `SequenceShard`.
@@ -126,15 +129,15 @@ class SequenceModule(SwappedModule):
     _tokens: SequenceShard
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
-        new = super().adopt(module, context)
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
         new.__dict__["_tokens"] = options["tokens"]
         return new
 
 
 class SequenceStack(SequenceModule):
-    """The module whose forward runs the blocks: tokens are split only inside it.
+    """The module whose forward runs the blocks: only while it runs are tokens split.
 
     Options:
         tokens: the `SequenceShard`.
@@ -161,7 +164,7 @@ class SequenceStack(SequenceModule):
 
 
 class SequenceBlock(SequenceModule):
-    """A block of a stack. The first one that is called splits the tokens; inside, each rank draws its own numbers.
+    """A block of a stack. The first one that is called splits the tokens; inside, ranks draw different numbers.
 
     Options:
         argument: name and position of the argument with the tokens.
@@ -172,21 +175,21 @@ class SequenceBlock(SequenceModule):
     _tokens_dropouts: DropoutSites
 
     @classmethod
-    def adopt(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """See `SwappedModule.adopt`."""
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         dropouts = DropoutSites([module])
-        new = super().adopt(module, context, **options)
+        new = super().swap_class(module, context, **options)
         new.__dict__["_tokens_argument"] = options["argument"]
         new.__dict__["_tokens_dropouts"] = dropouts
         return new
 
     # Not a hook and not the forward: checkpoints and FSDP2 are inside this call, so that neither repeats the split.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Split the tokens if no block of the stack has yet, and run the block for their number."""
+        """Split the tokens if this is the first block that is called, and run the block for their number."""
         tokens = self._tokens
         if tokens.running:
             if tokens.phase != "inside":
-                args, kwargs = self._with_argument(tokens.begin(self._argument(args, kwargs)), args, kwargs)
+                args, kwargs = self._with_argument(tokens.scatter(self._argument(args, kwargs)), args, kwargs)
             length = tokens.length
         elif not torch.compiler.is_compiling() and backward_task() != -1:
             # RecomputedBlock by a checkpoint that somebody put around the call.
@@ -199,7 +202,7 @@ class SequenceBlock(SequenceModule):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward for the number of tokens that the call of the block carries."""
+        """Run the native forward for the number of tokens that `__call__` has passed."""
         tokens, length = self._tokens, kwargs.pop(_CARRIED, None)
         before = tokens.length
         if before == length:  # always, but for recomputation; what a checkpoint runs may change nothing when compiled
@@ -233,7 +236,7 @@ class SequenceBlock(SequenceModule):
                 "how many tokens it recomputes. Say use_reentrant=False, or model.gradient_checkpointing_enable()."
             )
         if x.size(1) == tokens.last:
-            return self._with_argument(scatter_sequence(x, tokens.context.group), args, kwargs)
+            return self._with_argument(scatter_sequence(x, tokens.context.channel), args, kwargs)
         tokens.expect(x, local_tokens(tokens.last, tokens.context.size), type(self).__name__)
         return args, kwargs
 
@@ -252,7 +255,7 @@ class SequenceBlock(SequenceModule):
 
 
 class SequenceEnd(SequenceModule):
-    """The last module of a stack: its output is whole again.
+    """The last module of a stack: its output is gathered.
 
     Options:
         tokens: the `SequenceShard`.
@@ -265,9 +268,9 @@ class SequenceEnd(SequenceModule):
         if tokens.phase != "inside":
             return out
         if isinstance(out, Tensor):
-            return tokens.end(out)
+            return tokens.gather(out)
         if isinstance(out, tuple):  # blocks of transformers 4 return their outputs so, hidden states first
-            return (tokens.end(out[0]), *out[1:])
+            return (tokens.gather(out[0]), *out[1:])
         raise NotSupportedError(
             f"{type(self).__name__} returns a {type(out).__name__}, of which sequence parallelism does not know the "
             "hidden states; wanted a tensor, or a tuple that begins with it"

@@ -36,13 +36,13 @@ class Phase(enum.IntEnum):
     SWAP = enum.auto()
     #: What builds on parallel modules, or on nothing, in the order of the policy.
     CHANGE = enum.auto()
-    #: Regions are opened between parallel modules.
+    #: Activations enter regions between parallel modules.
     ENTER = enum.auto()
     #: Tokens are split between regions.
     SEQUENCE = enum.auto()
     #: Logits are split around whatever else a model does with its labels.
     LOGITS = enum.auto()
-    #: What is compiled, or recomputed, splits and draws as it did before.
+    #: Blocks are compiled, or recomputed, with all that earlier steps made of them.
     COMPILE = enum.auto()
     RECOMPUTE = enum.auto()
     #: Around everything else that a module does.
@@ -65,10 +65,10 @@ class PlanView(Protocol):
 
 
 class Bench(Protocol):
-    """What there is to work with while steps are carried out."""
+    """What steps work with while they are prepared: the model, its place on the mesh, and the state they share."""
 
     model: nn.Module
-    #: None where one rank is all there is; then only steps that split nothing are carried out.
+    #: None if there is only one rank; then only steps that split nothing are carried out.
     context: ShardContext | None
 
     @property
@@ -99,7 +99,7 @@ class Step(ABC):
         return f"{type(self).__name__}({', '.join(values)})"
 
     def in_full(self) -> str:
-        """Return the step with its path and everything that it says, the same in every process."""
+        """Return the step with its path and all its fields, the same in every process."""
         return f"{self.path or 'the model'} {Step.describe(self)}"
 
     @property
@@ -142,7 +142,7 @@ class Step(ABC):
         return None
 
     def same_as(self, other: Step) -> bool:
-        """Tell whether ``other``, at the same path, says the same, so that one of the two is enough."""
+        """Tell whether ``other``, at the same path, does the same, so that one of the two is left out."""
         return self == other
 
     def conflict(self, other: Step) -> str | None:
@@ -150,7 +150,7 @@ class Step(ABC):
         return None
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """Yield what does not fit between this step and the rest of the plan."""
+        """Yield the problems of this step with the rest of the plan."""
         return iter(())
 
     def on_split_tokens(self) -> str | None:
@@ -171,7 +171,7 @@ class Step(ABC):
 
 
 def above(path: str) -> Iterator[str]:
-    """Yield the paths of the modules that hold the module ``path``, from the nearest to the model (``""``)."""
+    """Yield the paths of the parents of the module ``path``, from the nearest to the model (``""``)."""
     while path:
         path = path.rpartition(".")[0]
         yield path

@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.nn.blocks.norm import FusedRMSNorm
@@ -20,7 +22,7 @@ class FuseNorm(Step):
     """A root-mean-square norm computes with `torch.nn.functional.rms_norm`.
 
     Attributes:
-        eps: the attribute of the module that holds the constant below the root.
+        eps: the attribute of the module that is its epsilon.
     """
 
     splits: ClassVar[bool] = False
@@ -28,22 +30,22 @@ class FuseNorm(Step):
 
     eps: str
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return "torch's fused rms_norm"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, FusedRMSNorm),)
 
     @property
+    @override
     def fuses(self) -> str | None:
-        """See `Step.fuses`."""
         return "torch's rms_norm"
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         return functools.partial(FusedRMSNorm.fuse, bench.model.get_submodule(self.path), self.eps)
 
 
@@ -54,17 +56,17 @@ class Compile(Step):
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.COMPILE
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return "compiled while training"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, CompiledBlock),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         return functools.partial(CompiledBlock.compile_block, bench.model.get_submodule(self.path))
 
 
@@ -75,17 +77,17 @@ class Recompute(Step):
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.RECOMPUTE
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return "recomputed in the backward"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, RecomputedBlock),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         return functools.partial(RecomputedBlock.recompute, bench.model.get_submodule(self.path))
 
 
@@ -95,12 +97,12 @@ class FreezeForInference(Step):
 
     splits: ClassVar[bool] = False
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return "eval mode, no gradients"
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module = bench.model.get_submodule(self.path)
 
         def commit() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
@@ -27,56 +29,57 @@ class Swap(Step):
     target: type[SwappedModule]
     options: Options = ()
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         options = ", ".join(f"{name}={value}" for name, value in self.options)
         return f"{self.target.__name__}({options})" if options else self.target.__name__
 
+    @override
     def in_full(self) -> str:
-        """See `Step.in_full`."""
         options = ", ".join(f"{name}={to_data(value)}" for name, value in self.options)
         return f"{self.path or 'the model'} becomes {to_data(self.target)}({options})"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, self.target),)
 
     @property
+    @override
     def splits_heads(self) -> bool:
-        """See `Step.splits_heads`."""
         return self.enters and not dict(self.options).get("gather_output", False)
 
     @property
+    @override
     def enters(self) -> bool:
-        """See `Step.enters`."""
         return self.target.plan_enters(**dict(self.options))
 
     @property
+    @override
     def sums_gradients(self) -> bool:
-        """See `Step.sums_gradients`."""
         return self.target.plan_sums_gradients(**dict(self.options))
 
     @property
+    @override
     def fuses(self) -> str | None:
-        """See `Step.fuses`; a pack brings a norm of its own because it is fused."""
+        # A pack brings a norm of its own because it is fused.
         brought = issubclass(self.target, Replicated) and self.target is not Replicated
         return f"{self.target.__name__} of a pack" if brought else None
 
+    @override
     def on_split_tokens(self) -> str | None:
-        """See `Step.on_split_tokens`."""
         return self.target.plan_on_split_tokens(**dict(self.options))
 
+    @override
     def collectives(self, site: Site) -> Iterator[Collective]:
-        """See `Step.collectives`."""
         return self.target.plan_collectives(site, **dict(self.options))
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module, tokens = bench.model.get_submodule(self.path), bench.tokens_at(self.path)
 
         def commit() -> None:
-            self.target.adopt(module, bench.shared, **dict(self.options))._take_sequence(tokens)
+            self.target.swap_class(module, bench.shared, **dict(self.options))._take_sequence(tokens)
 
         return commit
 
@@ -88,18 +91,18 @@ class SetAttribute(Step):
     name: str
     value: Any
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return f"{self.name} = {self.value!r}"
 
+    @override
     def conflict(self, other: Step) -> str | None:
-        """See `Step.conflict`."""
         if isinstance(other, SetAttribute) and self.name == other.name:
             return f"the attribute {self.path}.{self.name} would be set to {other.value!r} and to {self.value!r}"
         return None
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         return functools.partial(setattr, bench.model.get_submodule(self.path), self.name, self.value)
 
 
@@ -115,43 +118,43 @@ class CallByMethods(Step):
 
     methods: tuple[str, ...]
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return f"is run by {', '.join(self.methods)} too"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, MethodsAsCalls),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         if bench.context is None:
             return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
         module = bench.model.get_submodule(self.path)
-        return functools.partial(MethodsAsCalls.adopt, module, bench.context, methods=self.methods)
+        return functools.partial(MethodsAsCalls.swap_class, module, bench.context, methods=self.methods)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScopeRandomness(Step):
-    """A module around the blocks, which is often called by itself, runs on the model's random stream then too."""
+    """The module, which is often called without the model around it, runs on the model's random stream then too."""
 
     splits: ClassVar[bool] = False  # data-parallel replicas draw other numbers too
     phase: ClassVar[Phase] = Phase.SCOPE
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return "on the model's random stream"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, RngScope),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         context = bench.context
         if context is None:
             return lambda: None  # one rank alone runs on torch's own generators
         # Looked up when all else has been committed: another module may have taken the place by then.
-        return lambda: RngScope.adopt(bench.model.get_submodule(self.path), context)
+        return lambda: RngScope.swap_class(bench.model.get_submodule(self.path), context)

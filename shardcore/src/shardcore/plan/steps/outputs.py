@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.after_forward import LossFromOutputs
@@ -19,35 +21,35 @@ __all__ = ["GatherOutputs", "KeepLogitsSharded", "TakeLoss"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherOutputs(Step):
-    """Captured outputs of the module are made whole.
+    """Outputs that the module captures from its layers are gathered.
 
     Attributes:
         dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
         by_tokens: outputs that are split along the sequence where sequence parallelism is on.
-        places: outputs that have their place in a tuple (``return_dict=False``) also when they are None.
+        places: outputs that take a place in a tuple (``return_dict=False``) even where they are None.
     """
 
     dims: tuple[tuple[str, int, int], ...]
     by_tokens: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         gathered = [f"{name} on dim {dim} to {size}" for name, dim, size in self.dims]
         return "gathers " + ", ".join([*gathered, *(f"{name} along the sequence" for name in self.by_tokens)])
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, OutputGatherer),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module, tokens = bench.model.get_submodule(self.path), bench.tokens_below(self.path)
         options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
 
         def commit() -> None:
-            OutputGatherer.adopt(module, bench.shared, **options)._take_sequence(tokens)
+            OutputGatherer.swap_class(module, bench.shared, **options)._take_sequence(tokens)
 
         return commit
 
@@ -58,28 +60,28 @@ class TakeLoss(Step):
 
     Attributes:
         function: called with the model, the outputs ``logits`` and the arguments ``labels``.
-        labels: the arguments that are taken out.
-        logits: the outputs that the function takes.
+        labels: the arguments that are removed before the forward.
+        logits: the outputs that the function is given.
     """
 
     function: Callable[..., Any]
     labels: tuple[str, ...]
     logits: tuple[str, ...]
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, LossFromOutputs),)
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module = bench.model.get_submodule(self.path)
         options: dict[str, Any] = {"function": self.function, "labels": self.labels, "logits": self.logits}
-        return functools.partial(LossFromOutputs.adopt, module, bench.shared, **options)
+        return functools.partial(LossFromOutputs.swap_class, module, bench.shared, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class KeepLogitsSharded(Step):
     Attributes:
         labels: name and position of the argument with labels.
         heads: the heads, by their full names.
-        chunk: the number of tokens whose logits are computed at a time, within the loss; None keeps all of them.
+        chunk: the number of tokens whose logits are computed at a time, inside the loss; None computes all in the head.
     """
 
     phase: ClassVar[Phase] = Phase.LOGITS
@@ -98,29 +100,31 @@ class KeepLogitsSharded(Step):
     heads: tuple[str, ...]
     chunk: int | None = None
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         how = "stay split" if self.chunk is None else f"are computed within the loss, {self.chunk} tokens at a time,"
         return f"logits of {', '.join(self.heads)} {how} where {self.labels[0]!r} are given"
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         return ((self.path, VocabParallelLossModel),)
 
     @property
+    @override
     def splits_logits(self) -> tuple[str, ...]:
-        """See `Step.splits_logits`."""
         return self.heads
 
+    @override
     def collectives(self, site: Site) -> Iterator[Collective]:
-        """See `Step.collectives`."""
         for what in ("largest logits", "sums and the labels' logits"):
             yield forward(self.path, "all_reduce", f"(B, S) {what}")
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         model = bench.model
         heads = [model.get_submodule(path) for path in self.heads]
         options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}
-        return functools.partial(VocabParallelLossModel.adopt, model.get_submodule(self.path), bench.shared, **options)
+        return functools.partial(
+            VocabParallelLossModel.swap_class, model.get_submodule(self.path), bench.shared, **options
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.errors import Problem
 from shardcore.nn.costs import Collective, Site, backward, forward
@@ -29,7 +30,7 @@ class OpenRegion(Step):
         members: the column linears that share the enter.
         row: the row linear that ends the region; None if the region ends in its only member.
         block: the module that the region was declared for.
-        also: names and positions of arguments that an `EnterArgument` has let in.
+        also: names and positions of arguments that an `EnterArgument` has entered.
         after: modules and bare parameters below ``path`` that act on what the row linear returns.
     """
 
@@ -42,34 +43,35 @@ class OpenRegion(Step):
     also: tuple[tuple[str, int], ...] = ()
     after: tuple[str, ...] = ()
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         end = f", leaves at {self.short(self.row)}" if self.row else ""
         end += f" before {', '.join(map(self.short, self.after))}" if self.after else ""
         also = f" beside {', '.join(repr(name) for name, _ in self.also)}" if self.also else ""
         return f"enters with {self.argument[0]!r}{also} for {', '.join(map(self.short, self.members))}{end}"
 
     @property
+    @override
     def splits_heads(self) -> bool:
-        """See `Step.splits_heads`."""
         return self.row is not None
 
     def short(self, name: str) -> str:
         """Return a full name relative to the block."""
         return name.removeprefix(f"{self.block}.")
 
+    @override
     def same_as(self, other: Step) -> bool:
-        """See `Step.same_as`; a shared module may be reached from several blocks."""
+        # A shared module may be reached from several blocks.
         return isinstance(other, OpenRegion) and (self.members, self.row) == (other.members, other.row)
 
+    @override
     def conflict(self, other: Step) -> str | None:
-        """See `Step.conflict`."""
         if isinstance(other, OpenRegion):
             return f"two regions would enter at {self.path}, so its input gradient would be summed twice"
         return None
 
+    @override
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """See `Step.check`."""
         entered = any(isinstance(step, EnterArgument) for path in above(self.path) for step in plan.at(path))
         if self.also and not entered:
             yield self.problem(
@@ -94,8 +96,8 @@ class OpenRegion(Step):
     def _inside(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that are provably inside of the region.
 
-        Whatever runs between the entry and the row linear sees the activations of its rank, or hands its output to what
-        does: its gradient is this rank's summand, and without a sum replicas drift apart.
+        A module that runs between the entry and the row linear works on this rank's activations, or its output is used
+        by one that does: its gradient is partial, and if nobody sums it, replicas drift apart.
         """
         entry = model.get_submodule(self.path)
         if self.path not in self.members:
@@ -119,8 +121,8 @@ class OpenRegion(Step):
                     f"region's rule, if it acts on what {self.short(self.row or '')} returns",
                 )
 
+    @override
     def collectives(self, site: Site) -> Iterator[Collective]:
-        """See `Step.collectives`."""
         if site.split:
             yield forward(self.path, "all_gather", "(B, S/tp, H) input")
             if not site.keeps_gathered:
@@ -130,8 +132,8 @@ class OpenRegion(Step):
             yield backward(self.path, "all_reduce", "(B, S, H) input gradient")
         yield from shared_parameters(self.path, [site.member(path) for path in self.members])
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         model, tokens = bench.model, bench.tokens_at(self.path)
         module, block = model.get_submodule(self.path), model.get_submodule(self.block)
         members = [model.get_submodule(name) for name in self.members]
@@ -144,7 +146,7 @@ class OpenRegion(Step):
             columns = [m for m in members if isinstance(m, ColumnLinear)]
             region: Region
             if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
-                region = module.opens = SoleRegion(bench.shared, module, dropouts)
+                region = module.sole_region = SoleRegion(bench.shared, module, dropouts)
             else:
                 region = Region(bench.shared, self.argument, columns, dropouts, self.also)
                 module.register_forward_pre_hook(region, with_kwargs=True)
@@ -160,21 +162,21 @@ class EnterArgument(Step):
     """A further tensor enters the regions below the module ``path``, once for all of them.
 
     Attributes:
-        argument: name and position of the entering argument.
+        argument: name and position of the argument of the module that is the tensor.
     """
 
     argument: tuple[str, int]
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return f"lets {self.argument[0]!r} into the regions below"
 
+    @override
     def collectives(self, site: Site) -> Iterator[Collective]:
-        """See `Step.collectives`."""
         yield backward(self.path, "all_reduce", f"gradient of {self.argument[0]}")
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module, hook = bench.model.get_submodule(self.path), EnteredArgument(bench.shared, self.argument)
 
         def commit() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from shardcore.errors import Problem
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward, forward
@@ -22,7 +24,7 @@ class ShardSequence(Step):
     Attributes:
         blocks: its blocks; the first one that is called splits them.
         argument: name and position of the argument of a block that holds them.
-        end: the module after which they are whole again.
+        end: the module whose output is gathered.
     """
 
     phase: ClassVar[Phase] = Phase.SEQUENCE
@@ -32,22 +34,22 @@ class ShardSequence(Step):
     end: str
 
     @property
+    @override
     def splits_tokens(self) -> tuple[str, ...]:
-        """See `Step.splits_tokens`."""
         return (*self.blocks, self.end)
 
     @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """See `Step.behaviours`."""
         blocks = ((block, SequenceBlock) for block in self.blocks)
         return ((self.path, SequenceStack), *blocks, (self.end, SequenceEnd))
 
+    @override
     def describe(self) -> str:
-        """See `Step.describe`."""
         return f"tokens of {self.argument[0]!r} split from {self.blocks[0]} to {self.end}"
 
+    @override
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        """See `Step.check`."""
         below = {id(m): m for place in self.splits_tokens for m in plan.model.get_submodule(place).modules()}
         for module in below.values():
             for step in plan.at_module(module):
@@ -63,21 +65,21 @@ class ShardSequence(Step):
                         "declare a region(enter=...) whose entry is the module that reads them, or turn it off",
                     )
 
+    @override
     def collectives(self, site: Site) -> Iterator[Collective]:
-        """See `Step.collectives`."""
         yield forward(self.end, "all_gather", "(B, S/tp, H) output")
         yield backward(self.blocks[0], "all_gather", "(B, S/tp, H) gradient")
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         blocks = [bench.model.get_submodule(path) for path in self.blocks]
         stack, end = bench.model.get_submodule(self.path), bench.model.get_submodule(self.end)
         tokens = bench.tokens_at(self.end)
 
         def commit() -> None:
-            SequenceStack.adopt(stack, bench.shared, tokens=tokens)
+            SequenceStack.swap_class(stack, bench.shared, tokens=tokens)
             for block in blocks:
-                SequenceBlock.adopt(block, bench.shared, tokens=tokens, argument=self.argument)
-            SequenceEnd.adopt(end, bench.shared, tokens=tokens)
+                SequenceBlock.swap_class(block, bench.shared, tokens=tokens, argument=self.argument)
+            SequenceEnd.swap_class(end, bench.shared, tokens=tokens)
 
         return commit

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.nn.base import ParallelModule, with_methods
-from shardcore.nn.foreign import adopt_local_parameters, local_problem
+from shardcore.nn.foreign import distribute_local_parameters, local_problem
 from shardcore.plan.steps.base import Bench, Commit, Options, Step
 
 __all__ = ["ReplaceMethods", "ReplaceModule", "ReplaceParameters"]
@@ -21,8 +23,8 @@ class ReplaceMethods(Step):
 
     methods: tuple[tuple[str, Callable[..., Any]], ...]
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         return functools.partial(with_methods, bench.model.get_submodule(self.path), dict(self.methods))
 
 
@@ -32,8 +34,8 @@ class ReplaceParameters(Step):
 
     function: Callable[..., Any]
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         module, context = bench.model.get_submodule(self.path), bench.shared
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
 
@@ -47,7 +49,7 @@ class ReplaceParameters(Step):
                 ) from error
             if problem := local_problem(module, shapes, context, recurse=False):
                 raise PartlyShardedError(f"param_replacement at {self.path!r}: {problem}. Build the model anew.")
-            adopt_local_parameters(module, shapes, context, recurse=False)
+            distribute_local_parameters(module, shapes, context, recurse=False)
 
         return commit
 
@@ -59,12 +61,12 @@ class ReplaceModule(Step):
     target: type[ParallelModule]
     options: Options = ()
 
+    @override
     def on_split_tokens(self) -> str | None:
-        """See `Step.on_split_tokens`."""
         return f"{self.target.__name__} would be called with a part of the tokens"
 
+    @override
     def prepare(self, bench: Bench) -> Commit:
-        """See `Step.prepare`."""
         context = bench.shared
         native = bench.model.get_submodule(self.path)
         new = self.target.from_native_module(native, context.group, **dict(self.options))
@@ -74,7 +76,7 @@ class ReplaceModule(Step):
         owner, _, name = self.path.rpartition(".")
 
         def commit() -> None:
-            adopt_local_parameters(new, shapes, context)
+            distribute_local_parameters(new, shapes, context)
             setattr(bench.model.get_submodule(owner), name, new)
 
         return commit

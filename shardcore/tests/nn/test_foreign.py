@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.foreign import adopt_local_parameters, local_problem
+from shardcore.nn.foreign import distribute_local_parameters, local_problem
 
 
 class Local(nn.Module):
@@ -25,14 +25,14 @@ class Local(nn.Module):
 NATIVE = {"rows": (7, 4), "columns": (4, 7), "whole": (4,), "inner.deep": (7,)}
 
 
-def adopted():
+def distributed():
     context = ShardContext.of(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     mine = 4 - dist.get_rank()  # of 7: torch.chunk gives 4 and 3
     module = Local(rows=(mine, 4), columns=(4, mine), whole=(4,))
     module.inner.deep = nn.Parameter(torch.ones(mine, dtype=torch.float64), requires_grad=False)
     values = {n: p.detach().clone() for n, p in module.named_parameters()}
     assert local_problem(module, NATIVE, context) is None
-    adopt_local_parameters(module, NATIVE, context)
+    distribute_local_parameters(module, NATIVE, context)
     assert {n: p.placements for n, p in module.named_parameters()} == {
         "rows": (Shard(0),),
         "columns": (Shard(1),),
@@ -64,4 +64,4 @@ def adopted():
 
 @pytest.mark.parametrize("world", [2])
 def test_local_parameters_become_dtensors(pool, world):
-    pool.run(adopted, world=world)
+    pool.run(distributed, world=world)

@@ -15,10 +15,10 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial
 
 from shardcore._torch import CAN_TRACE, DTensorSpec
-from shardcore.comm.collectives import all_reduce, refuse_double_backward
+from shardcore.comm.channel import Channel
+from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.ownership import owned, traced_owned
 from shardcore.errors import WrapError
-from shardcore.mesh import ShardContext
 
 __all__ = [
     "all_reduce_bucket",
@@ -107,15 +107,15 @@ def partial_spec(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, (Partial(),), tensor_meta=spec.tensor_meta)
 
 
-def all_reduce_bucket(tensors: list[Tensor], context: ShardContext) -> list[Tensor]:
-    """Sum several tensors over the tensor-parallel ranks with one collective for each dtype.
+def all_reduce_bucket(tensors: list[Tensor], channel: Channel) -> list[Tensor]:
+    """Sum several tensors over the ranks, exactly, with one collective for each dtype.
 
     What it returns shares no storage, neither with the ``tensors`` nor among itself.
     """
     summed: list[Tensor] = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        bucket = all_reduce(torch.cat([tensors[i].reshape(-1) for i in places]), context.group)
+        bucket = channel.exact.all_reduce(torch.cat([tensors[i].reshape(-1) for i in places]))
         parts = bucket.split([tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):
             summed[i] = (part if len(parts) == 1 else part.clone()).view(tensors[i].shape)
@@ -139,22 +139,22 @@ class _ReadLocal(Function):
 
 class _ReadPartial(Function):
     @staticmethod
-    def forward(ctx: Any, context: ShardContext, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, channel: Channel, deferred: bool, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.context = context
+        ctx.channel, ctx.deferred = channel, deferred
         ctx.specs = [spec_of(p) for p in parameters]
         return tuple(local_tensor(p).detach() for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        if ctx.context.partial_gradients == "deferred":
+        if ctx.deferred:
             grads = tuple(g if g is None else owned(g) for g in grads)
-        return (None, *finish_partial(list(grads), ctx.specs, ctx.context))
+        return (None, None, *finish_partial(list(grads), ctx.specs, ctx.channel, deferred=ctx.deferred))
 
 
 def finish_partial(
-    grads: list[Tensor | None], specs: list[DTensorSpec | None], context: ShardContext
+    grads: list[Tensor | None], specs: list[DTensorSpec | None], channel: Channel, *, deferred: bool
 ) -> list[Tensor | None]:
     """Turn local summands into gradients: summed in one bucket, or marked partial in the deferred mode.
 
@@ -162,12 +162,12 @@ def finish_partial(
     """
     places = [i for i, g in enumerate(grads) if g is not None]
     parts = [grads[i] for i in places]
-    if context.partial_gradients == "in_backward":
-        parts = list(all_reduce_bucket([p for p in parts if p is not None], context))
+    if not deferred:
+        parts = list(all_reduce_bucket([p for p in parts if p is not None], channel))
     out = list(grads)
     for i, part in zip(places, parts, strict=True):
         spec = specs[i]
-        if context.partial_gradients == "deferred" and spec is not None:
+        if deferred and spec is not None:
             spec = partial_spec(spec)
         out[i] = None if part is None else with_spec(part, spec)
     return out
@@ -175,13 +175,13 @@ def finish_partial(
 
 class _CompiledPartial(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, context: ShardContext) -> Tensor:
-        ctx.context = context
+    def forward(ctx: Any, local: Tensor, channel: Channel) -> Tensor:
+        ctx.channel = channel
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0].contiguous(), ctx.context.group), None
+        return ctx.channel.exact.all_reduce(grads[0].contiguous()), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
@@ -214,18 +214,23 @@ def _traced(parameter: DTensor, *, fresh: bool) -> Tensor:
     return local if fresh else traced_owned(local)
 
 
-def read_partial(context: ShardContext, *parameters: Tensor) -> tuple[Tensor, ...]:
+def read_partial(channel: Channel, *parameters: Tensor, deferred: bool = False) -> tuple[Tensor, ...]:
     """Read replicated parameters whose gradient on each rank is only a summand.
 
     The summands of all ``parameters`` are added up in one collective inside the backward, so that each backward of an
-    accumulation contributes exactly once; in the deferred mode they stay partial DTensors.
+    accumulation contributes exactly once.
+
+    Args:
+        channel: of the tensor-parallel ranks.
+        *parameters: DTensors that all of them hold alike.
+        deferred: leave the gradients partial DTensors, for `shardcore.reduce_partial_gradients`.
     """
     if torch.compiler.is_compiling():
         # Owned after the sum: the compiler makes one of two sums of one tensor.
-        return tuple(_CompiledPartial.apply(p, context) for p in read_local(*parameters))  # type: ignore[no-untyped-call]
+        return tuple(_CompiledPartial.apply(p, channel) for p in read_local(*parameters))  # type: ignore[no-untyped-call]
     for parameter in parameters:
         refuse_assigned(parameter)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
-    out: tuple[Tensor, ...] = _ReadPartial.apply(context, *parameters)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _ReadPartial.apply(channel, deferred, *parameters)  # type: ignore[no-untyped-call]
     return out

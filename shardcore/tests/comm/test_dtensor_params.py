@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardcore._torch import CAN_TRACE
 from shardcore.comm import local_tensor, read_local
-from shardcore.comm.reads import read_partial
+from shardcore.comm.dtensor_params import read_partial
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.testing.observing import Collectives
@@ -63,7 +63,7 @@ def partial_reads(mode):
     factor = context.rank + 1.0
     total = sum(range(1, context.size + 1))
     for step in (1, 2):
-        a, b = read_partial(context, whole, other)
+        a, b = read_partial(context.channel, whole, other, deferred=context.defers)
         with Collectives() as counted:
             (a.pow(2).sum() * factor + b.sum() * factor).backward()
         assert counted.count == (1 if mode == "in_backward" else 0), "one bucket for all of a module's parameters"
@@ -72,14 +72,14 @@ def partial_reads(mode):
         wanted = Replicate() if mode == "in_backward" else Partial()
         assert whole.grad.placements == (wanted,)
     with pytest.raises(NotSupportedError, match="second derivatives"):
-        torch.autograd.grad(read_partial(context, whole)[0].pow(2).sum(), whole, create_graph=True)
+        torch.autograd.grad(read_partial(context.channel, whole)[0].pow(2).sum(), whole, create_graph=True)
 
 
 def compiled_reads():
     context, _, split, whole = _parameters()
 
     def loss(x):
-        a, b = (*read_local(split), *read_partial(context, whole))
+        a, b = (*read_local(split), *read_partial(context.channel, whole))
         return (a.sum() + b.pow(2).sum()) * x
 
     x = torch.tensor(context.rank + 1.0, dtype=torch.float64)
