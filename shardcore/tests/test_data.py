@@ -215,8 +215,8 @@ def groups():
         2,
         rank // 2,
     )
-    with pytest.raises(ConfigError, match="the mesh has no axis 'ep'; its axes are pp, dp_replicate"):
-        manager.get("ep")
+    with pytest.raises(ConfigError, match="the mesh has no axis 'xp'; its axes are pp, dp_replicate"):
+        manager.get("xp")
     both = ShardFormer(ShardConfig(tensor_parallel_size=1, dp_replicate_size=2, dp_shard_size=2)).init_distributed()
     assert (both.size("dp"), both.rank("dp"), both.rank("dp_replicate")) == (4, rank, rank // 2)
     with pytest.raises(ConfigError, match="dp has two axes here"):

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import shard_llama.policy as policies
 import shardcore
+from shard_llama import cases
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
@@ -26,31 +26,8 @@ OUTPUTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
 
 def build(name: str = "LlamaForCausalLM", *, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """Return a Llama whose every parameter, biases too, is drawn from N(0, 0.2)."""
-    settings: dict[str, Any] = {
-        "vocab_size": 101,
-        "hidden_size": 64,
-        "intermediate_size": 83,  # divides by no number of ranks
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "attn_implementation": "sdpa",
-        "use_cache": False,
-        **options,
-    }
-    config = transformers.LlamaConfig(**settings)
-    model = getattr(transformers, name)(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model.to(dtype)
+    settings = {"num_labels": 2, "tie_word_embeddings": False, "classifier_dropout": None, **options}
+    return cases.build(name, seed=seed, **settings).to(dtype)
 
 
 def policy(model: nn.Module) -> Any:

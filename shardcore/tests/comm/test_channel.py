@@ -112,5 +112,6 @@ def compiled_half():
 
 
 @pytest.mark.filterwarnings(UPSTREAM)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 def test_a_channel_of_ones_own_compiles(pool):
     pool.run(compiled_half, world=2)

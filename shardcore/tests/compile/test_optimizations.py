@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from planned import plan_of, problems_of
 from rms import RmsBlock, RmsPolicy, RootMeanSquare, compare, rms_net, x_of
 from tiny import TinyPolicy, batch, build, shard
 from torch import nn
@@ -20,7 +21,7 @@ from shardcore.compile import compile_plan
 from shardcore.compile.switches import Choice
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.errors import NotSupportedError, PlanError
+from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedRMSNorm, Replicated
 from shardcore.nn.blocks.recompute import RecomputedBlock
 from shardcore.nn.region.region import Region
@@ -28,31 +29,20 @@ from shardcore.plan.steps import EnterRegion, FreezeForInference, FuseNorm, Reco
 from shardcore.policy import Stages
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
-
-def _plan(policy=TinyPolicy, model=None, tp=2, **fields):
-    return compile_plan(policy, build() if model is None else model, ShardConfig.of(tp=tp, **fields))
-
-
-def _problems(policy=TinyPolicy, model=None, **fields):
-    with pytest.raises(PlanError) as caught:
-        _plan(policy, model, **fields)
-    return [str(problem) for problem in caught.value.problems]
-
-
 # Fused norms.
 
 
 def test_norms_that_are_written_out_are_fused():
-    plan = _plan(RmsPolicy, rms_net(), enable_fused_normalization=True)
+    plan = plan_of(rms_net(), RmsPolicy, enable_fused_normalization=True)
     assert [s.path for s in plan.steps if isinstance(s, FuseNorm)] == [f"blocks.{i}.norm" for i in range(3)]
     assert plan.choices == (Choice(switch="enable_fused_normalization", outcome="torch's rms_norm for 3 modules"),)
     assert "enable_fused_normalization: torch's rms_norm for 3 modules" in plan.render()
     assert "torch's fused rms_norm" in plan.render()
-    assert not [s for s in _plan(RmsPolicy, rms_net()).steps if isinstance(s, FuseNorm)]
+    assert not [s for s in plan_of(rms_net(), RmsPolicy).steps if isinstance(s, FuseNorm)]
 
 
 def test_torchs_own_norms_are_fused_already():
-    plan = _plan(enable_fused_normalization=True)
+    plan = plan_of(enable_fused_normalization=True)
     assert [choice.outcome for choice in plan.choices] == ["nothing to do: torch's own norms are fused"]
 
 
@@ -60,23 +50,23 @@ def test_a_norm_without_a_fused_form():
     class Unnamed(RmsPolicy):
         rms = None
 
-    (problem, *_) = _problems(Unnamed, rms_net(), enable_fused_normalization=True)
+    (problem, *_) = problems_of(rms_net(), Unnamed, enable_fused_normalization=True)
     assert problem.startswith(
         "blocks.0.norm: enable_fused_normalization=True, but no fused form of RootMeanSquare is known"
     )
     assert not [
-        s for s in _plan(Unnamed, rms_net(), enable_fused_normalization="auto").steps if isinstance(s, FuseNorm)
+        s for s in plan_of(rms_net(), Unnamed, enable_fused_normalization="auto").steps if isinstance(s, FuseNorm)
     ]
 
     class Misnamed(RmsPolicy):
         rms = "eps"
 
-    (problem, *_) = _problems(Misnamed, rms_net(), enable_fused_normalization="auto")
+    (problem, *_) = problems_of(rms_net(), Misnamed, enable_fused_normalization="auto")
     assert problem.startswith("blocks.0.norm: RootMeanSquare has no attribute 'eps'")
 
     net = rms_net()
     net.blocks[0].norm.bias = nn.Parameter(torch.ones(16))
-    (problem,) = _problems(RmsPolicy, net, enable_fused_normalization="auto")
+    (problem,) = problems_of(net, RmsPolicy, enable_fused_normalization="auto")
     what = "RootMeanSquare has the parameters bias, weight; a root-mean-square norm has a weight alone"
     assert problem.startswith(f"blocks.0.norm: {what}")
 
@@ -145,7 +135,7 @@ def test_a_weight_of_another_dtype():
 
 @pytest.mark.parametrize(("config", "count"), [({"num_ckpt_layers": 2}, 2), ({"gradient_checkpointing_ratio": 0.5}, 1)])
 def test_the_first_blocks_are_recomputed(config, count):
-    plan = _plan(RmsPolicy, rms_net(), gradient_checkpoint_config=GradientCheckpointConfig(**config))
+    plan = plan_of(rms_net(), RmsPolicy, gradient_checkpoint_config=GradientCheckpointConfig(**config))
     assert [s.path for s in plan.steps if isinstance(s, Recompute)] == [f"blocks.{i}" for i in range(count)]
     assert "recomputed in the backward" in plan.render()
 
@@ -155,15 +145,19 @@ def test_blocks_that_cannot_be_recomputed():
         stages = None
 
     switch = GradientCheckpointConfig(num_ckpt_layers=1)
-    (problem,) = _problems(Nowhere, rms_net(), gradient_checkpoint_config=switch)
+    (problem,) = problems_of(rms_net(), Nowhere, gradient_checkpoint_config=switch)
     assert "Nowhere does not say where the model's blocks are" in problem
-    (problem,) = _problems(RmsPolicy, rms_net(), gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=4))
+    (problem,) = problems_of(
+        rms_net(), RmsPolicy, gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=4)
+    )
     assert "num_ckpt_layers is 4, but the model has 3 blocks" in problem
 
     class Elsewhere(RmsPolicy):
         stages = Stages(blocks="layers", last=("blocks", "last"))
 
-    (problem,) = _problems(Elsewhere, rms_net(), gradient_checkpoint_config=switch)  # and nothing that follows from it
+    (problem,) = problems_of(
+        rms_net(), Elsewhere, gradient_checkpoint_config=switch
+    )  # and nothing that follows from it
     assert problem.startswith("layers: RmsNet has no submodule or parameter 'layers'")
 
 
@@ -224,7 +218,7 @@ def test_blocks_are_not_recomputed_in_eval_mode():
 
 
 def test_inference_plans_nothing_for_a_backward():
-    plan = _plan(inference_only=True)
+    plan = plan_of(inference_only=True)
     assert not [s for s in plan.steps if isinstance(s, EnterRegion)]
     assert [s for s in plan.steps if isinstance(s, FreezeForInference)]
     assert "eval mode, no gradients" in plan.render()
@@ -294,20 +288,20 @@ def test_flash_attention_that_is_impossible():
     class Without(Attentive):
         reason = "the moon is full"
 
-    (problem,) = _problems(Without, enable_flash_attention=True)
+    (problem,) = problems_of(policy=Without, enable_flash_attention=True)
     assert problem == (
         "(the model itself): flash attention is impossible: the moon is full\n"
         "    rule: ShardConfig.enable_flash_attention=True\n"
         "    next: mend that, or say enable_flash_attention='auto' to use it wherever it is possible"
     )
-    plan = _plan(Without, enable_all_optimization=True)
+    plan = plan_of(policy=Without, enable_all_optimization=True)
     assert "enable_flash_attention: off: the moon is full" in plan.render()
-    (problem,) = _problems(use_flash_attention=True)
+    (problem,) = problems_of(use_flash_attention=True)
     assert "TinyPolicy knows no other attention for its model" in problem
 
 
 def test_choices_are_part_of_the_plan():
-    plain, auto = _plan(), _plan(enable_all_optimization=True)
+    plain, auto = plan_of(), plan_of(enable_all_optimization=True)
     assert plain.choices == ()
     assert plain.digest != auto.digest
 
@@ -321,13 +315,13 @@ class Reading(TinyPolicy):
 
 
 def test_extra_settings_reach_the_policy():
-    assert _plan(Reading, extra_kwargs={"window": 3})
-    (problem,) = _problems(Reading, extra_kwargs={"window": 3, "widnow": 4})
+    assert plan_of(policy=Reading, extra_kwargs={"window": 3})
+    (problem,) = problems_of(policy=Reading, extra_kwargs={"window": 3, "widnow": 4})
     assert problem.startswith("(the model itself): Reading does not read it; what it reads: window")
-    (problem, _) = _problems(extra_kwargs={"window": 3, 1: 2})
+    (problem, _) = problems_of(extra_kwargs={"window": 3, 1: 2})
     assert problem.startswith("(the model itself): TinyPolicy does not read it; what it reads: none")
 
 
 def test_a_plan_keeps_its_resolved_configuration():
-    config = _plan().config
+    config = plan_of().config
     assert (config.tensor_parallel_size, config.data_parallel_size, config.enable_flash_attention) == (2, 1, False)

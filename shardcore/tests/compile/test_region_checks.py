@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from blocks import Block, Net
+from planned import failure_of
 from torch import nn
 
 import shardcore
-from shardcore import PlanError, Policy, ShardConfig
-from shardcore.compile import compile_plan
+from shardcore import Policy
 from shardcore.styles import norm, partial, region, replicate, sequence, vocab
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
@@ -32,24 +33,8 @@ class Mlp(nn.Module):
         return self.last(self.down(inner)) * self.gamma
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+def net():
+    return Net(WIDTH, [Block(WIDTH, Mlp()) for _ in range(2)])
 
 
 class Right(Policy):
@@ -64,9 +49,7 @@ class Right(Policy):
 
 
 def _problems(policy, model=None):
-    with pytest.raises(PlanError) as caught:
-        compile_plan(policy, model or Net(), ShardConfig(tensor_parallel_size=2))
-    return caught.value.problems
+    return failure_of(model or net(), policy).problems
 
 
 def _parity(native, policy, x, fields):
@@ -83,7 +66,7 @@ def _parity(native, policy, x, fields):
 
 def parity(fields):
     torch.manual_seed(0)
-    _parity(Net().double(), Right, torch.randn(2, 7, WIDTH, dtype=torch.float64), fields)
+    _parity(net().double(), Right, torch.randn(2, 7, WIDTH, dtype=torch.float64), fields)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +89,7 @@ def test_what_is_not_summed_is_a_problem(word, name):
     class Wrong(Right):
         rest = (replicate("mlp.last", "mlp.gamma"), partial(*(f"mlp.{n}" for n in others)), row)
 
-    found = _problems(Wrong, nn.Sequential(Net()) if word is norm else Net())
+    found = _problems(Wrong, nn.Sequential(net()) if word is norm else net())
     place = f"mlp.{name}."
     assert len(found) == 2 * len(list(Mlp().get_submodule(name).parameters())), "both blocks"
     for problem in found:

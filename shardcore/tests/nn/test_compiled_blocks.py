@@ -10,39 +10,27 @@ import weakref
 
 import pytest
 import torch
+from planned import plan_of, problems_of
 from rms import RmsBlock, RmsPolicy, compare, rms_net
 from tiny import shard
 from torch._dynamo.utils import counters
 
 from shardcore._torch import CAN_TRACE
-from shardcore.compile import compile_plan
 from shardcore.compile.switches import Choice
-from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.errors import PlanError
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.plan.steps import Compile, Recompute
 
 
-def _plan(policy, model, **fields):
-    return compile_plan(policy, model, ShardConfig.of(tp=2, **fields))
-
-
-def _problems(policy, model, **fields):
-    with pytest.raises(PlanError) as caught:
-        _plan(policy, model, **fields)
-    return [str(problem) for problem in caught.value.problems]
-
-
 def test_blocks_are_compiled():
-    plan = _plan(RmsPolicy, rms_net(), enable_jit_fused=True)
+    plan = plan_of(rms_net(), RmsPolicy, enable_jit_fused=True)
     assert [s.path for s in plan.steps if isinstance(s, Compile)] == [f"blocks.{i}" for i in range(3)]
     assert plan.choices == (Choice(switch="enable_jit_fused", outcome="3 blocks are compiled while training"),)
     assert "compiled while training" in plan.render()
-    assert not [s for s in _plan(RmsPolicy, rms_net()).steps if isinstance(s, Compile)]
-    both = _plan(
-        RmsPolicy,
+    assert not [s for s in plan_of(rms_net(), RmsPolicy).steps if isinstance(s, Compile)]
+    both = plan_of(
         rms_net(),
+        RmsPolicy,
         enable_jit_fused=True,
         gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=1),
     )
@@ -62,16 +50,16 @@ class NoBlocks(RmsPolicy):
     ],
 )
 def test_blocks_that_cannot_be_compiled(policy, fields, says):
-    (problem,) = _problems(policy, rms_net(), enable_jit_fused=True, **fields)
+    (problem,) = problems_of(rms_net(), policy, enable_jit_fused=True, **fields)
     assert says in problem
     assert "ShardConfig.enable_jit_fused=True" in problem
-    (choice,) = _plan(policy, rms_net(), enable_jit_fused="auto", **fields).choices
+    (choice,) = plan_of(rms_net(), policy, enable_jit_fused="auto", **fields).choices
     assert choice.outcome == "off: compiling gained nothing where it was measured, on the CPU"
 
 
 def test_no_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    (problem,) = _problems(RmsPolicy, rms_net(), enable_jit_fused=True)
+    (problem,) = problems_of(rms_net(), RmsPolicy, enable_jit_fused=True)
     assert "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)" in problem
 
 

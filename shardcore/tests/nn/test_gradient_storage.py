@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from blocks import Block, Mlp
 from torch import nn
 
 import shardcore
@@ -42,28 +43,11 @@ class Shift(nn.Module):
         return (x.unflatten(-1, (-1, 4)) + (self.a + self.b)).flatten(-2)
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.shift = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), Shift()
-
-    def forward(self, x):
-        return self.down(self.shift(self.up(x)).tanh())
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.block = Tokens(), Block()
+        inside = nn.Sequential(Shift(), nn.Tanh())
+        self.tokens, self.block = Tokens(), Block(WIDTH, Mlp(WIDTH, 16, inside))
 
     def forward(self, x):
         return self.block(self.tokens(x))
@@ -71,7 +55,7 @@ class Net(nn.Module):
 
 class NetPolicy(Policy):
     def module_policy(self):
-        inside = [region(enter="mlp", col="mlp.up", row="mlp.down"), partial("mlp.shift")]
+        inside = [region(enter="mlp", col="mlp.up", row="mlp.down"), partial("mlp.function.0")]
         return {"Net": [replicate("tokens")], "Block": [norm("norm"), *inside]}
 
 

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from blocks import Mlp
 from tiny import randomize, shard
-from torch import nn
 
 from shardcore.errors import NotSupportedError
 from shardcore.nn.region.sole import SoleRegion
@@ -17,24 +17,15 @@ from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
 
-class Net(nn.Module):
-    def __init__(self, bias=True):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10, bias=bias), nn.Linear(10, 6)
-
-    def forward(self, x):
-        return self.down(self.up(x).tanh())
-
-
-class NetPolicy(Policy):
+class MlpPolicy(Policy):
     def module_policy(self):
-        return {"Net": [region(col="up", row="down")]}
+        return {"Mlp": [region(col="up", row="down")]}
 
 
 def _pair(**options):
-    reference = Net(**options).double()
+    reference = Mlp(6, 10, **options).double()
     randomize(reference)
-    sharded = shard(copy.deepcopy(reference), NetPolicy, tp=torch.distributed.get_world_size())
+    sharded = shard(copy.deepcopy(reference), MlpPolicy, tp=torch.distributed.get_world_size())
     assert isinstance(sharded.up.sole_region, SoleRegion)
     assert sharded.down.region is sharded.up.sole_region
     assert not sharded.up._forward_pre_hooks

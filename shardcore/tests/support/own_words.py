@@ -67,15 +67,12 @@ class Capped(SwappedModule):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapOutput(Step):
     phase: ClassVar[Phase] = Phase.CHANGE
+    behaviour: ClassVar[type[SwappedModule]] = Capped
 
     limit: float
 
     def describe(self) -> str:
         return f"capped at {self.limit}"
-
-    @property
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, Capped),)
 
     def conflict(self, other: Step) -> str | None:
         return f"two limits for {self.path}" if isinstance(other, CapOutput) else None

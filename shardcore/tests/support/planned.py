@@ -18,7 +18,7 @@ from shardcore.policy import ModulePolicy, Policy
 
 def plan_of(model: nn.Module | None = None, policy: type[Policy] = TinyPolicy, tp: int = 2, **fields: Any) -> ShardPlan:
     """Compile for ``tp`` ranks; the model is by default that of `tiny`."""
-    return compile_plan(policy, build() if model is None else model, ShardConfig(tensor_parallel_size=tp, **fields))
+    return compile_plan(policy, build() if model is None else model, ShardConfig.of(tp=tp, **fields))
 
 
 def policy_of(rules: ModulePolicy, checks: Sequence[Any] = ()) -> type[Policy]:
@@ -33,3 +33,10 @@ def failure_of(
     with pytest.raises(PlanError) as caught:
         plan_of(model, policy, tp, **fields)
     return caught.value
+
+
+def problems_of(
+    model: nn.Module | None = None, policy: type[Policy] = TinyPolicy, tp: int = 2, **fields: Any
+) -> list[str]:
+    """Compile what cannot be planned, and return what is wrong with it."""
+    return [str(problem) for problem in failure_of(model, policy, tp, **fields).problems]

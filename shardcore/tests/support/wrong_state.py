@@ -151,8 +151,8 @@ class _Detached(Net):
     ) -> Any:
         out = super().forward(input_ids, labels, output_attentions, output_hidden_states, past, memory)
         if "attentions" in out:
-            group = context_of(self).group
-            out["attentions"] = tuple(gather_from_tp(w.detach(), group, 1, 4) for w in out["attentions"])
+            channel = context_of(self).channel
+            out["attentions"] = tuple(gather_from_tp(w.detach(), channel, 1, 4) for w in out["attentions"])
         return out
 
 

@@ -14,7 +14,7 @@ from shardcore.testing import Case, Supports
 __all__ = ["cases"]
 
 
-def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
+def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
     """Return a Llama whose every parameter, biases too, is drawn at random."""
     settings: dict[str, Any] = {
         "vocab_size": 101,
@@ -37,7 +37,7 @@ def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
         **options,
     }
     model = getattr(transformers, name)(transformers.LlamaConfig(**settings))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)

@@ -23,15 +23,15 @@ from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
 __all__ = ["Channel", "Pending"]
 
 
-def _options(*, asynchronous: bool) -> dist.AllreduceOptions:
+def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     options.asyncOp = asynchronous
     return options
 
 
-_SUM = _options(asynchronous=False)
-_SUM_ASYNCHRONOUSLY = _options(asynchronous=True)
+_SUM = _sum_options(asynchronous=False)
+_SUM_ASYNCHRONOUSLY = _sum_options(asynchronous=True)
 
 
 class Pending:

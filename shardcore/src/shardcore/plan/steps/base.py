@@ -90,6 +90,8 @@ class Step(ABC):
     splits: ClassVar[bool] = True
     #: When it is carried out.
     phase: ClassVar[Phase] = Phase.CHANGE
+    #: What it adds to the behaviours of the module ``path``; a step that adds more says so in `behaviours`.
+    behaviour: ClassVar[type[SwappedModule] | None] = None
 
     path: str
 
@@ -105,7 +107,7 @@ class Step(ABC):
     @property
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
         """What it adds to the behaviours of modules, with their paths: around what earlier steps have added."""
-        return ()
+        return () if self.behaviour is None else ((self.path, self.behaviour),)
 
     @property
     def splits_heads(self) -> bool:

@@ -27,17 +27,13 @@ class FuseNorm(Step):
 
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.FUSE
+    behaviour: ClassVar[type[SwappedModule]] = FusedRMSNorm
 
     eps: str
 
     @override
     def describe(self) -> str:
         return "torch's fused rms_norm"
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, FusedRMSNorm),)
 
     @property
     @override
@@ -55,15 +51,11 @@ class Compile(Step):
 
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.COMPILE
+    behaviour: ClassVar[type[SwappedModule]] = CompiledBlock
 
     @override
     def describe(self) -> str:
         return "compiled while training"
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, CompiledBlock),)
 
     @override
     def prepare(self, bench: Bench) -> Commit:
@@ -76,15 +68,11 @@ class Recompute(Step):
 
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.RECOMPUTE
+    behaviour: ClassVar[type[SwappedModule]] = RecomputedBlock
 
     @override
     def describe(self) -> str:
         return "recomputed in the backward"
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, RecomputedBlock),)
 
     @override
     def prepare(self, bench: Bench) -> Commit:

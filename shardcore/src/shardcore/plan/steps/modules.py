@@ -115,17 +115,13 @@ class CallByMethods(Step):
     """
 
     splits: ClassVar[bool] = False
+    behaviour: ClassVar[type[SwappedModule]] = MethodsAsCalls
 
     methods: tuple[str, ...]
 
     @override
     def describe(self) -> str:
         return f"is run by {', '.join(self.methods)} too"
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, MethodsAsCalls),)
 
     @override
     def prepare(self, bench: Bench) -> Commit:
@@ -141,15 +137,11 @@ class ScopeRandomness(Step):
 
     splits: ClassVar[bool] = False  # data-parallel replicas draw other numbers too
     phase: ClassVar[Phase] = Phase.SCOPE
+    behaviour: ClassVar[type[SwappedModule]] = RngScope
 
     @override
     def describe(self) -> str:
         return "on the model's random stream"
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, RngScope),)
 
     @override
     def prepare(self, bench: Bench) -> Commit:

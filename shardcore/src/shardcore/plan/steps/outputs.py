@@ -29,6 +29,8 @@ class GatherOutputs(Step):
         places: outputs that take a place in a tuple (``return_dict=False``) even where they are None.
     """
 
+    behaviour: ClassVar[type[SwappedModule]] = OutputGatherer
+
     dims: tuple[tuple[str, int, int], ...]
     by_tokens: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
@@ -37,11 +39,6 @@ class GatherOutputs(Step):
     def describe(self) -> str:
         gathered = [f"{name} on dim {dim} to {size}" for name, dim, size in self.dims]
         return "gathers " + ", ".join([*gathered, *(f"{name} along the sequence" for name in self.by_tokens)])
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, OutputGatherer),)
 
     @override
     def prepare(self, bench: Bench) -> Commit:
@@ -64,6 +61,8 @@ class TakeLoss(Step):
         logits: the outputs that the function is given.
     """
 
+    behaviour: ClassVar[type[SwappedModule]] = LossFromOutputs
+
     function: Callable[..., Any]
     labels: tuple[str, ...]
     logits: tuple[str, ...]
@@ -71,11 +70,6 @@ class TakeLoss(Step):
     @override
     def describe(self) -> str:
         return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, LossFromOutputs),)
 
     @override
     def prepare(self, bench: Bench) -> Commit:
@@ -95,6 +89,7 @@ class KeepLogitsSharded(Step):
     """
 
     phase: ClassVar[Phase] = Phase.LOGITS
+    behaviour: ClassVar[type[SwappedModule]] = VocabParallelLossModel
 
     labels: tuple[str, int]
     heads: tuple[str, ...]
@@ -104,11 +99,6 @@ class KeepLogitsSharded(Step):
     def describe(self) -> str:
         how = "stay split" if self.chunk is None else f"are computed within the loss, {self.chunk} tokens at a time,"
         return f"logits of {', '.join(self.heads)} {how} where {self.labels[0]!r} are given"
-
-    @property
-    @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        return ((self.path, VocabParallelLossModel),)
 
     @property
     @override
