@@ -186,11 +186,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def fuzz(session: nox.Session) -> None:
     """Search for configurations that differ from the unsharded model: nox -s fuzz -- --draws 2000."""
-    # timm's environment has every library.
-    environment = next(cell.environment for cell in CELLS if cell.library == "timm" and "newest" in cell.tags)
-    python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
-    packs = [str(pack.folder) for pack in PACKS]
-    pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
+    python = with_every_library(session)
     session.run(str(python), str(ROOT / "tests" / "fuzz" / "search.py"), *session.posargs, env=ENV, external=True)
 
 
@@ -222,9 +218,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def mutations(session: nox.Session) -> None:
     """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
-    python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
-    packs = [str(pack.folder) for pack in PACKS]
-    pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, f"{CORE}[testing]", *packs)
+    python = with_every_library(session)
     session.run(str(python), str(ROOT / "tools" / "mutations.py"), *session.posargs, env=ENV, external=True)
 
 
@@ -395,6 +389,15 @@ def check(session: nox.Session, *commands: Sequence[str]) -> None:
     session.log(f"{session.name}: {result}")
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+def with_every_library(session: nox.Session) -> Path:
+    """Return the interpreter of timm's environment, which has every library, with the core and all packs."""
+    environment = next(cell.environment for cell in CELLS if cell.library == "timm" and "newest" in cell.tags)
+    python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
+    packs = [str(pack.folder) for pack in PACKS]
+    pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
+    return python
 
 
 def pip(session: nox.Session, python: Path, *arguments: str) -> None:

@@ -360,6 +360,13 @@ def test_one_rank_may_ask_for_a_split_sequence():
     plan = compile_plan(token_net.ModelPolicy, token_net.Model(), config)
     assert [step for step in plan.steps if step.splits] == []
 
+    class Whole(token_net.ModelPolicy):
+        def module_policy(self):
+            return {**super().module_policy(), "Model": [replicate("head")]}
+
+    with pytest.raises(PlanError, match="the policy does not say between which modules tokens may be split"):
+        compile_plan(Whole, token_net.Model(), config)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrong(Recompute):
@@ -410,3 +417,14 @@ def test_a_module_inside_and_outside_of_the_blocks():
     config = ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
     with pytest.raises(PlanError, match=r"all of them as embeddings\.norm, which is the same module"):
         compile_plan(token_net.ModelPolicy, model, config)
+
+
+def test_linears_between_split_tokens_that_enter_by_themselves():
+    class Loose(token_net.ModelPolicy):
+        def module_policy(self):
+            return {**super().module_policy(), "Block": [norm("norm"), col("up"), row("down")]}
+
+    config = ShardConfig(tensor_parallel_size=2)
+    compile_plan(Loose, token_net.Model(), config)
+    with pytest.raises(PlanError, match=r"under sequence parallelism it enters by itself, after its module has read"):
+        compile_plan(Loose, token_net.Model(), ShardConfig.of(config, enable_sequence_parallelism=True))
