@@ -78,6 +78,14 @@ def test_what_becomes_of_a_mistake(workspace):
     assert (workspace / "shardcore/src/halves/__init__.py").read_text() == before
 
 
+def test_an_edit_that_takes_the_text_of_the_next_one(workspace):
+    record(workspace, {})
+    file = workspace / "tests" / "mutations" / "some.toml"
+    one = "{ find = '''x / 2''', replace = '''x / 3''' }"
+    file.write_text(file.read_text().replace(one, f"{one}, {one}"))
+    assert results(workspace) == {"one": "does not apply"}
+
+
 def test_a_test_that_does_not_end_is_stopped(workspace):
     record(workspace, {"test": "test_halves.py::test_ends"})
     assert results(workspace, limit=6.0) == {"one": "no end"}

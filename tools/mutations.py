@@ -274,8 +274,11 @@ class _Runs:
     def with_mistake(self, mutation: Mutation, copy: Path) -> Outcome:
         """Make the mistake, and see whether its test notices."""
         start = time.monotonic()
-        with mutation.applied(copy):
-            status, output = self._run([mutation.test], copy)
+        try:
+            with mutation.applied(copy):
+                status, output = self._run([mutation.test], copy)
+        except DoesNotApplyError as error:  # an edit took the text of the next one
+            return Outcome(mutation, "does not apply", time.monotonic() - start, str(error))
         if status is None:
             result, detail = "no end", f"not after {self._limit:.0f} s"
         elif status == _PASSED:
