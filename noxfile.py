@@ -41,6 +41,7 @@ from suites import (  # noqa: E402
     check,
     pip,
     suite_of,
+    with_every_library,
 )
 
 # Ruff formats the signatures in the documentation too.
@@ -175,11 +176,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def fuzz(session: nox.Session) -> None:
     """Search for configurations that differ from the unsharded model: nox -s fuzz -- --draws 2000."""
-    # timm's environment has every library.
-    environment = next(cell.environment for cell in CELLS if cell.library == "timm" and "newest" in cell.tags)
-    python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
-    packs = [str(pack.folder) for pack in PACKS]
-    pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
+    python = with_every_library(session)
     session.run(str(python), str(ROOT / "tests" / "fuzz" / "search.py"), *session.posargs, env=ENV, external=True)
 
 
@@ -211,9 +208,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def mutations(session: nox.Session) -> None:
     """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
-    python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
-    packs = [str(pack.folder) for pack in PACKS]
-    pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, f"{CORE}[testing]", *packs)
+    python = with_every_library(session)
     session.run(str(python), str(ROOT / "tools" / "mutations.py"), *session.posargs, env=ENV, external=True)
 
 

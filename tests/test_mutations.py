@@ -28,10 +28,11 @@ def workspace(tmp_path):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("def half(x):\n    return x / 2\n\n\ndef third(x):\n    return x / 3\n")
     (tmp_path / "test_halves.py").write_text(
-        "import time\nfrom halves import half, third\n"
+        "import time\nimport pytest\nfrom halves import half, third\n"
         "def test_half(): assert half(4) == 2\n"
         "def test_weak(): assert half(0) == 0\n"
         "def test_red(): assert False\n"
+        "def test_skipped(): pytest.skip()\n"
         "def test_ends():\n    while half(4) != 2: time.sleep(0.1)\n"
     )
     (tmp_path / "tests" / "mutations").mkdir(parents=True)
@@ -46,7 +47,7 @@ def record(workspace: Path, *records: dict[str, str]) -> None:
 
 def results(workspace: Path, limit: float = 60.0) -> dict[str, str]:
     mutations = load(workspace / "tests" / "mutations")
-    return {outcome.mutation.name: outcome.result for outcome in try_all(mutations, workspace, limit=limit)}
+    return {outcome.mutation.name: outcome.result for outcome in try_all(mutations, workspace, limit=limit, jobs=2)}
 
 
 def test_what_becomes_of_a_mistake(workspace):
@@ -57,6 +58,7 @@ def test_what_becomes_of_a_mistake(workspace):
         {"name": "gone", "find": "x / 4"},
         {"name": "twice", "find": "return x"},
         {"name": "red before", "test": "test_halves.py::test_red"},
+        {"name": "skipped", "test": "test_halves.py::test_skipped"},
         {"name": "no such test", "test": "test_halves.py::test_that_is_gone"},
         {"name": "no python", "replace": "x /"},
         {"name": "seen again"},
@@ -68,11 +70,20 @@ def test_what_becomes_of_a_mistake(workspace):
         "gone": "does not apply",
         "twice": "does not apply",
         "red before": "no test",
+        "skipped": "no test",
         "no such test": "no test",
         "no python": "no test",
         "seen again": "noticed",
     }
     assert (workspace / "shardcore/src/halves/__init__.py").read_text() == before
+
+
+def test_an_edit_that_takes_the_text_of_the_next_one(workspace):
+    record(workspace, {})
+    file = workspace / "tests" / "mutations" / "some.toml"
+    one = "{ find = '''x / 2''', replace = '''x / 3''' }"
+    file.write_text(file.read_text().replace(one, f"{one}, {one}"))
+    assert results(workspace) == {"one": "does not apply"}
 
 
 def test_a_test_that_does_not_end_is_stopped(workspace):
@@ -83,7 +94,7 @@ def test_a_test_that_does_not_end_is_stopped(workspace):
 def test_the_command_fails_unless_everything_is_noticed(workspace, capsys):
     record(workspace, {"name": "seen"}, {"name": "gone", "find": "x / 4"})
     assert main(["--only", "seen"], workspace) == 0
-    assert capsys.readouterr().out.endswith("1 of 1 noticed\n")
+    assert re.search(r"^\[1/1\] noticed .*\n1 of 1 noticed in 0\.\d min\n$", capsys.readouterr().out, re.M | re.S)
     assert main([], workspace) == 1
     assert "found nowhere: 'x / 4'" in capsys.readouterr().out
     assert main(["--check", "--only", "seen"], workspace) == 0

@@ -1,6 +1,7 @@
 """Puts recorded mistakes back into a copy of the workspace, one by one, and runs the test that has to notice each.
 
-``python tools/mutations.py [--list] [--check] [--only NAME ...]``. The mistakes are in ``tests/mutations/*.toml``:
+``python tools/mutations.py [--list] [--check] [--only NAME ...] [--jobs N]``. The mistakes are in
+``tests/mutations/*.toml``, where ``NAME`` may be a pattern such as ``'h6-*'``:
 
     [[mutation]]
     name = "bias-before-the-sum"          # unique
@@ -17,16 +18,22 @@ so that moving a module changes nothing here. What becomes of a mistake:
     noticed          the test failed
     unnoticed        the test passed
     does not apply   the text is not there, or more than once
-    no test          the test is not there, or is red without the mistake
+    no test          the test is not there, is skipped, or is red without the mistake
     no end           the test took longer than its limit
 
-Anything but ``noticed`` fails the run.
+Anything but ``noticed`` fails the run. First the tests run without any mistake, those of one file together; then each
+mistake has a run of its own. ``--jobs`` runs go on at a time, in as many copies of the workspace.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import functools
+import itertools
 import os
+import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -34,13 +41,17 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Edit", "Mutation", "Outcome", "load", "main", "try_all"]
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("shardcore/src/**/*.py", "packs/*/src/**/*.py")
@@ -48,6 +59,9 @@ LIMIT = 300.0  # seconds for one test
 _LEFT_OUT = shutil.ignore_patterns(".git", ".nox", ".venv", "site", "__pycache__", "*.egg-info", ".*_cache")
 # Exit statuses of pytest.
 _PASSED, _FAILED = 0, 1
+# When a file with a mistake was written, in seconds of 1970: no two are alike, so that bytecode is never taken for that
+# of another text. Without bytecode every process would compile all sources.
+_TIMES = itertools.count(1)
 
 
 class DoesNotApplyError(Exception):
@@ -95,17 +109,22 @@ class Mutation:
     @contextmanager
     def applied(self, root: Path) -> Iterator[None]:
         """Make the mistake in a copy of the workspace, and take it back."""
-        before: dict[Path, str] = {}
+        before: dict[Path, tuple[str, int]] = {}
         try:
             for edit in self.edits:
                 file = edit.place(root)
                 text = file.read_text(encoding="utf-8")
-                before.setdefault(file, text)
-                file.write_text(text.replace(edit.find, edit.replace), encoding="utf-8")
+                before.setdefault(file, (text, file.stat().st_mtime_ns))
+                _write(file, text.replace(edit.find, edit.replace), next(_TIMES) * 10**9)
             yield
         finally:
-            for file, text in before.items():
-                file.write_text(text, encoding="utf-8")
+            for file, (text, time_ns) in before.items():
+                _write(file, text, time_ns)
+
+
+def _write(file: Path, text: str, time_ns: int) -> None:
+    file.write_text(text, encoding="utf-8")
+    os.utime(file, ns=(time_ns, time_ns))
 
 
 @dataclass(frozen=True)
@@ -152,68 +171,164 @@ def _mutation(record: dict[str, Any]) -> Mutation:
     return Mutation(record["name"], record["mistake"], record["test"], tuple(edits))
 
 
-def try_all(mutations: Sequence[Mutation], root: Path, *, limit: float = LIMIT) -> Iterator[Outcome]:
-    """Yield what becomes of each mistake in a copy of a workspace.
+def try_all(
+    mutations: Sequence[Mutation],
+    root: Path,
+    *,
+    limit: float = LIMIT,
+    jobs: int = 1,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Iterator[Outcome]:
+    """Yield what becomes of each mistake in copies of a workspace, as it is known.
 
     Args:
         mutations: the mistakes.
         root: the workspace, which is not changed.
         limit: seconds for one test.
+        jobs: how many runs go on at a time.
+        tell: called with a line for each run without a mistake.
     """
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copy = Path(folder) / "workspace"
-        shutil.copytree(root, copy, ignore=_LEFT_OUT)
-        green: dict[str, int | None] = {}
+        copies = [Path(folder) / str(number) for number in range(min(jobs, len(mutations)))]
+        for copy in copies:
+            shutil.copytree(root, copy, ignore=_LEFT_OUT)
+        found: list[Mutation] = []
         for mutation in mutations:
-            yield _try(mutation, copy, limit, green)
+            try:
+                for edit in mutation.edits:
+                    edit.place(root)
+                found.append(mutation)
+            except DoesNotApplyError as error:
+                yield Outcome(mutation, "does not apply", detail=str(error))
+        runs = _Runs(copies, limit)
+        green: dict[str, str] = {}
+        for of_file in runs.each(_by_file(found), runs.without_mistake):
+            green |= of_file
+            tell(_told(of_file))
+        for mutation in found:
+            if said := green[mutation.test]:
+                yield Outcome(mutation, "no test", detail=said)
+        yield from runs.each([mutation for mutation in found if not green[mutation.test]], runs.with_mistake)
 
 
-def _try(mutation: Mutation, root: Path, limit: float, green: dict[str, int | None]) -> Outcome:
-    start = time.monotonic()
+def _by_file(mutations: Iterable[Mutation]) -> list[list[str]]:
+    """Return the tests of the mutations, each once, by their file."""
+    tests = sorted({mutation.test for mutation in mutations})
+    return [list(some) for _, some in itertools.groupby(tests, lambda test: test.partition("::")[0])]
 
-    def outcome(result: str, detail: str = "") -> Outcome:
+
+def _told(green: dict[str, str]) -> str:
+    file = next(iter(green)).partition("::")[0]
+    return f"without mistake  {sum(not said for said in green.values())} of {len(green)} tests pass  {file}"
+
+
+class _Runs:
+    """Runs of pytest in copies of a workspace.
+
+    Args:
+        copies: the copies; in each of them one test runs at a time.
+        limit: seconds for one test.
+    """
+
+    def __init__(self, copies: Sequence[Path], limit: float) -> None:
+        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for copy in copies:
+            self._free.put(copy)
+        self._jobs, self._limit = len(copies), limit
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def each(self, items: Sequence[Work], work: Callable[[Work, Path], Result]) -> Iterator[Result]:
+        """Yield what ``work`` returns for each item and a copy that is free, as it is known."""
+
+        def in_copy(item: Work) -> Result:
+            copy = self._free.get()
+            try:
+                return work(item, copy)
+            finally:
+                self._free.put(copy)
+
+        with ThreadPoolExecutor(max(self._jobs, 1)) as pool:
+            try:
+                for done in as_completed([pool.submit(in_copy, item) for item in items]):
+                    yield done.result()
+            except BaseException:  # whoever asked goes away: so do the runs
+                self._stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(self._running):
+                    _kill(process)
+                raise
+
+    def without_mistake(self, tests: Sequence[str], copy: Path) -> dict[str, str]:
+        """Return what is wrong with each of the tests of one file; nothing if it passes."""
+        status, output = self._run(tests, copy)
+        if status == _PASSED and not _skipped(output):
+            return dict.fromkeys(tests, "")
+        if len(tests) > 1:  # each by itself
+            return {test: said for each in tests for test, said in self.without_mistake([each], copy).items()}
+        if status == _PASSED and re.search(r"\d passed", output.rstrip().rpartition("\n")[2]):
+            return {tests[0]: ""}  # some of its cases
+        said = "it is skipped" if status == _PASSED else f"without the mistake pytest ends with {status}"
+        return {tests[0]: f"{said}: {_end(output)}"}
+
+    def with_mistake(self, mutation: Mutation, copy: Path) -> Outcome:
+        """Make the mistake, and see whether its test notices."""
+        start = time.monotonic()
+        try:
+            with mutation.applied(copy):
+                status, output = self._run([mutation.test], copy)
+        except DoesNotApplyError as error:  # an edit took the text of the next one
+            return Outcome(mutation, "does not apply", time.monotonic() - start, str(error))
+        if status is None:
+            result, detail = "no end", f"not after {self._limit:.0f} s"
+        elif status == _PASSED:
+            result, detail = "unnoticed", mutation.mistake
+        elif status == _FAILED:
+            result, detail = "noticed", ""
+        else:
+            result, detail = "no test", f"with the mistake pytest ends with {status}: {_end(output)}"
         return Outcome(mutation, result, time.monotonic() - start, detail)
 
-    try:
-        with mutation.applied(root):
-            pass
-    except DoesNotApplyError as error:
-        return outcome("does not apply", str(error))
-    if mutation.test not in green:
-        green[mutation.test] = _run(mutation.test, root, limit)[0]
-    if green[mutation.test] != _PASSED:
-        return outcome("no test", f"without the mistake pytest ends with {green[mutation.test]}")
-    with mutation.applied(root):
-        status, output = _run(mutation.test, root, limit)
-    if status is None:
-        return outcome("no end", f"not after {limit:.0f} s")
-    if status == _PASSED:
-        return outcome("unnoticed", mutation.mistake)
-    if status == _FAILED:
-        return outcome("noticed")
-    return outcome("no test", f"with the mistake pytest ends with {status}: {output.strip()[-300:]}")
+    def _run(self, tests: Sequence[str], root: Path) -> tuple[int | None, str]:
+        """Return the exit status of pytest, None if it did not end, and what it said."""
+        sources = [root / "shardcore" / "src", *sorted(root.glob("packs/*/src"))]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        with subprocess.Popen(command, cwd=root, env=env, text=True, start_new_session=True, **pipes) as process:
+            self._running.add(process)
+            if self._stopped:
+                _kill(process)
+            try:
+                output, _ = process.communicate(timeout=self._limit * len(tests))
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                return None, ""
+            finally:
+                self._running.discard(process)
+        return process.returncode, output
 
 
-def _run(test: str, root: Path, limit: float) -> tuple[int | None, str]:
-    """Return the exit status of pytest, None if it did not end, and what it said."""
-    sources = [root / "shardcore" / "src", *sorted(root.glob("packs/*/src"))]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources)), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=root, env=env, text=True, start_new_session=True, **pipes) as process:
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-            return None, ""
-    return process.returncode, output
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+
+
+def _skipped(output: str) -> bool:
+    return " skipped" in output.rstrip().rpartition("\n")[2]
+
+
+def _end(output: str) -> str:
+    return output.strip()[-300:]
 
 
 def _chosen(mutations: Iterable[Mutation], names: Sequence[str] | None) -> list[Mutation]:
-    chosen = [mutation for mutation in mutations if not names or mutation.name in names]
-    if unknown := set(names or ()) - {mutation.name for mutation in chosen}:
+    mutations = list(mutations)
+    known = [mutation.name for mutation in mutations]
+    if unknown := [name for name in names or () if not fnmatch.filter(known, name)]:
         raise SystemExit(f"no mutation is named {', '.join(sorted(unknown))}; see --list")
-    return chosen
+    return [m for m in mutations if names is None or any(fnmatch.fnmatchcase(m.name, name) for name in names)]
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -222,6 +337,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--list", action="store_true", help="print the names, the mistakes and the tests")
     parser.add_argument("--check", action="store_true", help="see whether each edit applies; run no test")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone")
+    parser.add_argument("--jobs", type=int, default=_cores(), help="runs at a time (default %(default)s)")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one test (default %(default)s)")
     options = parser.parse_args(arguments)
     mutations = _chosen(load(root / "tests" / "mutations"), options.only)
@@ -229,13 +345,25 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         for mutation in mutations:
             print(f"{mutation.name}\n    {mutation.mistake}\n    {mutation.test}")
         return 0
-    outcomes = []
-    for outcome in _checked(mutations, root) if options.check else try_all(mutations, root, limit=options.limit):
-        print(outcome, flush=True)
+    outcomes: list[Outcome] = []
+    start = time.monotonic()
+    for outcome in _checked(mutations, root) if options.check else _tried(mutations, root, options):
         outcomes.append(outcome)
+        print(f"[{len(outcomes)}/{len(mutations)}] {outcome}", flush=True)
     bad = [outcome for outcome in outcomes if outcome.result not in ("noticed", "applies")]
-    print(f"{len(outcomes) - len(bad)} of {len(outcomes)} {'apply' if options.check else 'noticed'}")
+    for outcome in bad:
+        print(f"{outcome.result}: {outcome.mutation.name}")
+    spent = "" if options.check else f" in {(time.monotonic() - start) / 60:.1f} min"
+    print(f"{len(outcomes) - len(bad)} of {len(outcomes)} {'apply' if options.check else 'noticed'}{spent}")
     return 1 if bad else 0
+
+
+def _tried(mutations: Sequence[Mutation], root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
+    return try_all(mutations, root, limit=options.limit, jobs=options.jobs, tell=functools.partial(print, flush=True))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _checked(mutations: Iterable[Mutation], root: Path) -> Iterator[Outcome]:

@@ -11,11 +11,24 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
-from cells import Pack, find_packs, newest_of  # from tools/
+from cells import Pack, cells_of, find_packs, newest_of  # from tools/
 from environments import Environment
 from results import Result, Results, digest_of
 
-__all__ = ["CORE", "ENV", "ENVIRONMENTS", "NEWEST", "PACKS", "RESULTS", "TORCH", "Suite", "check", "pip", "suite_of"]
+__all__ = [
+    "CORE",
+    "ENV",
+    "ENVIRONMENTS",
+    "NEWEST",
+    "PACKS",
+    "RESULTS",
+    "TORCH",
+    "Suite",
+    "check",
+    "pip",
+    "suite_of",
+    "with_every_library",
+]
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "shardcore"
@@ -165,6 +178,16 @@ def check(session: nox.Session, environment: Environment, *commands: Sequence[st
     session.log(f"{session.name}: {result}")
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+def with_every_library(session: nox.Session) -> Path:
+    """Return the interpreter of timm's environment, which has every library, with the core and all packs."""
+    cells = cells_of(PACKS, TORCH)
+    environment = next(cell.environment for cell in cells if cell.library == "timm" and "newest" in cell.tags)
+    python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
+    packs = [str(pack.folder) for pack in PACKS]
+    pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
+    return python
 
 
 def pip(session: nox.Session, python: Path, *arguments: str) -> None:

@@ -196,13 +196,15 @@ def _qk_norm() -> None:
 # --- randomness ----------------------------------------------------------------------------------------------------
 
 
-def test_paths_are_dropped_on_all_ranks_alike(pool):
-    pool.run(_drop_path, world=2)
+@pytest.mark.parametrize("tokens", [False, True], ids=["whole", "split"])  # split, all of a block draws by rank
+def test_paths_are_dropped_on_all_ranks_alike(pool, tokens):
+    pool.run(_drop_path, tokens, world=2)
 
 
-def _drop_path() -> None:
+def _drop_path(tokens: bool) -> None:
     torch.manual_seed(100 + dist.get_rank())  # H40
-    model = shard(case("timm_plain").build(depth=3, drop_path_rate=0.5, attn_drop_rate=0.3, proj_drop_rate=0.3))
+    model = case("timm_plain").build(depth=3, drop_path_rate=0.5, attn_drop_rate=0.3, proj_drop_rate=0.3)
+    model = shard(model, enable_sequence_parallelism=tokens)
     dropped = []
     for block in model.blocks:
         for path in (block.drop_path1, block.drop_path2):

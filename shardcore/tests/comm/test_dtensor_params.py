@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardcore._torch import CAN_TRACE
 from shardcore.comm import local_tensor, read_local
-from shardcore.comm.dtensor_params import read_partial
+from shardcore.comm.dtensor_params import read_partial, spec_of, with_spec
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.testing.observing import Collectives
@@ -51,6 +51,11 @@ def local_reads():
     copy.deepcopy((plain, other))
     assert plain.grad._local_tensor.is_contiguous()
     assert plain.grad._local_tensor.storage_offset() == 0
+    part = local_tensor(split).detach()
+    for view in (torch.stack([part, part])[1], part.t().contiguous().t()):
+        made = with_spec(view, spec_of(split))
+        assert (made._local_tensor.is_contiguous(), made._local_tensor.storage_offset()) == (True, 0)
+        copy.deepcopy(made)
     with torch.no_grad():
         assert read_local(split)[0].data_ptr() == local_tensor(split).data_ptr()
     with pytest.raises(NotSupportedError, match="second derivatives are not supported"):

@@ -20,7 +20,7 @@ from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, behaviours
 from shardcore.plan.steps import EnterRegion, Phase, ScopeRandomness, SetAttribute, Swap
 from shardcore.policy import ModulePolicyDescription
-from shardcore.styles import col, head, region, vocab
+from shardcore.styles import col, head, region, replicate, vocab
 
 
 def test_values_may_be_unhashable():
@@ -127,6 +127,13 @@ def test_one_rank_may_ask_for_a_split_sequence():
     config = ShardConfig(tensor_parallel_size=1, enable_sequence_parallelism=True)
     plan = compile_plan(token_net.ModelPolicy, token_net.Model(), config)
     assert [step for step in plan.steps if step.splits] == []
+
+    class Whole(token_net.ModelPolicy):
+        def module_policy(self):
+            return {**super().module_policy(), "Model": [replicate("head")]}
+
+    with pytest.raises(PlanError, match="the policy does not say between which modules tokens may be split"):
+        compile_plan(Whole, token_net.Model(), config)
 
 
 def test_outputs_inside_of_blocks_are_gathered_too():

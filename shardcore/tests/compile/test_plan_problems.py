@@ -270,3 +270,14 @@ def test_a_module_inside_and_outside_of_the_blocks():
     config = ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
     with pytest.raises(PlanError, match=r"all of them as embeddings\.norm, which is the same module"):
         compile_plan(token_net.ModelPolicy, model, config)
+
+
+def test_linears_between_split_tokens_that_enter_by_themselves():
+    class Loose(token_net.ModelPolicy):
+        def module_policy(self):
+            return {**super().module_policy(), "Block": [norm("norm"), col("up"), row("down")]}
+
+    config = ShardConfig(tensor_parallel_size=2)
+    compile_plan(Loose, token_net.Model(), config)
+    with pytest.raises(PlanError, match=r"under sequence parallelism it enters by itself, after its module has read"):
+        compile_plan(Loose, token_net.Model(), ShardConfig.of(config, enable_sequence_parallelism=True))

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from shardcore._torch import CAN_TRACE
 from shardcore.compile.switches import Choice
 from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.nn.base import with_methods
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.plan.steps import Compile, Recompute
 
@@ -83,6 +84,18 @@ def _only_called(function):
         return function(*args)
 
     return call
+
+
+def test_what_else_a_block_does_is_compiled_with_it(monkeypatch):
+    monkeypatch.setattr(torch, "compile", _only_called)
+    block = RmsBlock()
+    with_methods(block, {"forward": _doubled})
+    CompiledBlock.compile_block(block.train())
+    assert block(torch.ones(1, 2, 16)).unique().tolist() == [2.0]
+
+
+def _doubled(self, x):
+    return 2 * x
 
 
 def test_classes_of_compiled_blocks_are_freed():

@@ -150,7 +150,9 @@ def stays_itself():
     module.register_forward_hook(lambda *_: calls.append("forward"))
     module.weight.tag = "kept"
     module.bias.requires_grad_(False)
+    module.weight.grad = grad = torch.arange(48, dtype=module.weight.dtype).view(8, 6)
     ColumnLinear.from_native_module(module, dist.group.WORLD)
+    assert torch.equal(module.weight.grad.full_tensor(), grad)
     assert isinstance(module, nn.Linear)
     assert isinstance(module, Own)
     assert isinstance(module, ColumnLinear)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import FixedViewsPolicy, TinyPolicy, batch, build, shard, twins
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate
 
@@ -16,6 +17,8 @@ import shardcore
 from shardcore._torch import CAN_TRACE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
+from shardcore.policy import Policy
+from shardcore.styles import region
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
@@ -192,6 +195,35 @@ def uses():
     _compare(reference, sharded, "after a refused double backward")
 
 
+class Twice(nn.Module):
+    """Calls one member of its region twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.gate(x).tanh() + self.up(x).sin())
+
+
+class TwicePolicy(Policy):
+    def module_policy(self):
+        return {"Sequential": [region(enter="0", col=("0.up", "0.gate"), row="0.down")]}
+
+
+def called_twice():
+    reference = nn.Sequential(Twice()).double()
+    sharded = shard(copy.deepcopy(reference), TwicePolicy)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for model in (reference, sharded):
+        model(x.clone().requires_grad_()).tanh().sum().backward()
+    assert_same_gradients(reference, sharded)
+
+
+def test_a_member_that_is_called_twice(pool):
+    pool.run(called_twice, world=2)
+
+
 class HookError(RuntimeError):
     pass
 
@@ -237,6 +269,9 @@ def other_paths():
         layer.attention.k_proj.register_forward_pre_hook(copied)
         layer.mlp.gate.register_forward_pre_hook(copied)
     _compare(reference, sharded, "off the fast path", seeds=(0, 1))
+    for layer in sharded.model.layers:
+        layer.mlp.up.register_forward_pre_hook(copied)
+    _compare(reference, sharded, "all members of a region off the fast path")
 
     ids = batch()
     block, twin = sharded.model.layers[0], reference.model.layers[0]
@@ -371,6 +406,9 @@ def deep_copies():
     assert clone.model.layers[0].attention.o_proj.region is not sharded.model.layers[0].attention.o_proj.region
     assert clone.model.layers[0].attention.o_proj.region.members[0] is clone.model.layers[0].attention.q_proj
     assert context_of(clone) is clone.model.layers[0].mlp.up._shard_context
+    stream = shardcore.get_rng_state(sharded)["cpu"]
+    shardcore.manual_seed(clone, 7)
+    assert torch.equal(shardcore.get_rng_state(sharded)["cpu"], stream)
 
 
 def test_deep_copies_are_independent(pool):

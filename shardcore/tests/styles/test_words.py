@@ -395,4 +395,4 @@ def test_a_partly_absent_region_is_a_problem():
             rows["Layer"][2] = region(enter="up", col="up", row="dwon", optional=True)
             return rows
 
-    assert _problems(Partly)
+    assert any("only a part of the region is there, without dwon" in problem for problem in _problems(Partly))
