@@ -81,7 +81,7 @@ def _shardcore() -> nn.Module:
     RowLinear.from_native_module(pair.down, context)
     # As the MLPs of BERT, ViT and Whisper are planned: `region(col="up", row="down")`.
     up: Any = pair.up  # a column linear now, and `down` a row linear
-    up.opens = pair.down.region = SoleRegion(context, up, DropoutSites([pair]))  # type: ignore[assignment]
+    up.sole_region = pair.down.region = SoleRegion(context, up, DropoutSites([pair]))  # type: ignore[assignment]
     return pair
 
 

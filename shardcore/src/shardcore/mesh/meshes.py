@@ -77,7 +77,7 @@ def build_mesh(sizes: Sizes) -> DeviceMesh:
     """Return the mesh of the default process group with `AXES` of the given ``sizes``.
 
     Every rank of the default process group has to call this. Models that are sharded alike share one mesh: each new one
-    would cost four process groups, with their threads and connections.
+    would cost a process group for each axis, with its threads and connections.
     """
     known = _shared.of(default_group())
     key = device_type_of(), sizes.shape

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.nn import ParallelModule, SwappedModule
 from shardcore.plan.steps import ReplaceMethods, ReplaceModule, ReplaceParameters
@@ -48,6 +49,7 @@ class _SubModuleRule(Rule):
             options=tuple(sorted(options.items())),
         )
 
+    @override
     def plan(self, scope: Scope) -> None:
         module = scope.find(self.suffix)
         if module is None:
@@ -67,6 +69,7 @@ class _ParametersRule(Rule):
     def of(cls, function: Callable[..., Any]) -> _ParametersRule:
         return cls(text=f"param_replacement {getattr(function, '__qualname__', function)}", function=function)
 
+    @override
     def plan(self, scope: Scope) -> None:
         for name, parameter in scope.module._parameters.items():
             if parameter is not None:
@@ -82,6 +85,7 @@ class _MethodsRule(Rule):
     def of(cls, methods: dict[str, Callable[..., Any]]) -> _MethodsRule:
         return cls(text=f"method_replacement {sorted(methods)}", methods=tuple(sorted(methods.items())))
 
+    @override
     def plan(self, scope: Scope) -> None:
         for name, _ in self.methods:
             if not callable(getattr(type(scope.module), name, None)):
