@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -89,6 +92,19 @@ def test_an_edit_that_takes_the_text_of_the_next_one(workspace):
 def test_a_test_that_does_not_end_is_stopped(workspace):
     record(workspace, {"test": "test_halves.py::test_ends"})
     assert results(workspace, limit=6.0) == {"one": "no end"}
+
+
+def test_a_termination_ends_the_runs_and_removes_the_copies(workspace, tmp_path_factory):
+    record(workspace, {"test": "test_halves.py::test_ends"})
+    copies = tmp_path_factory.mktemp("copies")
+    call = f"import sys, pathlib, mutations; sys.exit(mutations.main([], pathlib.Path({str(workspace)!r})))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "TMPDIR": str(copies)}
+    with subprocess.Popen([sys.executable, "-c", call], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("without mistake  1 of 1")
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.stdout.read() == ""  # at its end: nobody holds it
+    assert list(copies.iterdir()) == []
 
 
 def test_the_command_fails_unless_everything_is_noticed(workspace, capsys):

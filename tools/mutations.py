@@ -347,9 +347,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return 0
     outcomes: list[Outcome] = []
     start = time.monotonic()
-    for outcome in _checked(mutations, root) if options.check else _tried(mutations, root, options):
-        outcomes.append(outcome)
-        print(f"[{len(outcomes)}/{len(mutations)}] {outcome}", flush=True)
+    with _ended_by_a_signal():
+        for outcome in _checked(mutations, root) if options.check else _tried(mutations, root, options):
+            outcomes.append(outcome)
+            print(f"[{len(outcomes)}/{len(mutations)}] {outcome}", flush=True)
     bad = [outcome for outcome in outcomes if outcome.result not in ("noticed", "applies")]
     for outcome in bad:
         print(f"{outcome.result}: {outcome.mutation.name}")
@@ -360,6 +361,20 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 def _tried(mutations: Sequence[Mutation], root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
     return try_all(mutations, root, limit=options.limit, jobs=options.jobs, tell=functools.partial(print, flush=True))
+
+
+@contextmanager
+def _ended_by_a_signal() -> Iterator[None]:
+    """Let a termination end the runs and remove the copies, as Ctrl-C does."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _cores() -> int:
