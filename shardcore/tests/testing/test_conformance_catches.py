@@ -20,7 +20,7 @@ from kit_net import CASE, build
 from shardcore.testing import Supports
 from shardcore.testing.checks import CHECKS
 from shardcore.testing.conformance import Examination, fresh_findings, report
-from shardcore.testing.findings import Ledger, difference
+from shardcore.testing.findings import Finding, Ledger, difference, worst
 from shardcore.testing.subject import Subject
 
 FIXED = {"fixed_views": True}
@@ -160,6 +160,13 @@ def test_closed_is_reported():
     ledger.closed("dropout")
     with pytest.raises(pytest.skip.Exception, match="closed for net: dropout"):
         report(ledger.findings()[0], "net")
+
+
+def test_the_worst_finding_of_all_ranks_counts():
+    good, bad, nan = (Finding(check="forward", state="passed", error=error) for error in (0.0, 1e-12, float("nan")))
+    failed = Finding(check="forward", state="failed", message="one rank")
+    for first, second in ((good, bad), (bad, nan), (nan, failed)):
+        assert worst([[first], [second]]) == worst([[second], [first]]) == [second]
 
 
 def test_nan_is_a_difference():
