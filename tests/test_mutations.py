@@ -140,3 +140,15 @@ def test_what_is_recorded_names_tests_that_exist():
         for name in names:
             bare = re.sub(r"\[.*", "", name)
             assert generated or re.search(rf"^ *(?:def|class) {bare}\b", text, re.M), mutation.test
+
+
+def test_what_is_recorded_applies_and_leaves_python():
+    """An edit that breaks the syntax would be noticed by every test."""
+    for mutation in load(ROOT / "tests" / "mutations"):
+        texts: dict[Path, str] = {}
+        for edit in mutation.edits:
+            file = edit.place(ROOT)
+            texts[file] = texts.get(file, file.read_text(encoding="utf-8")).replace(edit.find, edit.replace)
+        for file, text in texts.items():
+            if file.suffix == ".py":
+                compile(text, f"{mutation.name}: {file}", "exec")
