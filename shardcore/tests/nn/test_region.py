@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import FixedViewsPolicy, TinyPolicy, batch, build, shard, twins
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate
 
@@ -17,8 +16,6 @@ import shardcore
 from shardcore._torch import CAN_TRACE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
-from shardcore.policy import Policy
-from shardcore.styles import region
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
@@ -193,35 +190,6 @@ def uses():
     with pytest.raises(NotSupportedError, match="create_graph=True"):
         torch.autograd.grad(sharded(ids, labels=ids), list(sharded.parameters()), create_graph=True)
     _compare(reference, sharded, "after a refused double backward")
-
-
-class Twice(nn.Module):
-    """Calls one member of its region twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x):
-        return self.down(self.up(x) * self.gate(x).tanh() + self.up(x).sin())
-
-
-class TwicePolicy(Policy):
-    def module_policy(self):
-        return {"Sequential": [region(enter="0", col=("0.up", "0.gate"), row="0.down")]}
-
-
-def called_twice():
-    reference = nn.Sequential(Twice()).double()
-    sharded = shard(copy.deepcopy(reference), TwicePolicy)
-    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for model in (reference, sharded):
-        model(x.clone().requires_grad_()).tanh().sum().backward()
-    assert_same_gradients(reference, sharded)
-
-
-def test_a_member_that_is_called_twice(pool):
-    pool.run(called_twice, world=2)
 
 
 class HookError(RuntimeError):
