@@ -12,6 +12,7 @@ from own_channel import HalfChannel
 from tiny import batch, build, shard, twins
 
 from shardcore.comm import Channel
+from shardcore.comm.dtensor_params import all_reduce_bucket
 from shardcore.mesh import ShardContext, Sizes, build_mesh, context_of
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, equal_on_ranks
@@ -96,6 +97,17 @@ def half_as_many_bytes():
 
 def test_a_channel_of_ones_own_serves_a_whole_model(pool):
     pool.run(half_as_many_bytes, world=2)
+
+
+def exact_sums():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = [torch.tensor([1.001 + r, 0.3 * r], dtype=torch.float64) for r in range(world)]
+    (total,) = all_reduce_bucket([own[rank].clone()], HalfChannel(dist.group.WORLD))
+    assert_close(sum(own), total, "gradients of replicated parameters")
+
+
+def test_gradients_of_replicated_parameters_are_sent_as_they_are(pool):
+    pool.run(exact_sums, world=2)
 
 
 def compiled_half():
