@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.comm.parts import check_parts
 from shardcore.comm.strided import torch_lacks
 from shardcore.compat import Linear1D_Col
-from shardcore.integrations._gathering import Transport, check_parts
+from shardcore.integrations._gathering import Transport
 from shardcore.nn import FusedColumnLinear
 from shardcore.testing.parity import assert_same_gradients, assert_same_parameters
 

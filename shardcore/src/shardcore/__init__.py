@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardcore.apply.launch import launch_from_torch
     from shardcore.apply.sharder import ModelSharder
+    from shardcore.checkpoint import Loaded, latest, load_checkpoint, save_checkpoint, wait_for_checkpoint
     from shardcore.compile import compile_plan
     from shardcore.config import ShardConfig
     from shardcore.config.recomputation import GradientCheckpointConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         AlreadyShardedError,
         AmbiguousPolicyError,
         BrokenPackWarning,
+        CheckpointError,
         ConfigError,
         MissingRanksError,
         NoPolicyError,
@@ -58,9 +60,11 @@ __all__ = [
     "AlreadyShardedError",
     "AmbiguousPolicyError",
     "BrokenPackWarning",
+    "CheckpointError",
     "ConfigError",
     "GradientCheckpointConfig",
     "Heads",
+    "Loaded",
     "MissingRanksError",
     "ModelSharder",
     "ModulePolicyDescription",
@@ -94,11 +98,15 @@ __all__ = [
     "compile_plan",
     "get_rng_state",
     "hookimpl",
+    "latest",
     "launch_from_torch",
+    "load_checkpoint",
     "manual_seed",
     "reduce_partial_gradients",
+    "save_checkpoint",
     "set_rng_state",
     "shard",
+    "wait_for_checkpoint",
 ]
 
 # Public name -> the module that defines it.
@@ -107,9 +115,11 @@ _HOME = {
     "AlreadyShardedError": "shardcore.errors",
     "AmbiguousPolicyError": "shardcore.errors",
     "BrokenPackWarning": "shardcore.errors",
+    "CheckpointError": "shardcore.errors",
     "ConfigError": "shardcore.errors",
     "GradientCheckpointConfig": "shardcore.config.recomputation",
     "Heads": "shardcore.policy",
+    "Loaded": "shardcore.checkpoint",
     "MissingRanksError": "shardcore.errors",
     "ModelSharder": "shardcore.apply.sharder",
     "ModulePolicyDescription": "shardcore.policy",
@@ -143,11 +153,15 @@ _HOME = {
     "compile_plan": "shardcore.compile",
     "get_rng_state": "shardcore.random",
     "hookimpl": "shardcore.hooks",
+    "latest": "shardcore.checkpoint",
     "launch_from_torch": "shardcore.apply.launch",
+    "load_checkpoint": "shardcore.checkpoint",
     "manual_seed": "shardcore.random",
     "reduce_partial_gradients": "shardcore.nn",
+    "save_checkpoint": "shardcore.checkpoint",
     "set_rng_state": "shardcore.random",
     "shard": "shardcore.former",
+    "wait_for_checkpoint": "shardcore.checkpoint",
 }
 
 

@@ -13,6 +13,7 @@ ShardcoreError
 ├── AlreadyShardedError (RuntimeError)   the model was sharded before
 ├── PartlyShardedError (RuntimeError)    something failed on a rank while the models were being changed
 ├── WrapError (TypeError)                a wrapper or a copy that cannot work on a sharded model
+├── CheckpointError (RuntimeError)       a training checkpoint that cannot be written or read
 └── MissingRanksError (TimeoutError)     a collective save that only some ranks joined, or whose writer is gone
 
 ShardcoreWarning (UserWarning)
@@ -34,6 +35,7 @@ __all__ = [
     "AlreadyShardedError",
     "AmbiguousPolicyError",
     "BrokenPackWarning",
+    "CheckpointError",
     "ConfigError",
     "MissingRanksError",
     "NoPolicyError",
@@ -135,6 +137,10 @@ class PartlyShardedError(ShardcoreError, RuntimeError):
 
 class WrapError(ShardcoreError, TypeError):
     """A wrapper, a move or a copy that cannot work on a sharded model; the message says what does."""
+
+
+class CheckpointError(ShardcoreError, RuntimeError):
+    """A training checkpoint could not be written, or is not complete, damaged, or not one of this model."""
 
 
 class MissingRanksError(ShardcoreError, TimeoutError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +11,11 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardcore._torch import DTensorSpec
 from shardcore.comm.collectives import chunk_bounds
-from shardcore.comm.dtensor_params import spec_of
+from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of
 from shardcore.comm.strided import Block, blocks_at
+from shardcore.errors import ConfigError, NotSupportedError
 
-__all__ = ["Block", "Place", "blocks_of", "part_of", "part_shape", "place_of", "split_dim"]
+__all__ = ["Block", "Place", "blocks_of", "check_parts", "part_of", "part_shape", "place_of", "split_dim"]
 
 #: The part of a tensor that one rank holds: (start, stop) along every dim.
 Place = tuple[tuple[int, int], ...]
@@ -33,6 +35,30 @@ def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
         return []
     sizes = tuple(stop - start for start, stop in place)
     return [Block(tuple(start for start, _ in place), sizes, tuple(slice(0, size) for size in sizes))]
+
+
+def check_parts(state: Mapping[str, Any]) -> None:
+    """Make sure that this rank holds of every tensor what the others will expect of it.
+
+    Raises:
+        ConfigError: a tensor has no values.
+        NotSupportedError: a tensor is cut in a way that `blocks_of` does not know.
+        WrapError: a tensor was assigned a plain one through ``.data``.
+    """
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.device.type == "meta":
+            raise ConfigError(f"{name} is on the meta device: it has no values to save. Load the weights first.")
+        if isinstance(tensor, DTensor):
+            refuse_assigned(tensor, name)
+            spec = spec_of(tensor)
+            wanted, held = part_shape(spec, spec.mesh.get_coordinate() or ()), tuple(local_tensor(tensor).shape)
+            if wanted != held or any(p.is_partial() for p in spec.placements):
+                raise NotSupportedError(
+                    f"{name} lies on the ranks as {spec.placements}, of which this rank should hold a part of shape "
+                    f"{wanted} and holds {held}; such a placement cannot be saved"
+                )
 
 
 def part_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:

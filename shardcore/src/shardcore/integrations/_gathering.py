@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.dtensor_params import refuse_assigned, spec_of
-from shardcore.comm.parts import Block, blocks_of, part_shape, split_dim
-from shardcore.errors import AgreementError, ConfigError, MissingRanksError, NotSupportedError
+from shardcore.comm.dtensor_params import spec_of
+from shardcore.comm.parts import Block, blocks_of, split_dim
+from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import device_type_of
 
-__all__ = ["Meeting", "Transport", "check_parts"]
+__all__ = ["Meeting", "Transport"]
 
 _PATIENCE = 60.0  # seconds to wait for the ranks that have not called
 _POLL = 0.05  # seconds between two looks into the store, at most
@@ -264,30 +264,6 @@ class _Memory:
 
 def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64  # bytes, so that every tensor starts where its dtype may
-
-
-def check_parts(state: Mapping[str, Any]) -> None:
-    """Make sure that this rank holds of every tensor what the others will expect of it.
-
-    Raises:
-        ConfigError: a tensor has no values.
-        NotSupportedError: a tensor is cut in a way that `blocks_of` does not know.
-        WrapError: a tensor was assigned a plain one through ``.data``.
-    """
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        if tensor.device.type == "meta":
-            raise ConfigError(f"{name} is on the meta device: it has no values to save. Load the weights first.")
-        if isinstance(tensor, DTensor):
-            refuse_assigned(tensor, name)
-            spec = spec_of(tensor)
-            wanted, held = part_shape(spec, spec.mesh.get_coordinate() or ()), tuple(tensor.to_local().shape)
-            if wanted != held or any(p.is_partial() for p in spec.placements):
-                raise NotSupportedError(
-                    f"{name} lies on the ranks as {spec.placements}, of which this rank should hold a part of shape "
-                    f"{wanted} and holds {held}; such a placement cannot be saved"
-                )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

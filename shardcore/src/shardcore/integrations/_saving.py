@@ -29,9 +29,10 @@ from transformers.utils import logging
 
 from shardcore._private import SAVING, require
 from shardcore.comm.dtensor_params import local_tensor
+from shardcore.comm.parts import check_parts
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.integrations import _private
-from shardcore.integrations._gathering import Meeting, Transport, check_parts
+from shardcore.integrations._gathering import Meeting, Transport
 from shardcore.integrations._native import Call
 from shardcore.mesh import ShardContext
 

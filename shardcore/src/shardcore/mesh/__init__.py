@@ -23,6 +23,7 @@ from shardcore.mesh.meshes import (
     device_type_here,
     device_type_of,
     group_of,
+    host_group,
     mesh_of_group,
     shared_groups,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "device_type_here",
     "device_type_of",
     "group_of",
+    "host_group",
     "is_alone",
     "mesh_of_group",
     "nearest_context",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "device_type_here",
     "device_type_of",
     "group_of",
+    "host_group",
     "mesh_of_group",
     "neighbours_on",
     "shared_groups",
@@ -73,6 +75,10 @@ _shared = _SharedMeshes()
 _neighbours: WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 
 
+#: The gloo groups for what the hosts of ranks agree on, by the default group and the ranks; they end with it.
+_host_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+
+
 def build_mesh(sizes: Sizes) -> DeviceMesh:
     """Return the mesh of the default process group with `AXES` of the given ``sizes``.
 
@@ -93,7 +99,8 @@ def shared_groups() -> set[ProcessGroup]:
     """
     groups = {group for mesh in _shared.of(default_group()).values() for group in mesh.get_all_groups()}
     neighbours = [channel for group in (*groups, default_group()) for channel in _neighbours.get(group, {}).values()]
-    return groups.union(channel.group for channel in neighbours)
+    of_hosts = _host_groups.get(default_group(), {}).values()
+    return groups.union((channel.group for channel in neighbours), of_hosts)
 
 
 def default_group() -> ProcessGroup:
@@ -126,6 +133,26 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     backend = str(get_backend(mesh.get_group(0)))
     given = None if backend == "undefined" else backend  # groups that were started without one have the default
     group: ProcessGroup = dist.new_group(ranks, backend=given, use_local_synchronization=True)
+    return group
+
+
+def host_group(ranks: tuple[int, ...], *, shared: bool = True) -> ProcessGroup:
+    """Return a gloo group of global ``ranks``, whose collectives wait for no device; each of them makes the call.
+
+    Args:
+        ranks: this rank among them.
+        shared: one for all callers: the default group where it is such a group. Otherwise a new one, for a thread.
+    """
+    known = _host_groups.setdefault(default_group(), {})
+    if shared and ranks in known:
+        return known[ranks]
+    if shared and len(ranks) == dist.get_world_size() and dist.get_backend() == "gloo":
+        return default_group()
+    # Of what ranks do on their hosts, such as writing files, the slowest may take long. One that is gone shows at once.
+    limit = datetime.timedelta(hours=1)
+    group: ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+    if shared:
+        known[ranks] = group
     return group
 
 

@@ -1,0 +1,230 @@
+"""The folder of checkpoints: which are there, which of them are complete, and how a new one appears at once.
+
+A checkpoint is written into ``step-N.tmp-ID`` and renamed to ``step-N`` when every part of it is on the disk. Its
+index, `INDEX`, is written last and has the size of every file, so that one that was cut short later is noticed as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardcore.errors import CheckpointError, ConfigError, ShardcoreWarning
+
+__all__ = [
+    "FORMAT",
+    "INDEX",
+    "begin",
+    "check_keep_last",
+    "complete",
+    "discard",
+    "find",
+    "latest",
+    "problem",
+    "prune",
+    "read_index",
+    "telling",
+    "write_json",
+]
+
+INDEX = "shardcore.json"
+FORMAT = 1  # of the index; another one is not read
+
+_NAME = re.compile(r"step-(\d+)(\.tmp-\w+)?")
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Turn an error of the file system into a `CheckpointError` that says ``what`` was being done."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint of a folder, the one of the largest step; None if there is none.
+
+    Newer ones that are not complete, because a save was cut short or files were lost since, are skipped, each with a
+    `ShardcoreWarning` that names it and what is wrong. Looks at names and sizes of files only.
+
+    Args:
+        folder: what was given to `save_checkpoint`; it need not exist.
+    """
+    for step, path in sorted(_entries(Path(folder)), reverse=True):
+        if (wrong := problem(path)) is None:
+            return path
+        warnings.warn(f"checkpoint {path} (step {step}) was skipped: {wrong}", ShardcoreWarning, stacklevel=2)
+    return None
+
+
+def find(where: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint ``where``, or the newest complete one in the folder ``where``.
+
+    Raises:
+        CheckpointError: it is not complete, or the folder has none that is.
+    """
+    path = Path(where)
+    if _NAME.fullmatch(path.name) or (path / INDEX).exists() or (path / ".metadata").exists():
+        if (wrong := problem(path)) is not None:
+            raise CheckpointError(f"checkpoint {path} cannot be loaded: {wrong}. Nothing was loaded.")
+        return path
+    if (newest := latest(path)) is None:
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint, nor is it one; nothing was loaded. Pass a folder that "
+            "save_checkpoint has written to, and start without loading where shardcore.latest(folder) is None."
+        )
+    return newest
+
+
+def problem(path: Path) -> str | None:
+    """Say what keeps a checkpoint from being complete, or return None."""
+    match = _NAME.fullmatch(path.name)
+    if match and match[2]:
+        return "its save was cut short, or is still running"
+    if not path.is_dir():
+        return "there is no such folder"
+    try:
+        index = read_index(path)
+    except CheckpointError as error:
+        return str(error)
+    for name, size in index["files"].items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if found != size:
+            return f"{name} has {found} bytes and was written with {size}"
+    return None
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """Return the index of a checkpoint.
+
+    Raises:
+        CheckpointError: it is not there, damaged, or of a later release.
+    """
+    try:
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{INDEX} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{INDEX} is damaged: {error}") from error
+    if not isinstance(index, dict) or not isinstance(index.get("files"), dict):
+        raise CheckpointError(f"{INDEX} is not the index of a checkpoint")
+    if index.get("format") != FORMAT:
+        raise CheckpointError(
+            f"it has the format {index.get('format')!r}, and this release of shardcore reads {FORMAT}"
+        )
+    return index
+
+
+def _entries(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of everything in ``folder`` that has the name of a checkpoint."""
+    if not folder.is_dir():
+        return []
+    return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+
+
+def begin(folder: Path, step: int | None) -> tuple[Path, Path]:
+    """Make the folder that a new checkpoint is written into; return it and the one that it becomes.
+
+    Without a ``step`` it is the one after the newest.
+
+    Raises:
+        CheckpointError: there is one of that step, or the folder cannot be made.
+    """
+    with telling(f"making a folder for a checkpoint in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if step is None:
+            step = max((known for known, _ in _entries(folder)), default=-1) + 1
+        final = folder / f"step-{step}"
+        _refuse(final)
+        staging = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
+        staging.mkdir()
+    return staging, final
+
+
+def _refuse(final: Path) -> None:
+    if final.exists():
+        raise CheckpointError(
+            f"{final} exists, and nothing is ever written into an existing checkpoint; nothing was written. Pass "
+            "another step=, or remove it."
+        )
+
+
+def complete(staging: Path, final: Path, index: dict[str, Any]) -> None:
+    """Write the ``index`` of a checkpoint of which all parts are on the disk, and give it its name.
+
+    Raises:
+        CheckpointError: somebody else has made one of that name since, or a file cannot be seen from here.
+    """
+    with telling(f"completing {final}"):
+        files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+        write_json(staging / INDEX, {**index, "format": FORMAT, "files": files})
+        _sync(staging)
+        _refuse(final)
+        staging.rename(final)
+        _sync(final.parent)
+
+
+def discard(staging: Path) -> None:
+    """Remove what was written of a checkpoint that failed; what cannot be removed is left to the next save."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def prune(newest: Path, keep_last: int | None) -> None:
+    """Remove what earlier saves left unfinished and, with ``keep_last``, all but so many complete checkpoints.
+
+    ``newest``, which was just written, stays. One that is removed loses its name first, so that what a process that is
+    killed meanwhile leaves of it is no checkpoint.
+    """
+    folder, kept = newest.parent, 1
+    for _, path in sorted(_entries(folder), reverse=True):
+        try:
+            if ".tmp-" in path.name:
+                shutil.rmtree(path)
+            elif keep_last is not None and path != newest and problem(path) is None:
+                kept += 1
+                if kept > keep_last:
+                    doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+                    path.rename(doomed)
+                    shutil.rmtree(doomed)
+        except OSError as error:
+            message = f"{path} should have been removed, and could not be: {error}"
+            warnings.warn(message, ShardcoreWarning, stacklevel=2)
+
+
+def check_keep_last(keep_last: int | None) -> None:
+    """Refuse a number of checkpoints that cannot be kept.
+
+    Raises:
+        ConfigError: it is not a positive integer.
+    """
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ConfigError(f"keep_last= must be a positive integer or None (keep all), got {keep_last!r}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` to a new file that is on the disk when this returns."""
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in ``folder`` to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,159 @@
+"""The ranks that save or load one model together: what one does for all, and one error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardcore.agree.agreement import Report, agree
+from shardcore.errors import AgreementError, MissingRanksError, ShardcoreError
+from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
+
+__all__ = ["Item", "Ranks"]
+
+Value = TypeVar("Value")
+
+#: A name, and what has to be equal on all ranks.
+Item = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """All ranks of a model.
+
+    Attributes:
+        ranks: the global ranks in the order of the mesh; the first decides where one does.
+        group: a gloo group of them, so that no device and no limit of its collectives is concerned; None if there is
+            only one.
+    """
+
+    ranks: tuple[int, ...]
+    group: ProcessGroup | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """Find the ranks of ``model``: those of its mesh, or of the default process group. All of them call it."""
+        if not dist.is_initialized():
+            return cls((0,), None)
+        context = context_of(model)
+        ranks = tuple(range(dist.get_world_size()))
+        # On a mesh without a data axis the caller may have arranged replicas: then all ranks hold the model.
+        if context is not None and any(axis_name(context.mesh, axis) for axis in DATA_AXES):
+            ranks = tuple(map(int, context.mesh.mesh.flatten()))
+        if len(ranks) == 1:
+            return cls(ranks, None)
+        with _naming_the_lost():
+            return cls(ranks, host_group(ranks))
+
+    def apart(self) -> Ranks:
+        """Return the same ranks with a group of their own, for another thread; all of them make the call."""
+        if self.group is None:
+            return self
+        with _naming_the_lost():
+            return Ranks(self.ranks, host_group(self.ranks, shared=False))
+
+    @property
+    def own(self) -> int:
+        """This process's global rank."""
+        return dist.get_rank() if self.group is not None else self.ranks[0]
+
+    @property
+    def position(self) -> int:
+        """This process's place among the ranks."""
+        return self.ranks.index(self.own)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what is done once."""
+        return self.own == self.ranks[0]
+
+    def together(
+        self,
+        work: Callable[[], Value],
+        *,
+        items: Callable[[Value], Iterable[Item]] = lambda _: (),
+        changing: bool = False,
+    ) -> Value:
+        """Do ``work`` on every rank and return what it returned here; if it fails on one, raise on all.
+
+        Args:
+            work: what is to be done; it sends nothing.
+            items: what of its result has to be equal on all ranks.
+            changing: it changes the model.
+
+        Raises:
+            ShardcoreError: what ``work`` raised, where it did.
+            AgreementError: it failed on another rank, or the ranks differ.
+            MissingRanksError: a rank is gone.
+        """
+        try:
+            value = work()
+            report, failure = Report(items=tuple(items(value))), None
+        except Exception as error:
+            report, failure = Report.of_error(error), error
+        if self.group is None:
+            if failure is not None:
+                raise failure
+        else:
+            with _naming_the_lost(failure):
+                agree(report, failure, changing=changing, group=self.group)
+        return value
+
+    def first(self, work: Callable[[], Value]) -> Value:
+        """Do ``work`` on the first rank alone and return, on every rank, what it returned.
+
+        Raises:
+            ShardcoreError: what ``work`` raised, on the first rank.
+            AgreementError: it failed, on the others.
+            MissingRanksError: a rank is gone.
+        """
+        if self.group is None:
+            return work()
+        answer: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.is_first:
+            try:
+                answer[0] = work()
+            except Exception as error:
+                failure = error
+                answer[1] = f"{type(error).__name__}: {error}"
+        with _naming_the_lost():
+            dist.broadcast_object_list(answer, self.ranks[0], group=self.group)
+        if failure is not None:
+            raise failure
+        if answer[1] is not None:
+            raise AgreementError(f"rank {self.ranks[0]} failed. Its error: {answer[1]}")
+        found: Value = answer[0]
+        return found
+
+    def gathered(self, value: Value) -> list[Value]:
+        """Return on the first rank the values of all; on the others an empty list."""
+        if self.group is None:
+            return [value]
+        found: list[Any] | None = [None] * len(self.ranks) if self.is_first else None
+        with _naming_the_lost():
+            dist.gather_object(value, found, self.ranks[0], group=self.group)
+        return found or []
+
+
+class _naming_the_lost:  # noqa: N801  # reads as what it does
+    """Turn an error of the process group, which is how a lost rank shows, into one that says so."""
+
+    def __init__(self, own: BaseException | None = None) -> None:
+        self._own = own
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, ShardcoreError) and error is not self._own:
+            raise MissingRanksError(
+                "a checkpoint is saved and loaded by all ranks of a model together, and at least one of them did not "
+                "come or is gone. Checkpoints that were complete before are as they were; start the job again. Said "
+                f"by torch: {error}"
+            ) from error

@@ -1,0 +1,341 @@
+"""`save_checkpoint`: every rank writes its part, and all of it appears at once, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
+
+from shardcore._progress import Progress
+from shardcore.checkpoint import folders
+from shardcore.checkpoint.chunks import Writing, metadata_of, own_parts
+from shardcore.checkpoint.generators import generators_of
+from shardcore.checkpoint.ranks import Item, Ranks
+from shardcore.checkpoint.state import ModelState, OptimizerState
+from shardcore.checkpoint.values import encoded
+from shardcore.errors import CheckpointError, ConfigError
+from shardcore.mesh import DATA_AXES, axis_name, context_of, unwrapped
+
+__all__ = ["Saves", "replica_of", "save_checkpoint", "wait_for_checkpoint"]
+
+_SAVES = "_shardcore_saves"  # on the model
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    step: int | None = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+) -> Path:
+    """Write a training checkpoint, from which `load_checkpoint` resumes on any mesh.
+
+    Called on every rank of the model, between two steps: gradients are not saved. Each rank writes its part into a new
+    folder ``folder/step-N.tmp-ID``, which is renamed to ``folder/step-N`` when everything is on the disk: a process
+    that is killed at any instant leaves the earlier checkpoints, and this one or none. Nothing is written into an
+    existing one.
+
+    The files are those of `torch.distributed.checkpoint`, which reads them alone: ``model.NAME`` and
+    ``optimizer.state.NAME.KEY``, with the names of the unsharded model. What is not a tensor is JSON beside them.
+
+    Args:
+        folder: holds the checkpoints; every rank sees the same one.
+        model: sharded or not.
+        optimizer: of its parameters.
+        scheduler: anything with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler.
+        loader: the same for data: of a `ShardedDataLoader` the position, which any number of replicas takes up; of any
+            other, such as ``torchdata``'s, the state of each replica.
+        step: the number of the checkpoint; by default the one after the newest.
+        extra: numbers, texts, lists, tuples, dictionaries, small tensors; the first rank's is saved.
+        keep_last: remove all but so many complete checkpoints, those of the smallest steps first, after this one is
+            complete.
+        asynchronous: return when the state is copied to the CPU, and write in the background. The next save and
+            `wait_for_checkpoint` wait for it, and raise what went wrong; so does the end of the process.
+
+    Returns:
+        The folder of the checkpoint, ``folder/step-N``.
+
+    Raises:
+        CheckpointError: there is one of that step, something cannot be stored, or this rank cannot write.
+        ConfigError: an argument is wrong.
+        NotSupportedError: a tensor or the optimizer's state lies on the ranks in a way that cannot be described.
+        AgreementError: another rank failed, or the ranks differ in what they save. No checkpoint was made.
+        MissingRanksError: a rank did not come or is gone.
+    """
+    model = unwrapped(model)
+    saves = Saves.of(model)
+    saves.wait()
+    ranks = Ranks.of(model)
+
+    def take() -> _Snapshot:
+        _check_arguments(step, keep_last, asynchronous)
+        return _Snapshot.of(model, ranks, optimizer, scheduler, loader, extra)
+
+    arguments = {"folder": str(folder), "step": step, "keep_last": keep_last, "asynchronous": asynchronous}
+    snapshot = ranks.together(take, items=lambda taken: taken.items(arguments))
+    staging, final = map(Path, ranks.first(lambda: tuple(map(str, folders.begin(Path(folder), step)))))
+    job = _Job(snapshot, saves.apart(model) if asynchronous else ranks, staging, final, keep_last)
+    try:
+        ranks.together(functools.partial(job.prepare, copies=asynchronous))
+    except BaseException:
+        job.discard()
+        raise
+    if asynchronous:
+        saves.start(job)
+    else:
+        job.run(shown=ranks.is_first)
+    return final
+
+
+def wait_for_checkpoint(model: nn.Module) -> None:
+    """Wait until the asynchronous save of ``model`` is complete; return at once if there is none.
+
+    Called on every rank, at the latest before the process group is destroyed.
+
+    Raises:
+        ShardcoreError: what that save failed with; no checkpoint was made.
+    """
+    if (saves := unwrapped(model).__dict__.get(_SAVES)) is not None:
+        saves.wait()
+
+
+def _check_arguments(step: Any, keep_last: Any, asynchronous: Any) -> None:
+    if step is not None and (type(step) is not int or step < 0):
+        raise ConfigError(f"step= must be an integer from 0 on, or None for the next one, got {step!r}")
+    if not isinstance(asynchronous, bool):
+        raise ConfigError(f"asynchronous= must be True or False, got {asynchronous!r}")
+    folders.check_keep_last(keep_last)
+
+
+class Saves:
+    """What a model remembers of its saves: its ranks, and the save that is running."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None  # of the thread
+        self._world: Any = None  # the default process group that they are of
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Saves:
+        """Return those of ``model``."""
+        saves: Saves = model.__dict__.setdefault(_SAVES, cls())
+        return saves
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Saves:
+        return Saves()
+
+    def __reduce__(self) -> tuple[type[Saves], tuple[()]]:
+        return Saves, ()
+
+    def apart(self, model: nn.Module) -> Ranks:
+        """Return the ranks of ``model`` with a group for the thread; every one of them makes the first call."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self._ranks is None or self._world is not world:
+            self._ranks, self._world = Ranks.of(model).apart(), world
+        return self._ranks
+
+    def start(self, job: _Job) -> None:
+        """Run ``job`` in a thread, for which the end of the process waits."""
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"saving {job.final}")
+        self._thread.start()
+
+    def _run(self, job: _Job) -> None:
+        try:
+            job.run(shown=False)
+        except BaseException as error:
+            self._failure = error
+            logging.getLogger("shardcore").error("the checkpoint %s was not saved: %s", job.final, error)
+
+    def wait(self) -> None:
+        """Wait for the save that is running, and raise what it failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            failure.add_note("This was an asynchronous save; no checkpoint was made of it.")
+            raise failure
+
+
+def replica_of(model: nn.Module, ranks: Ranks) -> tuple[int, int]:
+    """Return which data-parallel replica this rank belongs to, counted from 0, and how many there are."""
+    context = context_of(model)
+    if context is None:
+        return ranks.position, len(ranks.ranks)
+    if any(axis_name(context.mesh, axis) for axis in DATA_AXES):
+        return context.replica, context.sizes.replicas
+    return ranks.position // context.mesh.size(), len(ranks.ranks) // context.mesh.size()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """The state that is saved, as it lies on this rank.
+
+    Attributes:
+        tensors: by name.
+        aliases: further names of tied ones.
+        index: what the first rank writes besides.
+        own: what this rank writes of its own.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    index: dict[str, Any]
+    own: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, ranks: Ranks, optimizer: Optimizer | None, scheduler: Any, loader: Any, extra: Any
+    ) -> _Snapshot:
+        state = ModelState.of(model)
+        tensors = {f"model.{name}": tensor for name, tensor in state.tensors.items()}
+        groups = None
+        if optimizer is not None:
+            held = OptimizerState.of(optimizer, model)
+            tensors |= {f"optimizer.state.{name}": tensor for name, tensor in held.tensors.items()}
+            groups = held.groups
+        context = context_of(model)
+        axes = {} if context is None else dataclasses.asdict(context.sizes)
+        index = {
+            "torch": torch.__version__,
+            "world": len(ranks.ranks),
+            "axes": {name: size for name, size in axes.items() if size > 1},
+            "extra": encoded(extra, "extra") if ranks.is_first else None,
+            "scheduler": None if scheduler is None else encoded(_state_dict("scheduler", scheduler), "scheduler"),
+            "modules": encoded(state.values, "the state of a module"),
+            "optimizer": groups,
+        }
+        own = {
+            "replica": replica_of(model, ranks)[0],
+            "generators": encoded(generators_of(model), "the generators"),
+            "loader": None if loader is None else encoded(_state_dict("loader", loader), "loader"),
+        }
+        aliases = {f"model.{name}": f"model.{of}" for name, of in state.aliases.items()}
+        return cls(tensors=tensors, aliases=aliases, index=index, own=own)
+
+    def items(self, arguments: Mapping[str, Any]) -> Iterator[Item]:
+        """Yield what has to be equal on all ranks."""
+        for name, value in arguments.items():
+            yield f"the argument {name}", str(value)
+        yield "the argument optimizer", "not given" if self.index["optimizer"] is None else "given"
+        yield "the argument loader", "not given" if self.own["loader"] is None else "given"
+        for name, tensor in self.tensors.items():
+            yield f"the tensor {name}", f"{tuple(tensor.shape)} {tensor.dtype}"
+        for name in ("scheduler", "optimizer"):
+            yield f"the state of the {name}", json.dumps(self.index[name])
+
+
+def _state_dict(name: str, holder: Any) -> Any:
+    if not callable(getattr(holder, "state_dict", None)) or not callable(getattr(holder, "load_state_dict", None)):
+        raise ConfigError(
+            f"{name}= must have state_dict() and load_state_dict(), and a {type(holder).__name__} has not; leave it out"
+        )
+    return holder.state_dict()
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, with the final name in the index instead of the folder that it writes to."""
+
+    def __init__(self, staging: Path, final: Path) -> None:
+        super().__init__(str(staging))
+        self._final = final
+
+    def storage_meta(self) -> StorageMeta:
+        """Say of which checkpoint the files are."""
+        return StorageMeta(checkpoint_id=self._final.name, save_id=self.save_id)
+
+
+class _Job:
+    """One save, from the folder that was made for it to its name."""
+
+    def __init__(self, snapshot: _Snapshot, ranks: Ranks, staging: Path, final: Path, keep_last: int | None) -> None:
+        self._snapshot, self._ranks, self._keep_last = snapshot, ranks, keep_last
+        self._staging, self.final = staging, final
+        self._parts: dict[MetadataIndex, Tensor] = {}
+
+    def prepare(self, *, copies: bool) -> None:
+        """Find out what this rank writes; with ``copies`` nothing that happens to the model later changes it."""
+        if not self._staging.is_dir():
+            raise CheckpointError(
+                f"{self._staging}, which rank {self._ranks.ranks[0]} has made, cannot be seen on this rank; save to a "
+                "folder that all hosts share"
+            )
+        parts = own_parts(self._snapshot.tensors, self._ranks.ranks[0], self._ranks.own)
+        self._parts = {index: part.to("cpu", copy=True) for index, part in parts.items()} if copies else parts
+
+    def run(self, *, shown: bool) -> None:
+        """Write this rank's part, and on the first rank complete the checkpoint once all have."""
+        try:
+            results = self._ranks.together(lambda: self._write(shown))
+            loader = hashlib.sha256(json.dumps(self._snapshot.own["loader"]).encode()).hexdigest()
+            brought = self._ranks.gathered((results, self._snapshot.own["replica"], loader))
+            self._ranks.first(lambda: self._complete(brought))
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove what was written; done by the first rank."""
+        if self._ranks.is_first:
+            folders.discard(self._staging)
+
+    def _write(self, shown: bool) -> list[WriteResult]:
+        position, first = self._ranks.position, self._ranks.is_first
+        with folders.telling(f"writing to {self._staging}"):
+            folders.write_json(self._staging / f"rank-{position}.json", self._snapshot.own)
+            if not self._parts:
+                return []
+            sizes = {key: tensor.size() for key, tensor in self._snapshot.tensors.items()}
+            total = sum(part.nbytes for part in self._parts.values())
+            writer = _Writer(self._staging, self.final)
+            with Progress(total, f"saving {self.final.name}", shown=shown) as progress:
+                planner = Writing(self._parts, sizes, progress)
+                # The place of a plan among those of all ranks names its file.
+                plans = [SavePlan([])] * position + [planner.create_local_plan()]
+                writer.set_up_storage_writer(first)
+                plan = writer.prepare_global_plan(plans)[position]
+                return writer.write_data(plan, planner).wait()
+
+    def _complete(self, brought: list[tuple[list[WriteResult], int, str]]) -> None:
+        snapshot = self._snapshot
+        paths = {key: tuple(key.split(".", 1)) for key in (*snapshot.tensors, *snapshot.aliases)}
+        metadata = metadata_of(snapshot.tensors, self._ranks.ranks[0], paths)
+        results = [result for results, _, _ in brought for result in results]
+        for alias, key in snapshot.aliases.items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+            results += [_renamed(result, alias) for result in results if result.index.fqn == key]
+        replicas, loaders = [replica for _, replica, _ in brought], {loader for *_, loader in brought}
+        with folders.telling(f"writing to {self._staging}"):
+            _Writer(self._staging, self.final).finish(metadata, [results])
+        step = int(self.final.name.removeprefix("step-"))
+        index = {"step": step, **snapshot.index, "replicas": replicas, "loader is shared": len(loaders) == 1}
+        folders.complete(self._staging, self.final, index)
+        folders.prune(self.final, self._keep_last)
+
+
+def _renamed(result: WriteResult, key: str) -> WriteResult:
+    index = dataclasses.replace(result.index, fqn=key)
+    return dataclasses.replace(result, index=index)

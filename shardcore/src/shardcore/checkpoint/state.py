@@ -1,0 +1,294 @@
+"""What a checkpoint holds of a model and of its optimizer, under names that no mesh and no wrapper changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardcore.checkpoint.values import decoded, encoded
+from shardcore.comm.dtensor_params import local_tensor, spec_of
+from shardcore.comm.parts import check_parts, split_dim
+from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
+
+__all__ = ["ModelState", "OptimizerState", "restored", "set_values", "settings_of"]
+
+# Parts of names that wrappers of modules add.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+# Entries of a parameter group that are not options.
+_NO_OPTIONS = ("params", "param_names")
+
+_SHOWN = 3  # names in a message; the rest is counted
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _listed(names: Iterator[str] | list[str] | set[str]) -> str:
+    found = sorted(names)
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """The state dict of a model, in place.
+
+    Attributes:
+        tensors: its own tensors by name, tied ones once.
+        aliases: further names of tied ones, each with the name that ``tensors`` has.
+        values: entries that are no tensors, as modules return them from ``get_extra_state``.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        """Return the state of ``model``.
+
+        Raises:
+            ConfigError: a tensor has no values.
+            NotSupportedError: a tensor is cut in a way that cannot be described.
+            WrapError: a tensor was assigned a plain one through ``.data``.
+        """
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # the root's parameters stay gathered after a forward
+        tensors: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        seen: dict[int, str] = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            name = _clean(key)
+            if not isinstance(value, Tensor):
+                values[name] = value
+            elif id(value) in seen:
+                aliases[name] = seen[id(value)]
+            else:
+                seen[id(value)] = name
+                tensors[name] = value
+        check_parts(tensors)
+        return cls(tensors=tensors, aliases=aliases, values=values)
+
+    def check(self, metadata: Metadata) -> None:
+        """Refuse a checkpoint of another model.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes differ; says which.
+        """
+        saved = {key.removeprefix("model."): e for key, e in _tensors_in(metadata) if key.startswith("model.")}
+        names = self.tensors.keys() | self.aliases.keys()
+        problems = []
+        if missing := names - saved.keys():
+            problems.append(f"it lacks {_listed(missing)}, which the model has")
+        if more := saved.keys() - names:
+            problems.append(f"it has {_listed(more)}, which the model lacks")
+        for name, tensor in self.tensors.items():
+            if name in saved and (wrong := _difference(saved[name], tensor)):
+                problems.append(f"{name} {wrong}")
+        if problems:
+            first = "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN))
+            raise CheckpointError(
+                f"the checkpoint is not one of this model: {first}. Nothing was loaded. Build the model as it was "
+                "when it was saved, in the same dtype."
+            )
+
+
+def set_values(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give modules what they returned from ``get_extra_state``, by the names of `ModelState.values`."""
+    modules = {_clean(f"{path}."): module for path, module in model.named_modules()}
+    for name, value in values.items():
+        modules[name.removesuffix("_extra_state") or "."].set_extra_state(value)
+
+
+def _tensors_in(metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    yield from metadata.state_dict_metadata.items()
+
+
+def _difference(saved: Any, tensor: Tensor) -> str:
+    if saved.size != tensor.shape:
+        return f"has the shape {tuple(saved.size)} there and {tuple(tensor.shape)} here"
+    dtype = saved.properties.dtype
+    return "" if dtype == tensor.dtype else f"is {dtype} there and {tensor.dtype} here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """The state of an optimizer by names of parameters.
+
+    Attributes:
+        tensors: the tensors of its state, by ``NAME.KEY``.
+        groups: for each parameter group the names in it and its options, and for each parameter the names of its
+            tensors and what else its state holds; as JSON.
+    """
+
+    tensors: dict[str, Tensor]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+        """Return the state of the ``optimizer`` of ``model``.
+
+        Raises:
+            ConfigError: it is none, or has parameters that are not the model's.
+            NotSupportedError: it keeps state that cannot be brought to another mesh.
+            CheckpointError: it has options that cannot be stored.
+        """
+        names = _names(optimizer, model)
+        tensors: dict[str, Tensor] = {}
+        groups = []
+        for at, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+            states = {}
+            for parameter in group["params"]:
+                name, values = names[id(parameter)], {}
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        _refuse_local(f"{key} of {name}", value, parameter)
+                        tensors[f"{name}.{key}"] = value
+                    else:
+                        values[key] = value
+                own = [key for key, value in state.items() if isinstance(value, Tensor)]
+                where = f"the optimizer's state of {name}"
+                states[name] = {"tensors": own, "values": encoded(values, where)}
+            groups.append({"options": encoded(options, f"optimizer.param_groups[{at}]"), "parameters": states})
+        check_parts(tensors)
+        return cls(tensors=tensors, groups=groups)
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
+    """Return the names of the optimizer's parameters by identity."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer= must be a torch.optim.Optimizer, got a {type(optimizer).__name__}; pass the one inside of a "
+            "wrapper"
+        )
+    names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := sum(id(parameter) not in names for parameter in held):
+        raise ConfigError(
+            f"the optimizer holds {foreign} parameters that are not the model's: it was made before shard(), or for "
+            "another model. Make it after shard(), or give it to shard(optimizer=)."
+        )
+    known = {id(parameter) for parameter in held}
+    if others := [key for key in optimizer.state if id(key) not in known]:
+        raise NotSupportedError(
+            f"this {type(optimizer).__name__} keeps state of {others[0]!r:.80}, which is none of its parameters; such "
+            "state cannot be stored. Put it into extra=."
+        )
+    return names
+
+
+def _refuse_local(what: str, value: Tensor, parameter: Tensor) -> None:
+    """Refuse state of which nobody can tell which part of the whole it is."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.numel() == 1:
+        return
+    if any(split_dim(placement) is not None for placement in parameter.placements):
+        raise NotSupportedError(
+            f"{what} is a plain tensor {tuple(value.shape)} beside a parameter that is split over ranks, so it belongs "
+            "to this rank's part alone and cannot be stored; use an optimizer whose state is made like its parameters"
+        )
+
+
+def settings_of(groups: list[dict[str, Any]], optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the saved options of each group of ``optimizer``.
+
+    Its groups may be others than the saved ones, as long as all parameters of one had the same options.
+
+    Raises:
+        CheckpointError: they had not, or the checkpoint has other parameters.
+    """
+    names = _names(optimizer, model)
+    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if [set(group) for group in held] == [group["parameters"].keys() for group in groups]:
+        return [decoded(group["options"]) for group in groups]
+    options = {name: group["options"] for group in groups for name in group["parameters"]}
+    differing = {name for group in held for name in group} ^ options.keys()
+    if differing:
+        raise CheckpointError(
+            f"the saved optimizer and this one have other parameters: {_listed(differing)} are in one only. Nothing "
+            "was loaded. Freeze the same parameters and make the optimizer from the same ones."
+        )
+    found = []
+    for at, group in enumerate(held):
+        if not group or any(options[name] != options[group[0]] for name in group):
+            raise CheckpointError(
+                f"param_groups[{at}] of this optimizer has parameters of several saved groups with other options (or "
+                "none at all); nothing was loaded. Make its groups as they were."
+            )
+        found.append(decoded(options[group[0]]))
+    return found
+
+
+def restored(
+    groups: list[dict[str, Any]], metadata: Metadata, optimizer: Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Return room for the saved state of ``optimizer``, and what gives it to the optimizer once it is filled.
+
+    Raises:
+        CheckpointError: what was saved is of other parameters.
+    """
+    settings = settings_of(groups, optimizer, model)
+    names = _names(optimizer, model)
+    saved = {name: state for group in groups for name, state in group["parameters"].items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    rooms: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    for at, parameter in enumerate(parameters):
+        name = names[id(parameter)]
+        own = decoded(saved[name]["values"])
+        for key in saved[name]["tensors"]:
+            entry = metadata.state_dict_metadata[f"optimizer.state.{name}.{key}"]
+            rooms[f"{name}.{key}"] = own[key] = _room(entry, parameter)
+        if own:
+            state[at] = own
+
+    def give() -> None:
+        counts = iter(range(len(parameters)))
+        kept = [
+            {**options, "params": [next(counts) for _ in group["params"]]}
+            for options, group in zip(settings, optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": kept})
+        _restore_dtypes(optimizer, parameters, state)
+
+    return rooms, give
+
+
+def _room(entry: Any, parameter: Tensor) -> Tensor:
+    """Return a tensor for saved state: laid out as its parameter if it is of the same shape, else whole."""
+    dtype = entry.properties.dtype
+    if isinstance(parameter, DTensor) and entry.size == parameter.shape:
+        spec, local = spec_of(parameter), local_tensor(parameter)
+        return DTensor.from_local(
+            torch.empty_like(local, dtype=dtype, requires_grad=False),
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=tuple(parameter.stride()),
+        )
+    return torch.empty(entry.size, dtype=dtype, device=parameter.device if entry.size == parameter.shape else "cpu")
+
+
+def _restore_dtypes(optimizer: Optimizer, parameters: list[Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Undo casts: ``Optimizer.load_state_dict`` gives state the dtype of its parameter, which may be a smaller one."""
+    for at, saved in state.items():
+        own = optimizer.state[parameters[at]]
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and key != "step" and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)
