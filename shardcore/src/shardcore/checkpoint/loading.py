@@ -98,8 +98,8 @@ class _Restoring:
         self._targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in state.tensors.items()}
         self._give: Callable[[], None] | None = None
         if optimizer is not None:
-            groups = self._asked("optimizer", checkpoint.index.get("optimizer"))
-            rooms, self._give = restored(groups, checkpoint.metadata, optimizer, model)
+            kept = self._asked("optimizer", checkpoint.index.get("optimizer"))
+            rooms, self._give = restored(kept, checkpoint.metadata, optimizer, model)
             self._targets |= {f"optimizer.state.{name}": room for name, room in rooms.items()}
         self._schedule = None if scheduler is None else self._asked("scheduler", checkpoint.value("scheduler"))
         self._own, self._further = self._states()

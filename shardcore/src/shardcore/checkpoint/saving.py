@@ -212,11 +212,11 @@ class _Snapshot:
     ) -> _Snapshot:
         state = ModelState.of(model)
         tensors = {f"model.{name}": tensor for name, tensor in state.tensors.items()}
-        groups = None
+        kept = None
         if optimizer is not None:
             held = OptimizerState.of(optimizer, model)
             tensors |= {f"optimizer.state.{name}": tensor for name, tensor in held.tensors.items()}
-            groups = held.groups
+            kept = {"kinds": held.kinds, "groups": held.groups}
         context = context_of(model)
         axes = {} if context is None else dataclasses.asdict(context.sizes)
         index = {
@@ -226,7 +226,7 @@ class _Snapshot:
             "extra": encoded(extra, "extra") if ranks.is_first else None,
             "scheduler": None if scheduler is None else encoded(_state_dict("scheduler", scheduler), "scheduler"),
             "modules": encoded(state.values, "the state of a module"),
-            "optimizer": groups,
+            "optimizer": kept,
         }
         own = {
             "replica": replica_of(model, ranks)[0],

@@ -133,10 +133,12 @@ class OptimizerState:
         tensors: the tensors of its state, by ``NAME.KEY``.
         groups: for each parameter group the names in it and its options, and for each parameter the names of its
             tensors and what else its state holds; as JSON.
+        kinds: the names of its class and of those that it derives from.
     """
 
     tensors: dict[str, Tensor]
     groups: list[dict[str, Any]]
+    kinds: list[str]
 
     @classmethod
     def of(cls, optimizer: Optimizer, model: nn.Module) -> OptimizerState:
@@ -167,7 +169,12 @@ class OptimizerState:
                 states[name] = {"tensors": own, "values": encoded(values, where)}
             groups.append({"options": encoded(options, f"optimizer.param_groups[{at}]"), "parameters": states})
         check_parts(tensors)
-        return cls(tensors=tensors, groups=groups)
+        return cls(tensors=tensors, groups=groups, kinds=_kinds(optimizer))
+
+
+def _kinds(optimizer: Optimizer) -> list[str]:
+    kinds = type(optimizer).__mro__
+    return [kind.__name__ for kind in kinds if issubclass(kind, Optimizer) and kind is not Optimizer]
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
@@ -235,13 +242,20 @@ def settings_of(groups: list[dict[str, Any]], optimizer: Optimizer, model: nn.Mo
 
 
 def restored(
-    groups: list[dict[str, Any]], metadata: Metadata, optimizer: Optimizer, model: nn.Module
+    saved_optimizer: Mapping[str, Any], metadata: Metadata, optimizer: Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Return room for the saved state of ``optimizer``, and what gives it to the optimizer once it is filled.
 
     Raises:
-        CheckpointError: what was saved is of other parameters.
+        CheckpointError: what was saved is of other parameters, or of another kind of optimizer.
     """
+    groups = saved_optimizer["groups"]
+    if not set(saved_optimizer["kinds"]) & set(_kinds(optimizer)):
+        raise CheckpointError(
+            f"the saved optimizer is of class {saved_optimizer['kinds'][0]}, and this one is a "
+            f"{type(optimizer).__name__}, whose state is another; nothing was loaded. Make the same one, or leave "
+            "optimizer= out."
+        )
     settings = settings_of(groups, optimizer, model)
     names = _names(optimizer, model)
     saved = {name: state for group in groups for name, state in group["parameters"].items()}
@@ -260,7 +274,8 @@ def restored(
     def give() -> None:
         counts = iter(range(len(parameters)))
         kept = [
-            {**options, "params": [next(counts) for _ in group["params"]]}
+            # What a schedule has added since, and an older release did not have, stays.
+            {**group, **options, "params": [next(counts) for _ in group["params"]]}
             for options, group in zip(settings, optimizer.param_groups, strict=True)
         ]
         optimizer.load_state_dict({"state": state, "param_groups": kept})

@@ -146,11 +146,14 @@ def host_group(ranks: tuple[int, ...], *, shared: bool = True) -> ProcessGroup:
     known = _host_groups.setdefault(default_group(), {})
     if shared and ranks in known:
         return known[ranks]
-    if shared and len(ranks) == dist.get_world_size() and dist.get_backend() == "gloo":
+    everybody = len(ranks) == dist.get_world_size()
+    if shared and everybody and dist.get_backend() == "gloo":
         return default_group()
     # Of what ranks do on their hosts, such as writing files, the slowest may take long. One that is gone shows at once.
     limit = datetime.timedelta(hours=1)
-    group: ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+    # Groups that only their ranks make are named after these: a second one would look for the first one's connections
+    # if that has ended. So all ranks make it together where they can.
+    group: ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=not everybody)
     if shared:
         known[ranks] = group
     return group
