@@ -75,6 +75,8 @@ WRONG = [
     (wrong_runs.TooManyCollectives, "communication", "collectives forward", {}),
     (wrong_runs.LosesState, "state dict", "decoder.norm.weight", {}),
     (wrong_runs.LosesState, "checkpoint", "decoder.norm.weight", {}),
+    (wrong_runs.LosesState, "resume", "decoder.norm.weight", {}),
+    (wrong_runs.SameMasks, "resume", "is another one a step after loading on the same mesh", {}),
     (wrong_sequence.NoSequence, "sequence", "does not say between which modules", {}),
     (wrong_sequence.LocalStates, "sequence", "hidden_states", {}),
     (wrong_sequence.NormsOfTokensNotSummed, "sequence", "norm1", {}),

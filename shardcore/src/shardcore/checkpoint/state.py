@@ -61,25 +61,37 @@ class ModelState:
 
         Raises:
             ConfigError: a tensor has no values.
-            NotSupportedError: a tensor is cut in a way that cannot be described.
+            NotSupportedError: a tensor is cut in a way that cannot be described, or its state dict is not made of the
+                model's own tensors.
             WrapError: a tensor was assigned a plain one through ``.data``.
         """
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()  # the root's parameters stay gathered after a forward
+        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}
         values: dict[str, Any] = {}
         seen: dict[int, str] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             name = _clean(key)
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or name.endswith("_extra_state"):
                 values[name] = value
+            elif id(value) not in own:
+                raise NotSupportedError(
+                    f"the model's state_dict() returns for {name} a tensor that is neither its parameter nor its "
+                    "buffer; a hook made it, and it could not be loaded in place. Remove the hook for the checkpoint."
+                )
             elif id(value) in seen:
                 aliases[name] = seen[id(value)]
             else:
                 seen[id(value)] = name
                 tensors[name] = value
+        if lost := [_clean(name) for name, p in model.named_parameters() if id(p) not in seen]:
+            raise NotSupportedError(
+                f"the model's state_dict() leaves out its parameters {_listed(lost)}, which would not be saved. Remove "
+                "the hook that does so for the checkpoint."
+            )
         check_parts(tensors)
         return cls(tensors=tensors, aliases=aliases, values=values)
 

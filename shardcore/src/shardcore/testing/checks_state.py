@@ -26,15 +26,15 @@ from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import gradient_errors, parameter_errors, whole
 from shardcore.testing.subject import Subject, adamw, flat
 
-__all__ = ["captured", "saving", "state"]
+__all__ = ["captured", "other_weights", "saving", "shared_folder", "state", "train_step"]
 
 #: What tells apart the captured outputs of several stacks, all of which one argument asks for.
 _STACK = re.compile("^(encoder|decoder|cross)_")
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def _other(model: Any) -> Any:
-    """Return a copy with other weights."""
+def other_weights(model: Any) -> Any:
+    """Return a copy of ``model`` with other weights."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -46,7 +46,7 @@ def state(s: Subject, ledger: Ledger) -> None:
     """State dicts go out and come in, whole and in parts; checkpoints of torch too (H9, H10, H15)."""
     with ledger.check("state dict"):
         reference, model = s.twins()
-        other = _other(reference)
+        other = other_weights(reference)
         wanted = reference.state_dict()
         for name, tensor in model.state_dict().items():
             ledger.close(name, wanted[name], whole(tensor))
@@ -76,7 +76,7 @@ def _exact(errors: dict[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def _folder(s: Subject) -> Iterator[str]:
+def shared_folder(s: Subject) -> Iterator[str]:
     """Yield a folder that all ranks share and that goes away afterwards."""
     made = tempfile.TemporaryDirectory(prefix="shardcore-kit-") if s.rank == 0 else None
     try:
@@ -92,12 +92,12 @@ def _checkpoint(s: Subject, ledger: Ledger) -> None:
     reference, model = s.twins()
     untrained = copy.deepcopy(reference)
     wanted, optimizer = adamw(reference), adamw(model)
-    _step(s, reference, wanted, 0)
-    _step(s, model, optimizer, 0)
-    with _folder(s) as folder:
+    train_step(s, reference, wanted, 0)
+    train_step(s, model, optimizer, 0)
+    with shared_folder(s) as folder:
         states = get_state_dict(model, optimizer)
         save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-        loaded = {"unsharded": _other(untrained), f"tp {s.tp}": s.shard(_other(untrained))}
+        loaded = {"unsharded": other_weights(untrained), f"tp {s.tp}": s.shard(other_weights(untrained))}
         for name, into in loaded.items():
             with ledger.place(f"continued {name}"):
                 own = adamw(into)
@@ -107,14 +107,15 @@ def _checkpoint(s: Subject, ledger: Ledger) -> None:
                 set_state_dict(into, own, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
                 ledger.errors(parameter_errors(reference, into))
                 loaded[name] = (into, own)
-    _step(s, reference, wanted, 1)
+    train_step(s, reference, wanted, 1)
     for name, (into, own) in loaded.items():
-        _step(s, into, own, 1)
+        train_step(s, into, own, 1)
         with ledger.place(f"one step later, {name}"):
             ledger.errors(parameter_errors(reference, into))
 
 
-def _step(s: Subject, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def train_step(s: Subject, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Train ``model`` with the inputs of ``seed``."""
     s.loss(model(**s.inputs(model, seed))).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -127,7 +128,7 @@ def saving(s: Subject, ledger: Ledger) -> None:
             ledger.closed("save_pretrained")
             return
         reference, model = s.twins()
-        with _folder(s) as folder:
+        with shared_folder(s) as folder:
             ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
             model.save_pretrained(ours, max_shard_size=30_000)
             if s.rank == 0:
