@@ -31,8 +31,8 @@ def resume(s: Subject, ledger: Ledger) -> None:
 
 def _same_mesh(s: Subject, ledger: Ledger, folder: str) -> None:
     """The parts of parameters and optimizer state are those of the training that went on, bit for bit."""
-    model = s.shard(s.build(**(DROPOUT if s.case.supports.dropout else {})))
-    again = other_weights(model)
+    reference = s.build(**(DROPOUT if s.case.supports.dropout else {}))
+    model, again = s.shard(copy.deepcopy(reference)), s.shard(other_weights(reference))
     optimizer, own = adamw(model), adamw(again)
     train_step(s, model, optimizer, 0)
     shardcore.save_checkpoint(folder, model, optimizer)
@@ -63,7 +63,7 @@ def _other_meshes(s: Subject, ledger: Ledger, folder: str) -> None:
         own = adamw(into)
         with ledger.place(f"one step after loading {name}"):
             shardcore.load_checkpoint(folder, into, own)
-            train_step(s, into, own, 1)
+            train_step(s, into, own, 1, like=reference)
             ledger.errors(parameter_errors(reference, into))
 
 

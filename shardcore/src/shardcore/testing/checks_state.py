@@ -114,9 +114,9 @@ def _checkpoint(s: Subject, ledger: Ledger) -> None:
             ledger.errors(parameter_errors(reference, into))
 
 
-def train_step(s: Subject, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Train ``model`` with the inputs of ``seed``."""
-    s.loss(model(**s.inputs(model, seed))).backward()
+def train_step(s: Subject, model: Any, optimizer: torch.optim.Optimizer, seed: int, like: Any = None) -> None:
+    """Train ``model`` with the inputs of ``seed`` for ``like``, which FSDP2 has given no other class, if not itself."""
+    s.loss(model(**s.inputs(model if like is None else like, seed))).backward()
     optimizer.step()
     optimizer.zero_grad()
 
