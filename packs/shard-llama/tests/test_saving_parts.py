@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from shardcore import AgreementError, MissingRanksError, NotSupportedError
 from shardcore._private import PrivateName
-from shardcore.integrations import _gathering, _private
+from shardcore.agree import meeting
+from shardcore.integrations import _private
 from shardcore.testing.parity import whole
 
 LAYOUTS = {"tp2": TP2, "dp2": DP2, "tp2-dp2": SQUARE}
@@ -60,7 +61,7 @@ def _state_of_parts(folder: str, axes: dict[str, int]) -> None:
     assert_saved(f"{folder}/all", weights(reference))
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_gathering, "_PATIENCE", 0.5)
+        patch.setattr(meeting, "_PATIENCE", 0.5)
         if dist.get_rank() == 0:  # an error that names the others, not a collective that they never join
             with pytest.raises(MissingRanksError, match="did not: 1"):
                 model.save_pretrained(f"{folder}/alone", state_dict=model.state_dict())

@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from trainings import Training, largest
 
 import shardcore
+from shardcore.agree import meeting
 from shardcore.checkpoint import folders
-from shardcore.errors import AgreementError, CheckpointError, ConfigError, ShardcoreWarning
+from shardcore.errors import AgreementError, CheckpointError, ConfigError, MissingRanksError, ShardcoreWarning
 
 
 def names(folder):
@@ -110,6 +111,38 @@ def the_ranks_differ(folder):
 
 def test_the_ranks_differ(pool, tmp_path):
     pool.run(the_ranks_differ, str(tmp_path))
+
+
+def only_one_calls(folder):
+    training, rank = Training({"tp": 2}), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_PATIENCE", 0.5)
+        for caller, call in ((0, training.save), (1, training.load)):
+            if rank == caller:
+                with pytest.raises(MissingRanksError, match=f"called by all 2 ranks.* did not: {1 - caller}") as caught:
+                    call(folder)
+                assert caught.value.missing == (1 - caller,)
+            dist.barrier()
+    assert names(folder) == []
+    training.save(folder)
+    assert training.load(folder).step == 0
+
+
+def test_only_one_rank_calls(pool, tmp_path):
+    pool.run(only_one_calls, str(tmp_path))
+
+
+def parts_of_ones_own(folder):
+    model = Training({"tp": 2}).model
+    model.own = nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    found = said(lambda: shardcore.save_checkpoint(folder, model))
+    assert "differ in the plain parameter model.own" in found[0]
+    assert "has to hold it as a DTensor" in found[1]
+    assert names(folder) == []
+
+
+def test_plain_parts_are_not_taken_for_the_whole(pool, tmp_path):
+    pool.run(parts_of_ones_own, str(tmp_path))
 
 
 def a_folder_of_one_host(folder):

@@ -37,6 +37,8 @@ _TODO = {
     "same SHARDCORE_PACKS and SHARDCORE_DISABLE_PACKS.",
     "the packs ": "Install the same packs in the same versions on every rank, or leave them out with "
     "SHARDCORE_DISABLE_PACKS.",
+    "the plain parameter ": "One rank's is saved for all. A module of your own that keeps this rank's part has to hold "
+    "it as a DTensor (DTensor.from_local); replicas that have drifted need one set of weights.",
     "step ": f"{_SAME} A policy must not go by the order of a set, which differs with PYTHONHASHSEED.",
 }
 

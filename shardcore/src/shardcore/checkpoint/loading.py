@@ -69,7 +69,7 @@ def load_checkpoint(
     """
     model = unwrapped(model)
     Saves.of(model).wait()
-    ranks = Ranks.of(model)
+    ranks = Ranks.of(model, "load_checkpoint")
     path = ranks.first(lambda: str(find(where)))
     restoring = ranks.together(lambda: _Restoring(Checkpoint(path), ranks, model, optimizer, scheduler, loader))
     ranks.together(restoring.place)

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from shardcore._private import SAVING, require
 from shardcore.agree.agreement import Report, agree
+from shardcore.agree.meeting import Meeting
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
 
@@ -36,8 +38,16 @@ class Ranks:
     group: ProcessGroup | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Ranks:
-        """Find the ranks of ``model``: those of its mesh, or of the default process group. All of them call it."""
+    def of(cls, model: nn.Module, call: str) -> Ranks:
+        """Find the ranks of ``model``, those of its mesh or of the default process group, and wait until all are here.
+
+        Args:
+            model: sharded or not.
+            call: what all of them have to call, for the error.
+
+        Raises:
+            MissingRanksError: some did not come; the ranks that did say which.
+        """
         if not dist.is_initialized():
             return cls((0,), None)
         context = context_of(model)
@@ -47,7 +57,9 @@ class Ranks:
             ranks = tuple(map(int, context.mesh.mesh.flatten()))
         if len(ranks) == 1:
             return cls(ranks, None)
+        require(SAVING)
         with _naming_the_lost():
+            Meeting.hold(ranks, {}, call)  # before anything is sent, which others would take for something else
             return cls(ranks, host_group(ranks))
 
     def apart(self) -> Ranks:

@@ -21,9 +21,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardcore._progress import Progress
+from shardcore.agree.fingerprint import checksum
 from shardcore.checkpoint import folders
 from shardcore.checkpoint.chunks import Writing, metadata_of, own_parts
 from shardcore.checkpoint.generators import generators_of
@@ -87,7 +89,7 @@ def save_checkpoint(
     model = unwrapped(model)
     saves = Saves.of(model)
     saves.wait()
-    ranks = Ranks.of(model)
+    ranks = Ranks.of(model, "save_checkpoint")
 
     def take() -> _Snapshot:
         _check_arguments(step, keep_last, asynchronous)
@@ -96,7 +98,7 @@ def save_checkpoint(
     arguments = {"folder": str(folder), "step": step, "keep_last": keep_last, "asynchronous": asynchronous}
     snapshot = ranks.together(take, items=lambda taken: taken.items(arguments))
     staging, final = map(Path, ranks.first(lambda: tuple(map(str, folders.begin(Path(folder), step)))))
-    job = _Job(snapshot, saves.apart(model) if asynchronous else ranks, staging, final, keep_last)
+    job = _Job(snapshot, saves.apart(ranks) if asynchronous else ranks, staging, final, keep_last)
     try:
         ranks.together(functools.partial(job.prepare, copies=asynchronous))
     except BaseException:
@@ -150,11 +152,11 @@ class Saves:
     def __reduce__(self) -> tuple[type[Saves], tuple[()]]:
         return Saves, ()
 
-    def apart(self, model: nn.Module) -> Ranks:
-        """Return the ranks of ``model`` with a group for the thread; every one of them makes the first call."""
+    def apart(self, ranks: Ranks) -> Ranks:
+        """Return ``ranks`` with a group for the thread; every one of them makes the first call."""
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._ranks is None or self._world is not world:
-            self._ranks, self._world = Ranks.of(model).apart(), world
+            self._ranks, self._world = ranks.apart(), world
         return self._ranks
 
     def start(self, job: _Job) -> None:
@@ -237,13 +239,16 @@ class _Snapshot:
         return cls(tensors=tensors, aliases=aliases, index=index, own=own)
 
     def items(self, arguments: Mapping[str, Any]) -> Iterator[Item]:
-        """Yield what has to be equal on all ranks."""
+        """Yield what has to be equal on all ranks: of what is no DTensor one rank's is saved for all."""
         for name, value in arguments.items():
             yield f"the argument {name}", str(value)
         yield "the argument optimizer", "not given" if self.index["optimizer"] is None else "given"
         yield "the argument loader", "not given" if self.own["loader"] is None else "given"
         for name, tensor in self.tensors.items():
             yield f"the tensor {name}", f"{tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
+                yield f"the plain parameter {name}", checksum(tensor)
         for name in ("scheduler", "optimizer"):
             yield f"the state of the {name}", json.dumps(self.index[name])
 

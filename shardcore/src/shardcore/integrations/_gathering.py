@@ -1,179 +1,25 @@
 """How the ranks of a model bring its tensors to one of them, the *writer*, for `_saving`.
 
-They meet in the store of the process group, not in a collective, so that a rank which does not come is named instead of
-waited for. The writer tells its progress there too, so that its failure reaches all; and while it writes, however
-slowly, a thread of it counts in the store, so that one that was killed or stopped is noticed.
+How they meet, and follow the writer, is in `shardcore.agree.meeting`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import spec_of
 from shardcore.comm.parts import Block, blocks_of, split_dim
-from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import device_type_of
 
-__all__ = ["Meeting", "Transport"]
-
-_PATIENCE = 60.0  # seconds to wait for the ranks that have not called
-_POLL = 0.05  # seconds between two looks into the store, at most
-_BEAT = 1.0  # seconds between two signs of life of the writer, at most
-
-
-@dataclass(slots=True)
-class Meeting:
-    """All ranks of a model in the same call.
-
-    Attributes:
-        store: of the default process group.
-        name: of this meeting, the prefix of its keys.
-        reports: what each global rank brought, in the order of the mesh.
-        step: how often the writer has told the others to go on.
-    """
-
-    store: Store
-    name: str
-    reports: dict[int, dict[str, Any]]
-    step: int = field(default=0)
-
-    @classmethod
-    def hold(cls, ranks: Sequence[int], report: Mapping[str, Any]) -> Meeting:
-        """Wait until all ``ranks`` are here.
-
-        Meetings of the same ranks are numbered in the store. A number ends when all have come or, for all at once, when
-        the first rank runs out of patience; whoever comes later meets under the next number.
-
-        Raises:
-            MissingRanksError: some ranks did not come.
-        """
-        store = dist.distributed_c10d._get_default_store()  # the only store that every process group has
-        base = f"shardcore/save/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        end = time.monotonic() + _PATIENCE
-        while True:
-            name = f"{base}/{store.add(f'{base}/number', 0)}"
-            missing = _attend(store, base, name, ranks, json.dumps(report), end)
-            if not missing:
-                return cls(store, name, {rank: json.loads(store.get(f"{name}/{rank}")) for rank in ranks})
-            if dist.get_rank() not in missing:
-                raise MissingRanksError(
-                    f"save_pretrained has to be called by all {len(ranks)} ranks of the model, and within "
-                    f"{_PATIENCE:g} s these did not: {', '.join(map(str, missing))}. Nothing was written. Call it on "
-                    "every rank (outside any `if rank == 0`); only one of them writes.",
-                    missing,
-                )
-
-    def proceed(self) -> None:
-        """On the writer: tell the others to go on."""
-        self.store.set(f"{self.name}/step{self.step}", "")
-        self.step += 1
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """On the writer: give signs of life, and tell the others of an error."""
-        done = threading.Event()
-        beat = threading.Thread(target=self._beat, args=(done,), daemon=True)
-        beat.start()
-        try:
-            yield
-        except BaseException as error:  # an interrupt too: the others wait
-            self.store.set(f"{self.name}/step{self.step}", f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            done.set()
-            beat.join()
-
-    def _beat(self, done: threading.Event) -> None:
-        while not done.wait(_BEAT):
-            try:
-                self.store.add(f"{self.name}/beat", 1)
-            except (RuntimeError, OSError):  # the store is gone; the call that saves finds out by itself
-                return
-
-    def follow(self, writer: int) -> None:
-        """On the other ranks: wait until the ``writer`` has taken its next step.
-
-        Raises:
-            AgreementError: it failed.
-            MissingRanksError: for as long as the timeout of the process group it gave no sign of life.
-        """
-        key = f"{self.name}/step{self.step}"
-        patience, beats = _timeout(), -1
-        while True:
-            end = time.monotonic() + patience
-            while not _wait(self.store, key, min(end, time.monotonic() + _BEAT)):
-                known, beats = beats, self.store.add(f"{self.name}/beat", 0)
-                if beats != known:
-                    break
-                if time.monotonic() > end:
-                    raise MissingRanksError(_GONE.format(writer=writer, seconds=patience), (writer,))
-            else:
-                break
-        self.step += 1
-        if error := self.store.get(key).decode():
-            raise AgreementError(f"rank {writer} failed to save the model. Its error: {error}")
-
-
-_GONE = (
-    "rank {writer}, which writes the model for all, has given no sign of life for {seconds:g} s (the timeout of the "
-    "process group): it was killed or stopped, or cannot be reached. The folder holds the earlier checkpoint, or the "
-    "new one; start the job again."
-)
-
-
-def _timeout() -> float:
-    """Return the timeout of the default process group, in seconds."""
-    # The only way to a group's timeout, which may have been changed since it was made.
-    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type_of()))
-    seconds: float = backend.options._timeout.total_seconds()
-    return seconds
-
-
-def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: str, end: float) -> list[int]:
-    """Come to the meeting ``name`` and return who was missing when it was decided."""
-    outcome = f"{name}/outcome"
-    store.set(f"{name}/{dist.get_rank()}", report)
-    if store.add(f"{name}/count", 1) == len(ranks):
-        _decide(store, base, name, [])
-    if not _wait(store, outcome, end):
-        _decide(store, base, name, [rank for rank in ranks if not store.check([f"{name}/{rank}"])])
-        if not _wait(store, outcome, time.monotonic() + _timeout()):
-            raise MissingRanksError("save_pretrained: a rank was lost while the ranks met. Nothing was written.")
-    missing: list[int] = json.loads(store.get(outcome))
-    return missing
-
-
-def _decide(store: Store, base: str, name: str, missing: list[int]) -> None:
-    # The first rank to add decides for all. The number moves on before the outcome can be seen, so that whoever has
-    # seen it does not come here again.
-    if store.add(f"{name}/decided", 1) == 1:
-        store.add(f"{base}/number", 1)
-        store.set(f"{name}/outcome", json.dumps(missing))
-
-
-def _wait(store: Store, key: str, end: float) -> bool:
-    """Tell whether ``key`` is there before the time ``end``; looks again and again, since a store blocks in waits."""
-    pause = _POLL / 50
-    while not store.check([key]):
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _POLL)
-    return True
+__all__ = ["Transport"]
 
 
 class Transport:

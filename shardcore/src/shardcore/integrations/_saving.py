@@ -5,8 +5,8 @@ tensor and in which order the parts travel; so nothing is gathered but the weigh
 only, the *writer*. It holds one file at a time, the others never more than a part on its way. Everything that is not
 weights (configurations, custom code, model card, upload) is written by transformers, on the writer.
 
-How the ranks meet and the parts travel is in `_gathering`, how transformers is called in `_native`, and how an earlier
-checkpoint gives way to the new one in `_placing`.
+How the ranks meet is in `shardcore.agree.meeting`, how the parts travel in `_gathering`, how transformers is called in
+`_native`, and how an earlier checkpoint gives way to the new one in `_placing`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from shardcore._private import SAVING, require
+from shardcore.agree.meeting import Meeting
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import check_parts
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.integrations import _private
-from shardcore.integrations._gathering import Meeting, Transport
+from shardcore.integrations._gathering import Transport
 from shardcore.integrations._native import Call
 from shardcore.mesh import ShardContext
 
