@@ -91,7 +91,7 @@ ROOMS = {
     "plugins": {"hooks", "policy", "errors", "_env"},
     "agree": {"plan", "mesh", "errors"},
     "apply": {"plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
-    "checkpoint": {"agree", "comm", "mesh", "errors", "_progress"},
+    "checkpoint": {"agree", "comm", "mesh", "errors", "_private", "_progress"},
     "wrap": {"agree", "policy", "plan", "nn", "comm", "mesh", "errors"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 
@@ -140,3 +141,16 @@ def test_below_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"making a folder for a checkpoint.* failed: NotADirectoryError"):
         shardcore.save_checkpoint(tmp_path / "file" / "folder", _filled(0))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_sees_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    saved(tmp_path, 1)
+    shardcore.load_checkpoint(tmp_path, _filled(0))
+    said = [line.split(",")[0] for line in terminal.getvalue().replace("\r", "\n").split("\n") if line]
+    assert said == ["saving step-1: 32 B of 32 B", "reading step-1: 32 B of 32 B"]

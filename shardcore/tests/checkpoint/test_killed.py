@@ -10,10 +10,13 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from trainings import Training, largest
 
 from shardcore.errors import ShardcoreWarning
+
+pytestmark = pytest.mark.whole
 
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
@@ -101,6 +104,7 @@ def test_any_rank(tmp_path):
 _RANKS = """
 import json, os, signal, sys, time, warnings
 sys.path.insert(0, sys.argv[2])
+import pytest
 import torch.distributed as dist
 from trainings import Training
 import shardcore

@@ -37,7 +37,7 @@ class Meeting:
     Attributes:
         store: of the default process group.
         name: of this meeting, the prefix of its keys.
-        reports: what each global rank brought, in the order of the mesh.
+        reports: what each global rank brought, in the order of the mesh; empty if all bring nothing.
         step: how often the writer has told the others to go on.
     """
 
@@ -63,7 +63,8 @@ class Meeting:
             name = f"{base}/{store.add(f'{base}/number', 0)}"
             missing = _attend(store, base, name, ranks, json.dumps(report), end, call)
             if not missing:
-                return cls(store, name, {rank: json.loads(store.get(f"{name}/{rank}")) for rank in ranks})
+                brought = ranks if report else ()  # each rank reads those of all others
+                return cls(store, name, {rank: json.loads(store.get(f"{name}/{rank}")) for rank in brought})
             if dist.get_rank() not in missing:
                 raise MissingRanksError(
                     f"{call} has to be called by all {len(ranks)} ranks of the model, and within "

@@ -216,7 +216,7 @@ def check_keep_last(keep_last: int | None) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` to a new file that is on the disk when this returns."""
     with path.open("x", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
+        json.dump(value, file, indent=1 if path.name == INDEX else None)  # the others are long, and for nobody's eyes
         file.flush()
         os.fsync(file.fileno())
 
