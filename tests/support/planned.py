@@ -12,8 +12,9 @@ import shardcore
 from shardcore import ShardConfig
 from shardcore.config import GradientCheckpointConfig
 from shardcore.integrations.calls import call_of
+from shardcore.mesh import context_of
 from shardcore.planner import Estimate, Workload, estimate
-from shardcore.planner.step import run_step
+from shardcore.planner.step import groups_of, run_step
 from shardcore.planner.watch import Watch
 from shardcore.planner.workload import Stepper
 from shardcore.testing.observing import Collectives
@@ -91,6 +92,9 @@ def ran(name: str, workload: Workload = WORKLOAD, **fields: Any) -> tuple[Counte
     shardcore.shard(model, config_of(**fields))
     stepper = Stepper(model, workload)
     found = run_step(model, call_of(model, workload), stepper, workload, Watch())
+    axes = groups_of(context_of(model))
+    for key in [key for key in found if key[0] == "sent"]:
+        found["sent", key[1], key[2], axes[key[3]][0], key[4]] = found.pop(key)
     with Collectives() as seen:
         call = call_of(model, workload)
         call.loss(call.forward(model, call.inputs())).backward()
@@ -103,17 +107,17 @@ def ran(name: str, workload: Workload = WORKLOAD, **fields: Any) -> tuple[Counte
 
 
 def by_kind(estimate: Estimate) -> Counter[Any]:
-    """Return the collectives of a plan by phase and operation."""
+    """Return the collectives of a plan by phase, operation and axis."""
     found: Counter[Any] = Counter()
     for t in estimate.traffic:
-        found[t.phase, t.operation, "count"] += t.count
-        found[t.phase, t.operation, "bytes"] += t.bytes
+        found["sent", t.phase, t.operation, t.axis, "count"] += t.count
+        found["sent", t.phase, t.operation, t.axis, "bytes"] += t.bytes
     return found
 
 
 def by_operation(estimate: Estimate) -> Counter[Any]:
     """Return the collectives of a plan by operation."""
     found: Counter[Any] = Counter()
-    for (_, operation, unit), size in by_kind(estimate).items():
+    for (*_, operation, _, unit), size in by_kind(estimate).items():
         found[operation, unit] += size
     return found

@@ -19,6 +19,7 @@ Exit codes: 0 all is well; 1 what was asked about is not well (a broken pack, a
 plan that does not fit, differing plans); 2 the command line was not understood.
 """
 
+_MAX_TP_HELP = "With --search: the most tensor-parallel ranks, such as those of one host."
 _DEVICE_HELP = "Whose optimizer it is: on cuda torch steps all parameters together."
 
 
@@ -135,6 +136,10 @@ def explain(
 )
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]), help=_DEVICE_HELP)
 @click.option("--memory", metavar="SIZE", help="What a rank has, such as 80GiB.")
+@click.option("--search", is_flag=True, help="List the meshes of --ranks ranks, cheapest traffic first.")
+@click.option("--ranks", type=click.IntRange(1), help="With --search: all ranks.")
+@click.option("--max-tp", default=8, show_default=True, type=click.IntRange(1), help=_MAX_TP_HELP)
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the memory into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
     model: str,
@@ -146,6 +151,10 @@ def plan(
     settings: tuple[str, ...],
     memory: str | None,
     device: str,
+    search: bool,
+    ranks: int | None,
+    max_tp: int,
+    svg: Path | None,
     as_json: bool,
     **work: Any,
 ) -> None:
@@ -157,6 +166,7 @@ def plan(
     \b
     Examples:
       shardcore plan ./checkpoint --tp 8 --dp 4 --sp --batch 4 --seq 8192 --memory 80GiB
+      shardcore plan ./checkpoint --search --ranks 32 --memory 80GiB --svg meshes.svg
       shardcore plan ./checkpoint --tp 8 --optimizer none --json
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
@@ -165,15 +175,23 @@ def plan(
 
     limit = None if memory is None else command.bytes_of(memory)
     workload = Workload(foreach=device == "cuda", **work)
-    config = command.configuration(
-        settings, sequence=sp, checkpointing=checkpointing, tp=tp or 1, dp=dp or 1, dp_replicate_size=dp_replicate
-    )
+    sizes = {"tp": tp, "dp": dp, "dp_replicate_size": dp_replicate}
+    if search and (ranks is None or any(sizes.values())):
+        raise click.UsageError("--search looks for the sizes: give --ranks, and no --tp, --dp or --dp-replicate")
+    if ranks is not None and not search:
+        raise click.UsageError("--ranks belongs to --search")
+    if not search:
+        sizes |= {"tp": tp or 1, "dp": dp or 1}
+    config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes)
     with answer_only():
-        found = command.plan(model, config, workload)
-    click.echo(json.dumps(command.to_json(model, found, limit), indent=2)) if as_json else command.show(
-        model, found, limit
-    )
-    if found.fits(limit) is False:
+        if search:
+            found = command.search(model, config, workload, ranks=ranks or 1, max_tp=max_tp, memory=limit)
+        else:
+            found = [command.alone(command.plan(model, config, workload))]
+    if svg is not None:
+        svg.write_text(command.drawing(model, found, limit), encoding="utf-8")
+    command.answer(model, found, limit, search=search, as_json=as_json)
+    if not any(command.fits(one, limit) for one in found):
         raise click.exceptions.Exit(1)
 
 

@@ -20,7 +20,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError
-from shardcore.mesh import context_of
+from shardcore.mesh import Sizes, context_of
 from shardcore.plan import ShardPlan
 from shardcore.planner.layers import LEAST, Kind, kept, kinds_of, label, truncated
 from shardcore.planner.memory import parameter_bytes
@@ -92,6 +92,12 @@ class Estimate:
         return sum(traffic.sent for traffic in self.traffic)
 
     @property
+    def sizes(self) -> Sizes:
+        """The sizes of the mesh."""
+        tp, whole, shards = (self.config.tensor_parallel_size, self.config.dp_replicate_size, self.config.dp_shard_size)
+        return Sizes(tp=tp or 1, dp_replicate=whole or 1, dp_shard=shards or 1)
+
+    @property
     def samples(self) -> int:
         """The samples of all replicas in one step."""
         return self.workload.batch * (self.config.data_parallel_size or 1)
@@ -154,7 +160,7 @@ def least(model: nn.Module, config: ShardConfig, workload: Workload) -> int:
         ShardcoreError: what `estimate` raises.
     """
     config = _config(config, workload)
-    held = max(parameter_bytes(_plan(model, config))) // (config.dp_shard_size or 1)
+    held = max(parameter_bytes(_plan(model, config), DTYPES[workload.dtype])) // (config.dp_shard_size or 1)
     return int(held * workload.copies)
 
 

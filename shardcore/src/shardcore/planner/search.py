@@ -74,7 +74,7 @@ def search(
         )
         try:
             if memory is not None and (bound := least(model, here, workload)) > memory:
-                problem = f"parameters, gradients and optimizer state alone take {bound} bytes"
+                problem = f"parameters, gradients and optimizer state alone take {bound / 2**30:.1f} GiB of each rank"
                 yield Found(sizes=sizes, problem=problem)
                 continue
             yield Found(sizes=sizes, estimate=estimate(model, here, workload, call))
