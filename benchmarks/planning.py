@@ -2,13 +2,14 @@
 
     python benchmarks/planning.py
 
-Three numbers are measured on each rank (gloo, CPU):
+Two numbers are measured on each rank (gloo, CPU):
 
 * the bytes of all tensors that are alive, at most (``shardcore.planner.watch`` on real tensors);
 * what torch's allocator has handed out, at most: by the memory events of ``torch.profiler``, which see what kernels
-  take and give back inside, too;
-* how far the resident memory of the process rises in a step, which also holds what the C library has not returned, and
-  the buffers of gloo.
+  take and give back inside, too.
+
+The resident memory of a process says less: the C library keeps what earlier steps gave back, so that a step raises it
+by half of what it takes, or by nothing.
 
 The first tells whether the trace is right, the second whether tensors are all there is. The peak of a plan is compared
 with the second; on CUDA the corresponding number is ``torch.cuda.max_memory_allocated``.
@@ -17,7 +18,6 @@ with the second; on CUDA the corresponding number is ``torch.cuda.max_memory_all
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,9 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     seen = run_step(model, call, stepper, WORK, Watch())
     alive = max(size for key, size in seen.items() if key[0] == "peak" and key[3] == "all")
     resident = sum(seen["held", kind] for kind in ("parameters", "optimizer"))
-    risen = _risen(lambda: _step(model, call, stepper))
     return {
         "tensors": alive,
         "allocator": resident + _allocated(lambda: _step(model, call, stepper)),
-        "resident": resident + risen,
         "count": sum(size for key, size in seen.items() if key[0] == "sent" and key[-1] == "count"),
         "bytes": sum(size for key, size in seen.items() if key[0] == "sent" and key[-1] == "bytes"),
     }
@@ -102,29 +100,6 @@ def _allocated(step: Any) -> int:
         now += event.nbytes()
         most = max(most, now)
     return most
-
-
-def _risen(step: Any) -> int:
-    """Return how far the resident memory of this process rises in ``step``, looked at every millisecond."""
-    page, most, done = 4096, [0], threading.Event()
-
-    def now() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    def look() -> None:
-        while not done.is_set():
-            most[0] = max(most[0], now())
-            time.sleep(0.001)
-
-    before = now()
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        step()
-    finally:
-        done.set()
-        thread.join()
-    return most[0] - before
 
 
 def on_meta(sizes: dict[str, Any], **fields: Any) -> Any:
@@ -168,9 +143,7 @@ def main(file: Path | None) -> None:
                 }
             )
     console = Console(width=120)
-    table = Table(
-        "mesh", "peak planned, MiB", "tensors", "allocator", "resident", "collectives, MiB", "error", "planned in"
-    )
+    table = Table("mesh", "peak planned, MiB", "tensors", "allocator", "collectives, MiB", "error", "planned in")
     for row in rows:
         off = [f"{row[name] / 2**20:.1f} ({row['planned'] / row[name] - 1:+.1%})" for name in ("tensors", "allocator")]
         sent = f"{row['planned_count']}, {row['planned_bytes'] / 2**20:.1f}"
@@ -179,7 +152,6 @@ def main(file: Path | None) -> None:
             row["mesh"],
             f"{row['planned'] / 2**20:.1f}",
             *off,
-            f"{row['resident'] / 2**20:.1f} ({row['planned'] / row['resident'] - 1:+.1%})",
             sent,
             wrong,
             f"{row['seconds']:.1f} s",

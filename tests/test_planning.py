@@ -51,7 +51,7 @@ def test_a_step_sends_and_holds_what_was_planned(pool, name, mesh):
     assert plan.kept == real["kept",]
     # A transfer that is not over yet keeps what it sends alive for a moment longer.
     peak = max(size for key, size in real.items() if key[0] == "peak" and key[3] == "all")
-    assert plan.peak == pytest.approx(peak, rel=0.01)
+    assert plan.peak == pytest.approx(peak, rel=0.03)
 
 
 def test_models_of_timm(pool):

@@ -22,7 +22,7 @@ from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import Sizes, context_of
 from shardcore.plan import ShardPlan
-from shardcore.planner.layers import LEAST, Kind, kept, kinds_of, label, truncated
+from shardcore.planner.layers import Kind, kept, kinds_of, label, truncated
 from shardcore.planner.memory import parameter_bytes
 from shardcore.planner.simulation import Certain, simulated_ranks
 from shardcore.planner.step import groups_of, run_step, still, to_fake
@@ -153,14 +153,14 @@ def estimate(
     return _estimate(config, workload, numbers)
 
 
-def least(model: nn.Module, config: ShardConfig, workload: Workload) -> int:
+def least(model: nn.Module, config: ShardConfig, workload: Workload, *, policy: type[Policy] | None = None) -> int:
     """Return what stays from step to step on the rank that holds most, with gradients, in bytes, without a trace.
 
     Raises:
         ShardcoreError: what `estimate` raises.
     """
     config = _config(config, workload)
-    held = max(parameter_bytes(_plan(model, config), DTYPES[workload.dtype])) // (config.dp_shard_size or 1)
+    held = max(parameter_bytes(_plan(model, config, policy), DTYPES[workload.dtype])) // (config.dp_shard_size or 1)
     return int(held * workload.copies)
 
 
@@ -196,7 +196,8 @@ def _recomputing(config: ShardConfig, keep: dict[str, list[int]], recomputed: li
         return config
     counts = {sum(f"{name}.{index}" in recomputed for index in indices) for name, indices in keep.items()}
     if all(f"{name}.{index}" in recomputed for name, indices in keep.items() for index in indices):
-        return config
+        every = GradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+        return ShardConfig.of(config, gradient_checkpoint_config=every)
     if len(counts) > 1:
         raise ConfigError(
             "a part of the blocks is recomputed, of several lists: that cannot be planned; recompute all or none"
@@ -238,10 +239,10 @@ def _extrapolated(trace: Callable[[Kind | None], Numbers], kinds: list[Kind]) ->
     base = trace(None)
     whole: Numbers = Counter(base)
     for kind in kinds:
-        if (missing := len(kind.indices) - LEAST) > 0:
+        if kind.left_out:
             more = trace(kind)
             for key in {*base, *more}:
-                whole[key] += missing * (more[key] - base[key])
+                whole[key] += kind.left_out * (more[key] - base[key])
     return whole
 
 

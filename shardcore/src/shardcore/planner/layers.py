@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LEAST", "Kind", "kept", "kinds_of", "label", "truncated"]
+__all__ = ["Kind", "kept", "kinds_of", "label", "truncated"]
 
 #: So many blocks of a kind have a first, a last, and one between, in which others are gathered before and behind it:
 #: one more adds what every further one adds.
@@ -30,6 +30,11 @@ class Kind:
 
     blocks: str
     indices: tuple[int, ...]
+
+    @property
+    def left_out(self) -> int:
+        """How many blocks `LEAST` of them stand for besides themselves."""
+        return max(0, len(self.indices) - LEAST)
 
 
 def kinds_of(model: nn.Module, lists: Iterable[str], recomputed: Collection[str] = ()) -> list[Kind]:
@@ -70,14 +75,15 @@ def _plain(value: Any) -> str | None:
 
 
 def kept(kinds: Sequence[Kind], more: Kind | None = None) -> dict[str, list[int]]:
-    """Return, by list, the indices of the blocks that stand for all: the first `LEAST` of each kind.
+    """Return, by list, the indices of the blocks that stand for all: of each kind the first one and the last two.
 
-    Of the kind ``more``, one block more.
+    Of the kind ``more``, the second one too. So the ends of different kinds keep their order.
     """
     found: dict[str, list[int]] = {}
     for kind in kinds:
-        count = LEAST + 1 if kind is more else LEAST
-        found.setdefault(kind.blocks, []).extend(kind.indices[:count])
+        first = 2 if kind is more else 1
+        few = kind.indices[:first] + kind.indices[1 - LEAST :] if kind.left_out else kind.indices
+        found.setdefault(kind.blocks, []).extend(few)
     return {name: sorted(indices) for name, indices in found.items()}
 
 

@@ -12,6 +12,7 @@ from shardcore.errors import ConfigError, PlanError
 from shardcore.mesh import Sizes
 from shardcore.planner.estimate import Estimate, estimate, least
 from shardcore.planner.workload import Call, Workload
+from shardcore.policy import Policy
 
 __all__ = ["Found", "cost", "meshes", "ordered", "search"]
 
@@ -50,6 +51,7 @@ def search(
     ranks: int,
     max_tp: int,
     memory: int | None = None,
+    policy: type[Policy] | None = None,
 ) -> Iterator[Found]:
     """Yield what one step takes on every mesh of ``ranks`` ranks; see `shardcore.planner.estimate.estimate`.
 
@@ -61,6 +63,7 @@ def search(
         ranks: the number of all ranks.
         max_tp: the most tensor-parallel ranks, such as those of one host.
         memory: bytes of a rank; a mesh on which less than a step exceeds them is not looked at more closely.
+        policy: a policy's class, used instead of looking for one among the installed packs.
 
     Raises:
         ShardcoreError: what has nothing to do with the mesh.
@@ -73,11 +76,11 @@ def search(
             dp_shard_size=sizes.dp_shard,
         )
         try:
-            if memory is not None and (bound := least(model, here, workload)) > memory:
+            if memory is not None and (bound := least(model, here, workload, policy=policy)) > memory:
                 problem = f"parameters, gradients and optimizer state alone take {bound / 2**30:.1f} GiB of each rank"
                 yield Found(sizes=sizes, problem=problem)
                 continue
-            yield Found(sizes=sizes, estimate=estimate(model, here, workload, call))
+            yield Found(sizes=sizes, estimate=estimate(model, here, workload, call, policy=policy))
         except PlanError as error:
             yield Found(sizes=sizes, problem=str(error))
 

@@ -37,20 +37,24 @@ def simulated_ranks(count: int, rank: int = 0) -> Iterator[None]:
 
 
 class Certain(TorchDispatchMode):
-    """Lets numbers that are drawn one by one be known, where tensors hold nothing: fractions are 1, integers are 0.
+    """Answers what models ask of values, where tensors hold nothing.
 
-    A model that leaves layers out at random asks whether a fraction is below a limit; it leaves none out. The integers
-    are seeds.
+    Fractions that are drawn one by one are 1: a model that leaves layers out at random asks whether they are below a
+    limit, and leaves none out. Integers are 0; they are seeds. All of a tensor holds, and it has none of what is looked
+    for: what is asked about is the mask of full sequences, and padding.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKED:
+            return torch.tensor(_ASKED[func])
         drawn = _DRAWN.get(func.overloadpacket)
         if drawn is not None and [] in args:
             return torch.tensor(drawn)
         return func(*args, **(kwargs or {}))
 
 
+_ASKED = {torch.ops.aten.all.default: True, torch.ops.aten.any.default: False}
 _DRAWN = {torch.ops.aten.rand: 1.0, torch.ops.aten.randint: 0}
