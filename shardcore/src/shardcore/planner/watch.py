@@ -32,7 +32,7 @@ OPERATIONS = {
 }
 
 #: What accompanies a functional collective.
-_NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+_BESIDES = ("wait_tensor", "_wrap_tensor_autograd")
 
 Numbers = Counter[tuple[str, ...]]
 
@@ -95,7 +95,7 @@ class Watch(TorchDispatchMode):
         self._note_peak()
         namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0].strip("_")
-        if namespace in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
+        if namespace in ("c10d", "_c10d_functional") and name not in _BESIDES:
             key = self.phase, OPERATIONS.get(name, name), _group(args)
             self.sent[*key, "count"] += 1
             self.sent[*key, "bytes"] += max((nbytes(tensor) for tensor in _tensors((args, out))), default=0)
