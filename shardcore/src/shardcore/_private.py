@@ -19,6 +19,7 @@ __all__ = [
     "DATA_PARALLEL",
     "FUSED",
     "KIT",
+    "PLANNING",
     "SAVING",
     "TESTED",
     "TORCH",
@@ -38,6 +39,7 @@ DATA_PARALLEL = "data parallelism"
 FUSED = "linears that fuse several segments"
 SAVING = "saving"
 KIT = "shardcore.testing"
+PLANNING = "planning a step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group", SAVING),
     PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of the process group", SAVING),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "counting collectives and draws", KIT),
+    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "seeing what a step allocates and sends", PLANNING),
+    PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "running a step that allocates nothing", PLANNING),
     PrivateName("torch._dynamo.reset", _FRESH, KIT),
     PrivateName("torch._dynamo.trace_rules.clear_lru_cache", _FRESH, KIT),
     PrivateName(f"{_C10D}._world", _FRESH, KIT),
@@ -144,7 +148,7 @@ TORCH: tuple[PrivateName, ...] = (
 
 def missing(*features: str) -> list[PrivateName]:
     """Return the private names that the installed torch lacks, of ``features`` or of all but the kit's."""
-    wanted = features or (CORE, DATA_PARALLEL, FUSED, SAVING)
+    wanted = features or (CORE, DATA_PARALLEL, FUSED, SAVING, PLANNING)
     return [name for name in TORCH if name.feature in wanted and not name.is_there()]
 
 

@@ -80,8 +80,11 @@ class Report:
 
 
 def is_alone(group: ProcessGroup | None = None) -> bool:
-    """Tell whether there is no other rank in ``group`` (the default process group) to agree with."""
-    return not dist.is_initialized() or dist.get_world_size(group) == 1
+    """Tell whether there is no other rank in ``group`` (the default process group) to agree with.
+
+    The other ranks of torch's backend ``"fake"`` are simulated: nobody is there who could hold anything else.
+    """
+    return not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
 
 
 def agree(

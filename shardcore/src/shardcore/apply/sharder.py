@@ -188,7 +188,7 @@ class ModelSharder:
         except BaseException as error:  # what ends this process too: the other ranks wait for a report
             failure, own = error, Report.of_error(error)
         reports = agree(own, failure, group=self.group)
-        if len(reports) == 1 or self.plan is None:
+        if world_size(self.config) == 1 or self.plan is None:
             return None
         config = self.plan.config
         if self._sync_from is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,6 +18,9 @@ _EPILOG = """\b
 Exit codes: 0 all is well; 1 what was asked about is not well (a broken pack, a
 plan that does not fit, differing plans); 2 the command line was not understood.
 """
+
+_MAX_TP_HELP = "With --search: the most tensor-parallel ranks, such as those of one host."
+_DEVICE_HELP = "Whose optimizer it is: on cuda torch steps all parameters together."
 
 
 class _Group(click.Group):
@@ -107,6 +111,88 @@ def explain(
     with answer_only():
         explained = command.explain(model, tp=tp, dp=dp, settings=settings, device=device)
     click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
+
+
+@main.command(epilog="Exit code 1 if the policy does not fit, or the step does not fit into --memory.")
+@click.argument("model")
+@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks [default: 1].")
+@click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks [default: 1].")
+@click.option("--dp-replicate", type=click.IntRange(1), help="Of --dp, replicas with whole parameters [default: 1].")
+@click.option("--sp", is_flag=True, help="Split activations along the sequence (sequence parallelism).")
+@click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Samples of each replica.")
+@click.option("--seq", type=click.IntRange(1), help="Tokens of a sample [default: the model's most, up to 4096].")
+@click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]))
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    type=click.Choice(["adamw", "sgd", "sgd-momentum", "adafactor", "none"]),
+    help="What steps the parameters; none is inference.",
+)
+@click.option("--master-weights", is_flag=True, help="The optimizer keeps parameters and its state in float32.")
+@click.option("--checkpointing", is_flag=True, help="Recompute every block in the backward.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
+)
+@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]), help=_DEVICE_HELP)
+@click.option("--memory", metavar="SIZE", help="What a rank has, such as 80GiB.")
+@click.option("--search", is_flag=True, help="List the meshes of --ranks ranks, cheapest traffic first.")
+@click.option("--ranks", type=click.IntRange(1), help="With --search: all ranks.")
+@click.option("--max-tp", default=8, show_default=True, type=click.IntRange(1), help=_MAX_TP_HELP)
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the memory into this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def plan(
+    model: str,
+    tp: int | None,
+    dp: int | None,
+    dp_replicate: int | None,
+    sp: bool,
+    checkpointing: bool,
+    settings: tuple[str, ...],
+    memory: str | None,
+    device: str,
+    search: bool,
+    ranks: int | None,
+    max_tp: int,
+    svg: Path | None,
+    as_json: bool,
+    **work: Any,
+) -> None:
+    """Compute what one step of MODEL takes on each rank: memory, and the bytes that are sent.
+
+    MODEL is a folder with a config.json, a config.json, or a class name. No weights are read and nothing is allocated:
+    the sharded model runs on tensors that hold nothing, with a few of its blocks, among ranks that are not there.
+
+    \b
+    Examples:
+      shardcore plan ./checkpoint --tp 8 --dp 4 --sp --batch 4 --seq 8192 --memory 80GiB
+      shardcore plan ./checkpoint --search --ranks 32 --memory 80GiB --svg meshes.svg
+      shardcore plan ./checkpoint --tp 8 --optimizer none --json
+    """  # noqa: D301  # click reads the control character, not the letters
+    require_torch()
+    from shardcore.cli import plan as command
+    from shardcore.planner import Workload
+
+    limit = None if memory is None else command.bytes_of(memory)
+    workload = Workload(foreach=device == "cuda", **work)
+    sizes = {"tp": tp, "dp": dp, "dp_replicate_size": dp_replicate}
+    if search and (ranks is None or any(sizes.values())):
+        raise click.UsageError("--search looks for the sizes: give --ranks, and no --tp, --dp or --dp-replicate")
+    if ranks is not None and not search:
+        raise click.UsageError("--ranks belongs to --search")
+    if not search:
+        sizes |= {"tp": tp or 1, "dp": dp or 1}
+    config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes)
+    with answer_only():
+        if search:
+            found = command.search(model, config, workload, ranks=ranks or 1, max_tp=max_tp, memory=limit)
+        else:
+            found = [command.alone(command.plan(model, config, workload))]
+    if svg is not None:
+        svg.write_text(command.drawing(model, found, limit), encoding="utf-8")
+    command.answer(model, found, limit, search=search, as_json=as_json)
+    if not any(command.fits(one, limit) for one in found):
+        raise click.exceptions.Exit(1)
 
 
 @main.command(epilog="Exit code 1 if anything differs.")

@@ -22,7 +22,7 @@ from shardcore.plan import ShardPlan
 from shardcore.planner import Collective, collectives, parameter_bytes
 from shardcore.plugins.registry import default_registry
 
-__all__ = ["Explained", "difference", "explain", "read_plan", "show"]
+__all__ = ["Explained", "difference", "explain", "parse_settings", "read_plan", "show"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = (), devic
     native = meta_model(model)
     registry = default_registry()
     match = registry.resolve(type(native))
-    config = ShardConfig.of(ShardConfig.of(tp=tp, dp=dp), **_settings(settings)).resolve(tp * dp)
+    config = ShardConfig.of(ShardConfig.of(tp=tp, dp=dp), **parse_settings(settings)).resolve(tp * dp)
     origin = f"{match.pack.distribution} {match.pack.version}"
     plan = compile_plan(
         match.load(), native, config, origin=origin, modules=registry.modules_for(config), device_type=device
@@ -74,7 +74,12 @@ def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = (), devic
     return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan))
 
 
-def _settings(texts: Sequence[str]) -> dict[str, Any]:
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the configuration that ``name=value`` texts give.
+
+    Raises:
+        ConfigError: one is no setting, or is given twice.
+    """
     settings: dict[str, Any] = {}
     for name, value in map(_setting, texts):
         if name in settings:

@@ -1,0 +1,255 @@
+"""``shardcore plan``: what one step takes on each rank, before any run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from shardcore.cli.bars import picture
+from shardcore.cli.explain import parse_settings
+from shardcore.cli.tables import show_table
+from shardcore.config import ShardConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.errors import ConfigError
+from shardcore.integrations.calls import call_of
+from shardcore.integrations.models import meta_model
+from shardcore.mesh import Sizes
+from shardcore.planner import KINDS, Estimate, Workload, estimate
+from shardcore.planner.search import Found, cost, ordered
+from shardcore.planner.search import search as meshes_of
+
+__all__ = [
+    "alone",
+    "answer",
+    "bytes_of",
+    "configuration",
+    "drawing",
+    "fits",
+    "plan",
+    "search",
+]
+
+_UNITS = {"": 1, "B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+
+
+def bytes_of(text: str) -> int:
+    """Return a number of bytes from text such as ``80GiB``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{text!r} is no amount of memory; wanted a number and a unit: 80GiB, 80GB, 500MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def in_words(count: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def configuration(settings: Sequence[str], *, sequence: bool, checkpointing: bool, **sizes: int | None) -> ShardConfig:
+    """Return what the options say.
+
+    Raises:
+        ConfigError: a setting is none, or contradicts an option.
+        NotSupportedError: a later release will support a setting.
+    """
+    fields: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    if sequence:
+        fields["enable_sequence_parallelism"] = True
+    if checkpointing:
+        fields["gradient_checkpoint_config"] = GradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+    given = parse_settings(settings)
+    if twice := sorted(fields.keys() & given.keys()):
+        raise ConfigError(f"{twice[0]} is given by an option and by --set; give it once")
+    return ShardConfig.of(ShardConfig.of(**fields), **given)
+
+
+def plan(source: str, config: ShardConfig, workload: Workload) -> Estimate:
+    """Return what one step of the model takes.
+
+    Raises:
+        ShardcoreError: there is no such model, or it cannot be sharded or called so.
+    """
+    return estimate(meta_model(source), config, workload, call_of)
+
+
+def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
+    """Return an estimate as JSON data; sizes are bytes of one rank."""
+    workload, sizes = found.workload, found.sizes
+    return {
+        "model": model,
+        "mesh": {"tp": sizes.tp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard},
+        "workload": {name: getattr(workload, name) for name in workload.__dataclass_fields__},
+        "sequence_parallelism": found.config.enable_sequence_parallelism,
+        "bytes": {**found.held, "activations": found.kept, "peak": found.peak},
+        "peak": {"phase": found.peak_phase, **found.at_peak},
+        "memory": memory,
+        "fits": found.fits(memory),
+        "collectives": [
+            {
+                "phase": t.phase,
+                "operation": t.operation,
+                "axis": t.axis,
+                "ranks": t.ranks,
+                "count": t.count,
+                "bytes": t.bytes,
+                "sent": t.sent,
+            }
+            for t in found.traffic
+        ],
+        "sent": found.sent,
+        "sent_per_sample": found.sent / found.samples,
+    }
+
+
+def show(model: str, found: Estimate, memory: int | None) -> None:
+    """Print an estimate as tables."""
+    click.echo(headline(model, found))
+    held = {**found.held, "activations": found.kept}
+    rows = [(kind, in_words(held[kind]), in_words(found.at_peak[kind])) for kind in KINDS]
+    show_table(
+        "memory of the rank that holds most",
+        ("memory", "held", f"at the peak ({found.peak_phase})"),
+        [*rows, ("all", "", in_words(found.peak))],
+    )
+    click.echo()
+    columns = ("phase", "operation", "axis", "ranks", "collectives", "bytes", "sent by each rank")
+    show_table("collectives of a step", columns, _sent(found))
+    click.echo()
+    click.echo("\n".join(_summary(found, memory)))
+
+
+def mesh_in_words(sizes: Sizes) -> str:
+    """Return the axes with more than one rank."""
+    named = {"tp": sizes.tp, "dp_shard": sizes.dp_shard, "dp_replicate": sizes.dp_replicate}
+    return " x ".join(f"{axis} {size}" for axis, size in named.items() if size > 1) or "one rank"
+
+
+def search(
+    source: str, config: ShardConfig, workload: Workload, *, ranks: int, max_tp: int, memory: int | None
+) -> list[Found]:
+    """Return every mesh of ``ranks`` ranks: those that fit first, by the bytes that a rank sends for a sample.
+
+    Raises:
+        ShardcoreError: there is no such model, or it cannot be called so.
+    """
+    model = meta_model(source)
+    found = list(meshes_of(model, config, workload, call_of, ranks=ranks, max_tp=max_tp, memory=memory))
+    return [*(fit := ordered(found, memory)), *(f for f in found if f not in fit)]
+
+
+def search_to_json(model: str, found: Sequence[Found], memory: int | None) -> dict[str, Any]:
+    """Return the meshes as JSON data, in their order."""
+    return {
+        "model": model,
+        "memory": memory,
+        "meshes": [
+            {
+                "mesh": {"tp": f.sizes.tp, "dp_replicate": f.sizes.dp_replicate, "dp_shard": f.sizes.dp_shard},
+                "fits": fits(f, memory),
+                "problem": f.problem or None,
+                "plan": None if f.estimate is None else to_json(model, f.estimate, memory),
+            }
+            for f in found
+        ],
+    }
+
+
+def fits(found: Found, memory: int | None) -> bool:
+    """Tell whether the step can run on a mesh."""
+    return found.estimate is not None and found.estimate.fits(memory) is not False
+
+
+def show_search(model: str, found: Sequence[Found], memory: int | None) -> None:
+    """Print the meshes as a table, then why others are none."""
+    first = next((f.estimate for f in found if f.estimate is not None), None)
+    if first is not None:
+        click.echo(headline(model, first, mesh=False))
+    columns = ("mesh", "fits", "peak", "sent for a sample", *KINDS)
+    show_table(
+        "meshes, cheapest traffic first", columns, [_mesh_row(f, f.estimate, memory) for f in found if f.estimate]
+    )
+    for f in found:
+        if f.estimate is None:
+            click.echo(f"{mesh_in_words(f.sizes)}: {f.problem}")
+    if not any(fits(f, memory) for f in found):
+        click.echo(
+            "\nno mesh fits: try --sp, --checkpointing, a smaller --batch, more --ranks, or --optimizer adafactor",
+            err=True,
+        )
+
+
+def _mesh_row(found: Found, estimate: Estimate, memory: int | None) -> tuple[str, ...]:
+    return (
+        mesh_in_words(found.sizes),
+        "yes" if fits(found, memory) else "no",
+        f"{in_words(estimate.peak)} ({estimate.peak_phase})",
+        in_words(cost(found)),
+        *(in_words(estimate.at_peak[kind]) for kind in KINDS),
+    )
+
+
+def alone(estimate: Estimate) -> Found:
+    """Return a plan as the only one that was found."""
+    return Found(sizes=estimate.sizes, estimate=estimate)
+
+
+def drawing(model: str, found: Sequence[Found], memory: int | None) -> str:
+    """Return the picture of the plans, as SVG."""
+    plans = [f.estimate for f in found if f.estimate is not None]
+    title = headline(model, plans[0], mesh=False) if plans else model
+    return picture(title, [(mesh_in_words(e.sizes), e.at_peak) for e in plans], memory)
+
+
+def answer(model: str, found: Sequence[Found], memory: int | None, *, search: bool, as_json: bool) -> None:
+    """Print one plan, or the meshes that were looked at."""
+    only = found[0].estimate if not search else None
+    if as_json:
+        data = search_to_json(model, found, memory) if only is None else to_json(model, only, memory)
+        click.echo(json.dumps(data, indent=2))
+    elif only is None:
+        show_search(model, found, memory)
+    else:
+        show(model, only, memory)
+
+
+def headline(model: str, found: Estimate, *, mesh: bool = True) -> str:
+    """Return what was planned, in one line."""
+    config, work = found.config, found.workload
+    parts = [
+        model,
+        mesh_in_words(found.sizes) if mesh else "",
+        f"batch {work.batch}",
+        f"{work.seq} tokens" if work.seq else "",
+    ]
+    parts += [work.dtype, "inference" if not work.trains else work.optimizer]
+    parts += ["float32 master weights"] if work.master_weights else []
+    parts += ["sequence parallel"] if config.enable_sequence_parallelism else []
+    parts += ["recomputed blocks"] if config.gradient_checkpoint_config else []
+    return ", ".join(filter(None, parts))
+
+
+def _sent(found: Estimate) -> Iterator[tuple[str, ...]]:
+    for t in found.traffic:
+        sizes = in_words(t.bytes), in_words(t.sent)
+        yield t.phase, t.operation, t.axis, str(t.ranks), str(t.count), *sizes
+
+
+def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
+    fits = found.fits(memory)
+    limit = "" if memory is None else f": {'fits' if fits else 'does not fit'} into {in_words(memory)}"
+    yield f"peak {in_words(found.peak)} in the {found.peak_phase}{limit}"
+    each = f" ({in_words(found.sent / found.samples)} for each sample of the step)" if found.samples > 1 else ""
+    yield f"each rank sends {in_words(found.sent)} in a step{each}"

@@ -1,0 +1,60 @@
+"""One rank of many that are not there: collectives of torch's backend ``"fake"`` return at once and send nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardcore.errors import ConfigError
+
+__all__ = ["Certain", "simulated_ranks"]
+
+
+@contextlib.contextmanager
+def simulated_ranks(count: int, rank: int = 0) -> Iterator[None]:
+    """Be ``rank`` of ``count`` ranks that are not there, for as long as this lasts.
+
+    `shardcore.shard` works inside as on a machine of that many ranks; what a collective returns has no meaning.
+
+    Raises:
+        ConfigError: the process has a process group already, which is left as it is.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{count} ranks cannot be simulated in a process that has a process group of {dist.get_world_size()}; plan "
+            "in a process of its own, or by the command: shardcore plan MODEL"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Certain(TorchDispatchMode):
+    """Answers what models ask of values, where tensors hold nothing.
+
+    Fractions that are drawn one by one are 1: a model that leaves layers out at random asks whether they are below a
+    limit, and leaves none out. Integers are 0; they are seeds. All of a tensor holds, and it has none of what is looked
+    for: what is asked about is the mask of full sequences, and padding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKED:
+            return torch.tensor(_ASKED[func])
+        drawn = _DRAWN.get(func.overloadpacket)
+        if drawn is not None and [] in args:
+            return torch.tensor(drawn)
+        return func(*args, **(kwargs or {}))
+
+
+_ASKED = {torch.ops.aten.all.default: True, torch.ops.aten.any.default: False}
+_DRAWN = {torch.ops.aten.rand: 1.0, torch.ops.aten.randint: 0}

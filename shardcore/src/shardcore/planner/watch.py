@@ -1,0 +1,155 @@
+"""Looking at one step as it runs, on fake tensors or on real ones: what is alive, and what is sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardcore._torch import FakeTensor
+
+__all__ = ["KINDS", "OPERATIONS", "Watch", "local", "nbytes"]
+
+#: What memory is taken by, from what stays to what comes and goes.
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+
+#: By the names of c10d and of functional collectives. On the CPU `shardcore.comm.channel` sends a reduce-scatter as an
+#: all-to-all, and nothing else as one.
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allgather_base": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "alltoall_base": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+
+#: What accompanies a functional collective.
+_BESIDES = ("wait_tensor", "_wrap_tensor_autograd")
+
+Numbers = Counter[tuple[str, ...]]
+
+
+class Watch(TorchDispatchMode):
+    """Notes the memory that tensors take while it is active, and the collectives that run.
+
+    The memory is that of all storages which an operation has seen and which are still alive, after each operation;
+    what a kernel takes and gives back inside is not seen. Kinds are ``parameters``, ``gradients``, ``optimizer`` and
+    ``activations``, which is all the rest: what the forward keeps, gathered weights, temporaries, buffers, inputs.
+
+    Args:
+        fake: count fake tensors of this mode alone (what DTensor computes shapes with is of another); None counts
+            real ones.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``; set by whoever runs the step.
+        place: where in the phase; set like it.
+        peaks: the most bytes at once, by (phase, place, kind), of the moment with the most altogether (``"all"``).
+        sent: by (phase, operation, group, ``"count"`` or ``"bytes"``); bytes are of the whole tensor that is reduced,
+            gathered or scattered.
+    """
+
+    def __init__(self, fake: Any = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.phase, self.place = "forward", ""
+        self.peaks: Numbers = Counter()
+        self.sent: Numbers = Counter()
+        self._fake = fake
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._kinds: dict[int, str] = {}
+        self._gradients: Callable[[], Iterable[Tensor]] = tuple
+
+    def owns(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of ``tensors`` as ``kind`` from here on."""
+        for tensor in map(local, tensors):
+            self._see(tensor)
+            self._kinds[id(tensor.untyped_storage())] = kind
+
+    def finds_gradients(self, find: Callable[[], Iterable[Tensor]]) -> None:
+        """Count as gradients the tensors that ``find`` returns whenever it is asked."""
+        self._gradients = find
+
+    def now(self) -> Counter[str]:
+        """Return the bytes that are alive, by kind, with ``"all"`` for their sum."""
+        own = {id(local(tensor).untyped_storage()) for tensor in self._gradients()}
+        found: Counter[str] = Counter()
+        for key, storage in self._storages():
+            kind = "gradients" if key in own else self._kinds.get(key, "activations")
+            found[kind] += storage.nbytes()
+        found["all"] = found.total()
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # so that what DTensor does inside is seen
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors((args, kwargs, out)):
+            self._see(tensor)
+        self._note_peak()
+        namespace, _, name = func.name().partition("::")
+        name = name.partition(".")[0].strip("_")
+        if namespace in ("c10d", "_c10d_functional") and name not in _BESIDES:
+            key = self.phase, OPERATIONS.get(name, name), _group(args)
+            self.sent[*key, "count"] += 1
+            self.sent[*key, "bytes"] += max((nbytes(tensor) for tensor in _tensors((args, out))), default=0)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        if mode is not self._fake or (mode is None and tensor.is_meta):
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self._alive.pop(key, None)
+        self._kinds.pop(key, None)
+
+    def _storages(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        for key, found in list(self._alive.items()):
+            if (storage := found()) is not None:
+                yield key, storage
+
+    def _note_peak(self) -> None:
+        total = sum(storage.nbytes() for _, storage in self._storages())
+        if total > self.peaks[self.phase, self.place, "all"]:
+            alive = self.now()
+            for kind in (*KINDS, "all"):
+                self.peaks[self.phase, self.place, kind] = alive[kind]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _group(args: Any) -> str:
+    """Return the name of the process group among the arguments of a collective."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):  # the group comes before any other object
+            return str(dist.ProcessGroup.unbox(arg).group_name)
+    return next((arg for arg in reversed(args) if isinstance(arg, str)), "")
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))

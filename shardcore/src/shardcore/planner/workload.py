@@ -1,0 +1,141 @@
+"""What a step is made of besides the model and the mesh: sizes, numbers, and what steps the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardcore.errors import ConfigError
+
+__all__ = ["DTYPES", "OPTIMIZERS", "Call", "Stepper", "Workload"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+Make = Callable[..., Optimizer]
+_MOMENTUM = 0.9
+
+#: What makes each optimizer, from parameters and ``foreach``; None for inference.
+OPTIMIZERS: dict[str, Make | None] = {
+    "adamw": lambda parameters, **options: torch.optim.AdamW(parameters, lr=1e-4, **options),
+    "sgd": lambda parameters, **options: torch.optim.SGD(parameters, lr=1e-4, **options),
+    "sgd-momentum": lambda parameters, **options: torch.optim.SGD(parameters, lr=1e-4, momentum=_MOMENTUM, **options),
+    "adafactor": lambda parameters, **options: torch.optim.Adafactor(parameters, lr=1e-4, **options),
+    "none": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What runs on each data-parallel replica in one step.
+
+    Attributes:
+        batch: samples.
+        seq: tokens of a sample; None takes what the model is made for.
+        dtype: of parameters, gradients, activations and optimizer state: a key of `DTYPES`.
+        optimizer: a key of `OPTIMIZERS`; ``"none"`` is inference, a forward without gradients.
+        master_weights: the optimizer has a copy of this rank's parameters in float32, and its state is in float32 too.
+        foreach: the optimizer steps all parameters together, as torch does by default on CUDA: faster, with temporary
+            tensors as large as all parameters of the rank. False: one after the other, as on the CPU.
+
+    Raises:
+        ConfigError: a value is none of these.
+    """
+
+    batch: int = 1
+    seq: int | None = None
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+    master_weights: bool = False
+    foreach: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("dtype", self.dtype, DTYPES), ("optimizer", self.optimizer, OPTIMIZERS)):
+            if value not in known:
+                raise ConfigError(f"Workload.{name} must be one of {', '.join(known)}; got {value!r}")
+        for name, size in (("batch", self.batch), ("seq", self.seq)):
+            if size is not None and (type(size) is not int or size < 1):
+                raise ConfigError(f"Workload.{name} must be a positive integer, got {size!r}")
+        if self.master_weights and self.optimizer == "none":
+            raise ConfigError("Workload.master_weights are an optimizer's, and optimizer is 'none'; leave one of them")
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return OPTIMIZERS[self.optimizer] is not None
+
+    @property
+    def copies(self) -> float:
+        """How many times the bytes of the parameters the gradients, optimizer state and they take, at least."""
+        if not self.trains:
+            return 1
+        wide = torch.float32.itemsize / DTYPES[self.dtype].itemsize if self.master_weights else 1
+        return 2 + _MOMENTS[self.optimizer] * wide + (wide if self.master_weights else 0)
+
+
+#: How often each optimizer keeps something of the size of the parameters.
+_MOMENTS = {"adamw": 2, "sgd": 0, "sgd-momentum": 1, "adafactor": 0, "none": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """How a model is called.
+
+    Attributes:
+        inputs: makes the keyword arguments (or, under ``""``, the only positional one) on the default device.
+        loss: finds a loss in what the model returns for them.
+        seq: the tokens of a sample; None where the model has no use for the number.
+    """
+
+    inputs: Callable[[], Mapping[str, Any]]
+    loss: Callable[[Any], Tensor]
+    seq: int | None = None
+
+    def forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Return what the model returns."""
+        return model(inputs[""]) if "" in inputs else model(**inputs)
+
+
+class Stepper:
+    """The optimizer of a workload; it has its state after the first step.
+
+    Args:
+        model: the sharded model.
+        workload: names the optimizer.
+    """
+
+    def __init__(self, model: nn.Module, workload: Workload) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        make = OPTIMIZERS[workload.optimizer]
+        masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.parameters]
+        self._masters = masters if workload.master_weights else []
+        stepped = self._masters or self.parameters
+        self._optimizer = make(stepped, foreach=workload.foreach) if make and stepped else None
+
+    def state(self) -> Iterator[Tensor]:
+        """Yield what the optimizer holds on this rank."""
+        yield from self._masters
+        states: Iterable[Any] = () if self._optimizer is None else self._optimizer.state.values()
+        for state in states:
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that the parameters have now."""
+        return [p.grad for p in (*self.parameters, *self._masters) if p.grad is not None]
+
+    def step(self) -> None:
+        """Step the parameters and let their gradients go."""
+        if self._optimizer is None:
+            return
+        for master, parameter in zip(self._masters, self.parameters, strict=False):
+            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+        self._optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self._masters, self.parameters, strict=False):
+                parameter.copy_(master)
+                parameter.grad = None
+        self._optimizer.zero_grad()

@@ -1,0 +1,63 @@
+"""A step takes what was planned: the collectives to the byte, the memory too, on every pack and mesh."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # the workers of the pool inherit it
+
+from planned import CONFIGS, by_kind, by_operation, planned, ran
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+MESHES = {
+    "tp": {"tp": 2},
+    "tp, recomputed": {"tp": 2, "checkpointing": True},
+    "tp, sequence, recomputed, gathered again": {
+        "tp": 2,
+        **SEQUENCE,
+        "sequence_keep_gathered": False,
+        "checkpointing": True,
+    },
+    "tp x sharded": {"tp": 2, "dp_shard_size": 2},
+    "tp x replicated, sequence": {"tp": 2, "dp_replicate_size": 2, **SEQUENCE},
+    "replicated x sharded, recomputed": {"tp": 1, "dp_replicate_size": 2, "dp_shard_size": 2, "checkpointing": True},
+}
+#: One class of each pack goes through all meshes; the others through those that differ most.
+THOROUGH = ("LlamaForCausalLM", "BertForPreTraining", "ViTForImageClassification", "WhisperForConditionalGeneration")
+BRIEF = ("tp x sharded",)
+CASES = [(name, mesh) for name in CONFIGS for mesh in (MESHES if name in THOROUGH else BRIEF)]
+
+
+def _ran(name, fields):
+    return ran(name, **fields)
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+def test_a_step_sends_and_holds_what_was_planned(pool, name, mesh):
+    fields = MESHES[mesh]
+    ranks = fields["tp"] * fields.get("dp_shard_size", 1) * fields.get("dp_replicate_size", 1)
+    real, kit = pool.run(_ran, name, fields, world=ranks)[0]
+    plan = planned(name, **fields)
+    sent = Counter({key: size for key, size in real.items() if key[0] == "sent"})
+    assert sent
+    assert by_kind(plan) == sent
+    assert by_operation(plan) == kit
+    assert plan.held == {kind: real["held", kind] for kind in plan.held}
+    assert plan.kept == real["kept",]
+    # A transfer that is not over yet keeps what it sends alive for a moment longer.
+    peak = max(size for key, size in real.items() if key[0] == "peak" and key[3] == "all")
+    assert plan.peak == pytest.approx(peak, rel=0.03)
+
+
+def test_models_of_timm(pool):
+    pytest.importorskip("timm")
+    real, kit = pool.run(_ran, "timm", MESHES["tp x sharded"], world=4)[0]
+    plan = planned("timm", **MESHES["tp x sharded"])
+    assert by_operation(plan) == kit
+    assert plan.held == {kind: real["held", kind] for kind in plan.held}
+    assert plan.kept == real["kept",]
