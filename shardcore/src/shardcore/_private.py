@@ -19,6 +19,7 @@ __all__ = [
     "DATA_PARALLEL",
     "FUSED",
     "KIT",
+    "LOADING",
     "PLANNING",
     "SAVING",
     "TESTED",
@@ -38,6 +39,7 @@ CORE = "everything"
 DATA_PARALLEL = "data parallelism"
 FUSED = "linears that fuse several segments"
 SAVING = "saving"
+LOADING = "models without values"
 KIT = "shardcore.testing"
 PLANNING = "planning a step"
 
@@ -130,9 +132,16 @@ TORCH: tuple[PrivateName, ...] = (
         code=f"{_FSDP}._fsdp_param.FSDPParam.__init__",
     ),
     PrivateName(f"{_C10D}._get_default_store", "the store that every process group has", SAVING),
-    PrivateName(f"{_C10D}._get_default_group", "the timeout of the process group", SAVING),
-    PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group", SAVING),
-    PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of the process group", SAVING),
+    PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group"),
+    PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of the process group"),
+    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "recording how values come about", LOADING),
+    PrivateName("torch.utils._python_dispatch._disable_current_modes", "making such values", LOADING),
+    PrivateName("torch.utils._pytree.tree_flatten", "finding tensors among arguments", LOADING),
+    PrivateName("torch.ops.aten.alias.default._schema", "telling views and writes from other calls", LOADING),
+    PrivateName("torch.ops.aten._to_copy", "following casts from a file to a parameter", LOADING),
+    PrivateName("torch.ops.aten._unsafe_view", "following views from a file to a parameter", LOADING),
+    PrivateName("torch.Tensor._make_wrapper_subclass", "tensors without values", LOADING),
+    PrivateName(f"{_C10D}._set_pg_timeout", "giving the groups of a mesh the timeout of the default one"),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "counting collectives and draws", KIT),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "seeing what a step allocates and sends", PLANNING),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "running a step that allocates nothing", PLANNING),

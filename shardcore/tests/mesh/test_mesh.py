@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from tiny import build
+from tiny import build, shard
 
 from shardcore.agree import received
-from shardcore.mesh import device_type_of, meshes
+from shardcore.mesh import device_type_of, meshes, time_limit
 from shardcore.mesh.meshes import _device_type
 
 
@@ -48,3 +48,17 @@ def test_weights_travel_over_the_device_of_the_group(monkeypatch):
     assert {tensor.device.type for tensor in sent} == {"meta"}
     assert all(tensor.is_contiguous() for tensor in sent)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def limits():
+    context = shard(build(layers=1), tensor_parallel_size=2).__dict__["_shard_context"]
+    world = time_limit()
+    return world, [time_limit(group) for group in context.mesh.get_all_groups()], time_limit(context.group)
+
+
+def test_groups_wait_as_long_as_the_default_one(pool):
+    """Not the half hour that torch gives to groups of meshes: a rank that is gone is an error, and not a hang."""
+    world, groups, tp = pool.run(limits, world=4)[3]
+    assert world.total_seconds() == pool.collective_timeout
+    assert set(groups) == {world}
+    assert tp == world

@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from shardcore.errors import AgreementError, MissingRanksError
-from shardcore.mesh import device_type_of
+from shardcore.mesh import time_limit
 
 __all__ = ["Meeting"]
 
@@ -133,10 +132,8 @@ _GONE = (
 
 def _timeout() -> float:
     """Return the timeout of the default process group, in seconds."""
-    # The only way to a group's timeout, which may have been changed since it was made.
-    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type_of()))
-    seconds: float = backend.options._timeout.total_seconds()
-    return seconds
+    limit = time_limit()
+    return default_pg_timeout.total_seconds() if limit is None else limit.total_seconds()
 
 
 def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: str, end: float, call: str) -> list[int]:

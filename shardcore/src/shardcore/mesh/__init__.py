@@ -26,6 +26,7 @@ from shardcore.mesh.meshes import (
     host_group,
     mesh_of_group,
     shared_groups,
+    time_limit,
 )
 
 __all__ = [
@@ -52,5 +53,6 @@ __all__ = [
     "set_context",
     "set_part_of",
     "shared_groups",
+    "time_limit",
     "unwrapped",
 ]

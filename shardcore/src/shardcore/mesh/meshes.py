@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "mesh_of_group",
     "neighbours_on",
     "shared_groups",
+    "time_limit",
 ]
 
 
@@ -89,7 +91,24 @@ def build_mesh(sizes: Sizes) -> DeviceMesh:
     key = device_type_of(), sizes.shape
     if key not in known:
         known[key] = init_device_mesh(*key, mesh_dim_names=AXES)
+        # Else a rank that is gone would be waited for as long as torch thinks right, whatever the user has said.
+        for group in known[key].get_all_groups():
+            _limit(group, time_limit())
     return known[key]
+
+
+def time_limit(group: ProcessGroup | None = None) -> datetime.timedelta | None:
+    """Return how long collectives of a process group, or of the default one, wait; None if its backend has no limit."""
+    group = group or default_group()
+    # The only way to a group's timeout, which may have been changed since it was made.
+    backend: Any = group._get_backend(torch.device(device_type_of(group)))
+    limit: datetime.timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return limit
+
+
+def _limit(group: ProcessGroup, limit: datetime.timedelta | None) -> None:
+    if limit is not None and group is not default_group() and dist.get_backend(group) in ("gloo", "nccl"):
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def shared_groups() -> set[ProcessGroup]:

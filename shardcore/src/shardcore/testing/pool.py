@@ -237,8 +237,10 @@ class WorkerPool:
             names = ", ".join(f"rank {failure.rank} ({failure.error})" for failure in failures)
             return WorkerError("\n".join([f"{what} failed on {names}", *sections]), failures, stacks)
         ranks = ", ".join(map(str, hanging))
+        # Last, where it is not lost if only the end of a long output is kept.
+        places = [f"rank {rank} was in {_place(stacks[rank])}" for rank in hanging]
         return WorkerTimeout(
-            "\n".join([f"{what} did not finish within {timeout:g} s: ranks {ranks}", *sections]), stacks
+            "\n".join([f"{what} did not finish within {timeout:g} s: ranks {ranks}", *sections, *places]), stacks
         )
 
 
@@ -307,6 +309,14 @@ class _Handle:
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         details = f"the process of rank {self.rank} ended with {how} and without an answer"
         return Failure(rank=self.rank, error=f"died, {how}", details=details, at=time.monotonic())
+
+
+def _place(stacks: str) -> str:
+    """Return the innermost call of the main thread, and the innermost of the function that the pool has called."""
+    _, _, main = stacks.rpartition("most recent call first")
+    frames = [line.strip() for line in main.splitlines()[1:] if line.strip().startswith("File ")]
+    called = next((at for at, frame in enumerate(frames) if "_worker.py" in frame), 0)
+    return " < ".join(dict.fromkeys([*frames[:1], *frames[max(called - 1, 0) : called]])) or "no Python code"
 
 
 @contextmanager
