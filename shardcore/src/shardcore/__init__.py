@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     )
     from shardcore.former import ShardFormer, shard
     from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
+    from shardcore.initialization import initialize, on_meta
+    from shardcore.integrations.loading import from_pretrained
     from shardcore.mesh import ProcessGroupManager, ShardContext
     from shardcore.nn import ParallelModule, reduce_partial_gradients
     from shardcore.plan import ShardPlan, Stages
@@ -96,12 +98,15 @@ __all__ = [
     "VocabParallelLogitsError",
     "WrapError",
     "compile_plan",
+    "from_pretrained",
     "get_rng_state",
     "hookimpl",
+    "initialize",
     "latest",
     "launch_from_torch",
     "load_checkpoint",
     "manual_seed",
+    "on_meta",
     "reduce_partial_gradients",
     "save_checkpoint",
     "set_rng_state",
@@ -151,12 +156,15 @@ _HOME = {
     "UntestedVersionWarning": "shardcore.errors",
     "WrapError": "shardcore.errors",
     "compile_plan": "shardcore.compile",
+    "from_pretrained": "shardcore.integrations.loading",
     "get_rng_state": "shardcore.random",
     "hookimpl": "shardcore.hooks",
+    "initialize": "shardcore.initialization",
     "latest": "shardcore.checkpoint",
     "launch_from_torch": "shardcore.apply.launch",
     "load_checkpoint": "shardcore.checkpoint",
     "manual_seed": "shardcore.random",
+    "on_meta": "shardcore.initialization",
     "reduce_partial_gradients": "shardcore.nn",
     "save_checkpoint": "shardcore.checkpoint",
     "set_rng_state": "shardcore.random",

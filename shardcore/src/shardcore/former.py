@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from shardcore.errors import ConfigError
 from shardcore.mesh import group_of
 from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.policy import Policy
+from shardcore.weights.loading import Filling
+from shardcore.weights.weights import Place, Weights
 from shardcore.wrap.wrapping import Wrapping
 
 __all__ = ["ShardFormer", "shard"]
@@ -38,6 +41,7 @@ def shard(
     optimizer: Optimizer | None = None,
     wrap: bool = True,
     sync_from: int | None = None,
+    weights: Weights | Place | None = None,
     **fields: Any,
 ) -> Model:
     """Shard ``model`` over the ranks, in place, and return it.
@@ -62,6 +66,9 @@ def shard(
         wrap: apply FSDP2 over the data axes; False leaves that to the caller.
         sync_from: take the weights and the training mode of this global rank instead of requiring equal ones; the
             models of the others may be on the meta device.
+        weights: read the values from here, each rank its own part: a ``.safetensors`` file, a list of them, or a folder
+            that holds them, with the names that ``model.state_dict()`` has. The model may be on the meta device, and is
+            never there as a whole. For a model of transformers see `shardcore.from_pretrained`.
         **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp``, ``cp`` and ``ep`` are short names.
 
     Raises:
@@ -72,20 +79,24 @@ def shard(
         AlreadyShardedError: the model was sharded before.
         PartlyShardedError: a policy's own code, or FSDP2, failed on a rank after models were changed, all unusable now.
     """
-    with _failing_together(config, fields):
+    with failing_together(config, fields):
         config = ShardConfig.of(config, **fields)
         check_model(model)
         wrapping = Wrapping(model, optimizer, wrap=wrap)
-        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=wrapping.check, told=wrapping.items)
+        filling = None if weights is None else Filling(model, weights, sync_from)
+        told = wrapping.items if filling is None else lambda: (*wrapping.items(), *filling.items())
+        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=wrapping.check, told=told)
     start_process_group(config)
     sharder.shard()  # discover, resolve, compile, agree, apply
     if sharder.context is not None and sharder.plan is not None:
         wrapping.apply(sharder.context, sharder.plan.stages, together=sharder.finish)
+    if filling is not None:
+        sharder.finish(functools.partial(filling.apply, sharder.context))
     return model
 
 
 @contextlib.contextmanager
-def _failing_together(config: object, fields: Mapping[str, Any]) -> Iterator[None]:
+def failing_together(config: object, fields: Mapping[str, Any]) -> Iterator[None]:
     """Let what fails here before there is a sharder fail on the other ranks too, where ranks can talk already."""
     try:
         yield

@@ -272,6 +272,10 @@ class Policy(ABC):
         """
         raise NotSupportedError(f"{type(self).__qualname__} knows no other attention for its model")
 
+    def builder(self, model: nn.Module) -> Callable[[], nn.Module] | None:
+        """Return what builds an unsharded model like ``model``, for `shardcore.initialize`; None if it cannot know."""
+        return None
+
     def recompute(self, path: str, block: nn.Module) -> Step:
         """Return the step by which ``block``, at ``path``, recomputes its activations in the backward.
 

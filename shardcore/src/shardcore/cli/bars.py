@@ -12,7 +12,7 @@ __all__ = ["Bar", "picture"]
 #: What a bar is called, and its bytes by kind.
 Bar = tuple[str, dict[str, int]]
 
-_COLOURS = dict(zip(KINDS, ("#1b4965", "#5fa8d3", "#bee9e8", "#f4a259"), strict=True))
+_COLOURS = ("#1b4965", "#5fa8d3", "#bee9e8", "#f4a259")  # of `KINDS`, in their order
 _GIB = 2**30
 _WIDTH, _LEFT, _TOP = 900, 230, 70  # of the picture; where bars begin
 _BAR, _STEP = 22, 34
@@ -53,21 +53,21 @@ def picture(title: str, bars: Sequence[Bar], limit: int | None) -> str:
 
 
 def _legend() -> Iterator[str]:
-    for number, kind in enumerate(KINDS):
+    for number, (kind, colour) in enumerate(zip(KINDS, _COLOURS, strict=True)):
         x = _LEFT + 130 * number
-        yield f'<rect x="{x}" y="38" width="12" height="12" fill="{_COLOURS[kind]}"/>'
+        yield f'<rect x="{x}" y="38" width="12" height="12" fill="{colour}"/>'
         yield f'<text x="{x + 18}" y="49">{kind}</text>'
 
 
 def _bar(name: str, sizes: dict[str, int], y: int, longest: int) -> Iterator[str]:
     yield f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(name)}</text>'
     x = float(_LEFT)
-    for kind in KINDS:
+    for kind, colour in zip(KINDS, _COLOURS, strict=True):
         width = _ROOM * sizes.get(kind, 0) / longest
         if width > 0:
             size = f"{name}, {kind}: {sizes[kind] / _GIB:.2f} GiB"
             yield (
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{_COLOURS[kind]}">'
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{colour}">'
                 f"<title>{escape(size)}</title></rect>"
             )
         x += width

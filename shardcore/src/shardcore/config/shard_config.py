@@ -18,7 +18,7 @@ from shardcore.config.rules import SIZES, SWITCHES, check, fill_in, sizes_of_pla
 from shardcore.errors import ConfigError
 from shardcore.mesh import PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
 
-__all__ = ["ShardConfig", "Switch"]
+__all__ = ["SHORT_NAMES", "ShardConfig", "Switch"]
 
 #: Short names of `shardcore.shard`, and the fields they stand for.
 SHORT_NAMES = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 from packaging.version import Version
 
 from shardcore._private import PrivateName, complaint
 from shardcore.errors import NotSupportedError
 
-__all__ = ["OVERRIDDEN", "TESTED", "TRANSFORMERS", "missing", "require"]
+__all__ = ["OVERRIDDEN", "TESTED", "TRANSFORMERS", "missing", "model_of_auto_class", "require"]
 
 #: The first and the last release of transformers that the tests have passed with.
 TESTED = ("4.57.6", "5.23")
@@ -28,6 +30,10 @@ TRANSFORMERS: tuple[PrivateName, ...] = (
     PrivateName(f"{_MODEL}._fix_state_dict_keys_on_save", _SAVED, "saving", until="5"),
     PrivateName("transformers.core_model_loading.revert_weight_conversion", _SAVED, "saving", since="5"),
     PrivateName("transformers.GenerationMixin._get_stopping_criteria", "ending on all ranks at once", "generation"),
+    PrivateName(
+        "transformers.models.auto.auto_factory._get_model_class", "the class that an Auto class takes", "loading"
+    ),
+    PrivateName("transformers.AutoModel._model_mapping", "the class that an Auto class takes", "loading"),
     PrivateName("transformers.PretrainedConfig._attn_implementation", "the attention in use", "flash attention"),
     PrivateName(f"{_MODEL}._supports_flash_attn", "whether a model has flash attention", "flash attention"),
     PrivateName(
@@ -37,6 +43,13 @@ TRANSFORMERS: tuple[PrivateName, ...] = (
         code=f"{_MODEL}._set_gradient_checkpointing",
     ),
 )
+
+
+def model_of_auto_class(auto: Any, config: Any) -> Any:
+    """Return the class that the Auto class ``auto`` takes for ``config``."""
+    from transformers.models.auto import auto_factory
+
+    return auto_factory._get_model_class(config, auto._model_mapping)
 
 
 def missing(*features: str) -> list[PrivateName]:

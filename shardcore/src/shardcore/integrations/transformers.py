@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -17,7 +19,7 @@ from shardcore.integrations._attention import choose_flash_attention
 from shardcore.integrations._checkpointing import recompute_layer
 from shardcore.integrations._stopping import with_agreed_criteria
 from shardcore.mesh import nearest_context
-from shardcore.nn import SwappedModule
+from shardcore.nn import ParallelModule, SwappedModule
 from shardcore.nn.behaviour import once
 from shardcore.nn.calls import running
 from shardcore.plan.steps import Step
@@ -109,6 +111,13 @@ class PretrainedPolicy(Policy):
     def new_part_class(self, part: nn.Module) -> type[nn.Module] | None:
         """Return the same for the models of transformers inside of the model (``model.model``, an encoder)."""
         return _sharded_class(type(part)) if isinstance(part, PreTrainedModel) else None
+
+    @override
+    def builder(self, model: nn.Module) -> Callable[[], nn.Module] | None:
+        """Return what builds a new model from the configuration of ``model``."""
+        added = (ParallelModule, FSDPModule, _ShardedPretrained)
+        native: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, added))
+        return lambda: native(copy.deepcopy(model.config))
 
     @override
     def flash_attention(self, device_type: str, *, asked: bool) -> Step:

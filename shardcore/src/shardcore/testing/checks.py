@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from shardcore.testing import (
     checks_calls,
     checks_data,
+    checks_loading,
     checks_logits,
     checks_plan,
     checks_random,
@@ -76,6 +77,7 @@ SECTIONS: Mapping[str, Section] = {
     "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True),
     "state": Section(run=checks_state.state, checks=("state dict", "checkpoint"), mechanical=True),
     "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True),
+    "loading": Section(run=checks_loading.loading, checks=("loading", "initialisation"), mechanical=True),
     "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
     "captured": Section(run=checks_state.captured, checks=("captured",)),
     "generation": Section(run=checks_random.generation, checks=("generation",)),

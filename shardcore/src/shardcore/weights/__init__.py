@@ -1,0 +1,1 @@
+"""Values that are told before there is room for them: recorded, or in files, and filled into a sharded model."""

@@ -1,0 +1,222 @@
+"""Checkpoints of safetensors files: which tensors they hold, and reading boxes of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardcore.errors import ConfigError
+from shardcore.weights.recipes import Box, Source, slices
+
+__all__ = ["Files", "Stored"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+#: Dtypes by the names that safetensors files use.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a file.
+
+    Attributes:
+        file: the file.
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Files:
+    """The tensors of one checkpoint; files are opened when they are read, and closed with `close`.
+
+    Attributes:
+        place: what the user named, for messages.
+        tensors: what there is, by key, in the order of the files.
+    """
+
+    place: str
+    tensors: dict[str, Stored]
+    _open: tuple[Path, Any] | None = field(default=None, repr=False)
+
+    @classmethod
+    def at(cls, place: str | Path | Sequence[str | Path], *, variant: str | None = None) -> Files:
+        """Return the tensors of a file, of several, or of a folder; only headers are read.
+
+        Args:
+            place: a ``.safetensors`` file, a list of them, or a folder: with ``model.safetensors``, with
+                ``model.safetensors.index.json``, or with ``.safetensors`` files that have different keys.
+            variant: as of transformers: ``"fp16"`` takes ``model.fp16.safetensors``.
+
+        Raises:
+            ConfigError: there is none, a file cannot be read or is cut short, a key is in none or in several files.
+        """
+        tensors: dict[str, Stored] = {}
+        for file, keys in _files(place, variant):
+            for key, stored in _header(file):
+                if keys is not None and key not in keys:
+                    continue
+                if key in tensors:
+                    raise ConfigError(f"{key} is in two files: {tensors[key].file} and {file}; name the files to read")
+                tensors[key] = stored
+            if keys is not None and (lost := sorted(keys - tensors.keys())):
+                raise ConfigError(
+                    f"{file} lacks {lost[0]}, which the index of the checkpoint promises there ({len(lost)} such); "
+                    "download or copy the file again"
+                )
+        return cls(str(place), tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(stored.nbytes for stored in self.tensors.values())
+
+    @property
+    def digest(self) -> str:
+        """A hash over names, shapes and dtypes: the same for equal headers, wherever the files are."""
+        told = [(key, list(stored.shape), str(stored.dtype)) for key, stored in sorted(self.tensors.items())]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def source(self, key: str) -> Source:
+        """Return the tensor ``key`` as a recipe."""
+        stored = self.tensors[key]
+        return Source(stored.shape, stored.dtype, lambda box: self.read(key, box), key, mapped=True)
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """Return a box of a tensor, as a view of the mapped file: valid until the next file is read, or `close`.
+
+        Raises:
+            ConfigError: the file cannot be read any more.
+        """
+        stored = self.tensors[key]
+        try:
+            part = self._handle(stored.file).get_slice(key)
+            read: Tensor = part[slices(box)] if stored.shape else part[...]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{stored.file} could not be read while {key} was loaded: {error}") from error
+        return read
+
+    def _handle(self, file: Path) -> Any:
+        if self._open is None or self._open[0] != file:
+            self._open = file, safe_open(file, framework="pt", device="cpu")
+        return self._open[1]
+
+    def close(self) -> None:
+        """Close the file that is open: the pages of it that were read count as this process's until then."""
+        self._open = None
+
+
+def _files(
+    place: str | Path | Sequence[str | Path], variant: str | None
+) -> Iterator[tuple[Path, frozenset[str] | None]]:
+    """Yield the files of a checkpoint with the keys that are taken from each, None for all of them."""
+    if not isinstance(place, str | Path):
+        if not place:
+            raise ConfigError("no file was named to read weights from")
+        yield from ((Path(file), None) for file in place)
+        return
+    path = Path(place)
+    if not path.is_dir():
+        if path.suffix != ".safetensors":
+            raise ConfigError(
+                f"{path} is {'no .safetensors file' if path.exists() else 'not there'}; weights are read from a "
+                ".safetensors file, from a list of them, or from a folder that holds them"
+            )
+        yield path, None
+        return
+    single, index = (path / _with_variant(name, variant) for name in (_SINGLE, _INDEX))
+    if single.is_file():
+        yield single, None
+    elif index.is_file():
+        yield from ((path / name, keys) for name, keys in _indexed(index).items())
+    else:
+        found = sorted(path.glob("*.safetensors"))
+        if not found or variant is not None:
+            raise ConfigError(
+                f"{path} holds no {single.name} and no {index.name}{_pickled(path)}; give a folder with weights in "
+                "safetensors files"
+            )
+        yield from ((file, None) for file in found)
+
+
+def _with_variant(name: str, variant: str | None) -> str:
+    return (
+        name
+        if variant is None
+        else name.replace("model.", f"model.{variant}.", 1).replace(
+            f".{variant}.safetensors.index", f".safetensors.index.{variant}", 1
+        )
+    )
+
+
+def _pickled(folder: Path) -> str:
+    files = sorted(folder.glob("*.bin"))
+    return f", but {files[0].name}, which is pickled" if files else ""
+
+
+def _indexed(index: Path) -> dict[str, frozenset[str]]:
+    """Return the keys of each file that an index names."""
+    try:
+        places: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ConfigError(f"{index} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+    if bad := [name for name in names if Path(name).name != name]:
+        raise ConfigError(f"{index} names {bad[0]!r}, which is not in its own folder")
+    return {name: frozenset(key for key, file in places.items() if file == name) for name in names}
+
+
+def _header(file: Path) -> list[tuple[str, Stored]]:
+    """Return the tensors of a file, which is complete."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            parts = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118  # it is no mapping
+            return [(key, Stored(file, tuple(p.get_shape()), _dtype(p.get_dtype(), key))) for key, p in parts.items()]
+    except (OSError, SafetensorError) as error:
+        size = f"{file.stat().st_size} bytes" if file.is_file() else "not there"
+        raise ConfigError(
+            f"{file} ({size}) cannot be read as a safetensors file: {error}. It has to be whole, and to be seen by "
+            "every rank; download or copy it again"
+        ) from error
+
+
+def _dtype(name: str, key: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigError(f"{key} has the dtype {name}, which torch has none for; convert the checkpoint first")
+    return _DTYPES[name]

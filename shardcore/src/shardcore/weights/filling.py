@@ -1,0 +1,131 @@
+"""Giving a sharded model its values: of every tensor, this rank's part and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardcore.comm.dtensor_params import local_tensor, spec_of
+from shardcore.comm.parts import blocks_of
+from shardcore.weights.boxes import Reader
+from shardcore.weights.recipes import Box, Recipe, whole_box
+
+__all__ = ["fill", "part_bytes"]
+
+#: What returns a box of the tensor of a recipe.
+Read = Callable[[Recipe, Box], Tensor]
+
+
+def fill(
+    model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device, done: Callable[[int], None] | None = None
+) -> None:
+    """Give every parameter and meta buffer of ``model`` the values of its recipe.
+
+    One tensor after the other: beside the parts that the model keeps there is never more than what the part of one
+    tensor is made from. Parameters stay the objects that they are, for optimizers and FSDP2. What has no recipe keeps
+    its values.
+
+    Args:
+        model: sharded, and wrapped by FSDP2 or not; its parameters may be on the meta device.
+        recipes: by the names of parameters and buffers.
+        device: where what is on the meta device goes.
+        done: called after each parameter with the bytes of its part.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in recipes:
+                _fill_parameter(parameter, recipes[name], device)
+                if done is not None:
+                    done(local_tensor(parameter).nbytes)
+        _fill_buffers(model, recipes, device)
+    # FSDP2 keeps views of the parts it had; this makes it look at the parameters again.
+    model._apply(lambda tensor: tensor)
+
+
+def part_bytes(model: nn.Module) -> int:
+    """Return the bytes of this rank's parts of all parameters."""
+    return sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+
+
+def _fill_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device) -> None:
+    local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    if not local.is_meta:
+        _read_part(parameter, local, recipe)
+        return
+    new = nn.Parameter(_as(parameter, _part(parameter, local, recipe, device)), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, new)
+
+
+def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device) -> Tensor:
+    """Return this rank's part of a tensor that lies as ``like`` does, in the form of ``local``."""
+    boxes = list(_boxes(like))
+    if device.type == "cpu" and len(boxes) == 1:
+        reader = Reader()
+        part = reader.read(recipe, boxes[0][1])
+        # What lies in the file as it is needed stays there; that is what transformers does too.
+        if part.dtype == local.dtype and part.shape == local.shape and reader.keeps(part):
+            return _by_itself(part)
+    new = torch.empty(local.shape, dtype=local.dtype, device=device)
+    _read_part(like, new, recipe)
+    return new
+
+
+def _by_itself(part: Tensor) -> Tensor:
+    """Return the same memory as a tensor that begins where its storage does and ends with it.
+
+    A DTensor takes the offset of its part for its own, and pickles write whole storages.
+    """
+    flat = torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy())  # numpy keeps the mapping alive
+    return flat.view(part.dtype).view(part.shape)
+
+
+def _as(like: Tensor, local: Tensor) -> Tensor:
+    """Return the part ``local`` as the tensor that ``like`` is, which may be on another device."""
+    if not isinstance(like, DTensor):
+        return local
+    spec = spec_of(like)
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
+    )
+
+
+def _read_part(like: Tensor, local: Tensor, recipe: Recipe) -> None:
+    """Write this rank's part of a tensor that lies as ``like`` does to ``local``."""
+    reader = Reader()
+    for place, box in _boxes(like):
+        local[place].copy_(reader.read(recipe, box))
+
+
+def _boxes(like: Tensor) -> Iterator[tuple[Any, Box]]:
+    """Yield the boxes of a tensor that this rank holds, each with its place in the local tensor."""
+    if not isinstance(like, DTensor):
+        yield (...,), whole_box(like.shape)
+        return
+    spec = spec_of(like)
+    for block in blocks_of(spec, spec.mesh.get_coordinate() or ()):
+        box = tuple((at, at + size) for at, size in zip(block.offsets, block.sizes, strict=True))
+        yield block.in_local, box
+
+
+def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device) -> None:
+    new: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that no id is used twice
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            recipe = recipes.get(f"{path}.{name}" if path else name)
+            if buffer is None or recipe is None or not buffer.is_meta:
+                continue
+            if id(buffer) not in new:
+                local = local_tensor(buffer) if isinstance(buffer, DTensor) else buffer
+                real = torch.empty(local.shape, dtype=local.dtype, device=device)
+                _read_part(buffer, real, recipe)
+                new[id(buffer)] = buffer, _as(buffer, real)
+            module._buffers[name] = new[id(buffer)][1]
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and id(value) in new:
+                module.__dict__[name] = new[id(value)][1]  # a second reference to a buffer, kept as an attribute

@@ -1,0 +1,324 @@
+"""Recipes: how the values of a tensor come about, told as data, so that a part of it can be made without the rest.
+
+A recipe is immutable; what is done to a tensor in place makes a new one. `evaluate` makes the full tensor, and `Reader`
+any box of it: where only views, copies, casts and joins lie between a file and the box, nothing else is read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+__all__ = [
+    "Applied",
+    "Blank",
+    "Box",
+    "Call",
+    "Constant",
+    "Hole",
+    "Mutated",
+    "Recipe",
+    "Result",
+    "Source",
+    "View",
+    "evaluate",
+    "slices",
+    "whole_box",
+]
+
+#: A part of a tensor: (start, stop) along every dim.
+Box = tuple[tuple[int, int], ...]
+
+#: A function of torch with its arguments, in which recipes stand for tensors.
+Function = Callable[..., Any]
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box that is all of a tensor of ``shape``."""
+    return tuple((0, size) for size in shape)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return ``box`` as indices."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe(ABC):
+    """How the values of one tensor come about.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The recipes it needs the values of."""
+        return ()
+
+    @property
+    def owned(self) -> bool:
+        """Whether what `compute` returns belongs to nobody else, so that it may be written to."""
+        return True
+
+    @abstractmethod
+    def compute(self, values: Sequence[Any], *, may_write: bool) -> Any:
+        """Return the values, from those of `inputs`; ``may_write`` allows to change the first of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant(Recipe):
+    """A tensor that is there."""
+
+    tensor: Tensor
+
+    @property
+    @override
+    def owned(self) -> bool:
+        return False
+
+    @override
+    def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source(Recipe):
+    """A tensor that can be read box by box, such as one of a file.
+
+    Attributes:
+        read: returns a box of it, which may be a view of memory that others read too.
+        name: for messages.
+        mapped: what `read` returns is a view of a file that this process has mapped for itself: it can be kept, and
+            written to, and takes no memory until then.
+    """
+
+    read: Callable[[Box], Tensor]
+    name: str = ""
+    mapped: bool = False
+
+    @property
+    @override
+    def owned(self) -> bool:
+        return False
+
+    @override
+    def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
+        return self.read(whole_box(self.shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blank(Recipe):
+    """Memory that nothing was written to.
+
+    Attributes:
+        stride: of the tensor.
+    """
+
+    stride: tuple[int, ...]
+
+    @override
+    def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applied:
+    """A call of a function of torch.
+
+    Attributes:
+        function: the function.
+        args: its arguments; `Hole` stands for a tensor.
+        kwargs: its keyword arguments.
+        seed: what the generator of the CPU is seeded with before it, if it draws numbers.
+    """
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int | None = None
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        """Call it with ``tensors`` in the places of the holes."""
+        args, kwargs = tree_map(
+            lambda leaf: tensors[leaf.at] if isinstance(leaf, Hole) else leaf, (self.args, self.kwargs)
+        )
+        if self.seed is None:
+            return self.function(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """The place of a tensor among arguments.
+
+    Attributes:
+        at: its number among the tensors of the call.
+    """
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A step from a tensor to a view of it.
+
+    Attributes:
+        call: what returns the view of the tensor in hole 0.
+        at: which of its results the view is; None if it returns one tensor.
+        shape: of the view.
+        dtype: of the view.
+    """
+
+    call: Applied
+    at: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the view of ``tensor``."""
+        out = self.call([tensor])
+        viewed: Tensor = out if self.at is None else out[self.at]
+        return viewed
+
+    def recipe(self, base: Recipe) -> Result:
+        """Return the recipe of the view of the tensor of ``base``."""
+        return Result(self.shape, self.dtype, Call((), self.dtype, self.call, (base,)), self.at, is_view=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Recipe):
+    """All that a function returns; its shape and dtype mean nothing."""
+
+    call: Applied
+    tensors: tuple[Recipe, ...]
+
+    @property
+    @override
+    def inputs(self) -> tuple[Recipe, ...]:
+        return self.tensors
+
+    @override
+    def compute(self, values: Sequence[Any], *, may_write: bool) -> Any:
+        return self.call(values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result(Recipe):
+    """One tensor that a function returns.
+
+    Attributes:
+        of: the call.
+        at: which of its results; None if it returns one tensor.
+        is_view: it shares memory with the first tensor of the call.
+    """
+
+    of: Call
+    at: int | None
+    is_view: bool = False
+
+    @property
+    @override
+    def inputs(self) -> tuple[Recipe, ...]:
+        return (self.of,)
+
+    @override
+    def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
+        out: Tensor = values[0] if self.at is None else values[0][self.at]
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mutated(Recipe):
+    """A tensor after a function has written to it, or to a view of it.
+
+    Attributes:
+        base: the tensor before.
+        views: what leads from the tensor to the one that the function is given.
+        call: the function, whose hole 0 is the tensor that it writes to.
+        tensors: the other tensors of the call.
+    """
+
+    base: Recipe
+    views: tuple[View, ...]
+    call: Applied
+    tensors: tuple[Recipe, ...]
+
+    @property
+    @override
+    def inputs(self) -> tuple[Recipe, ...]:
+        return (self.base, *self.tensors)
+
+    @override
+    def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
+        base: Tensor = values[0] if may_write else values[0].clone(memory_format=torch.preserve_format)
+        others = values[1:]
+        target = base
+        for view in self.views:
+            target = view.of(target)
+        self.call([target, *others])
+        return base
+
+
+def evaluate(recipe: Recipe) -> Tensor:
+    """Return the full tensor; what it is made from is given up as soon as nothing needs it any more."""
+    order = list(_in_order(recipe))
+    uses = Counter(id(part) for node in order for part in node.inputs)
+    values: dict[int, Any] = {}
+    nobody_else: dict[int, bool] = {}
+    with torch.no_grad(), _disable_current_modes():
+        for node in order:
+            values[id(node)], nobody_else[id(node)] = _computed(node, uses, values, nobody_else)
+            for part in node.inputs:
+                uses[id(part)] -= 1
+            for part in node.inputs:
+                if uses[id(part)] == 0:
+                    values.pop(id(part), None)
+    result: Tensor = values[id(recipe)]
+    return result
+
+
+def _computed(
+    node: Recipe, uses: Counter[int], values: dict[int, Any], nobody_else: dict[int, bool]
+) -> tuple[Any, bool]:
+    """Return the value of ``node``, and whether no other value shares its memory."""
+    given = [values[id(part)] for part in node.inputs]
+    first = node.inputs[0] if node.inputs else None
+    sole = first is not None and uses[id(first)] == 1 and nobody_else[id(first)]
+    value = node.compute(given, may_write=sole and isinstance(node, Mutated))
+    if isinstance(node, Result) and first is not None:
+        # A view keeps its base from being written to as long as both are used; so does one result the others.
+        base = node.of.tensors[0] if node.is_view and node.of.tensors else None
+        if base is not None:
+            nobody_else[id(base)] = False
+        return value, base is None and sole
+    return value, node.owned
+
+
+def _in_order(recipe: Recipe) -> Iterator[Recipe]:
+    """Yield what ``recipe`` needs, each once and after what it needs itself; no recursion, as chains may be long."""
+    seen: set[int] = set()
+    stack: list[tuple[Recipe, bool]] = [(recipe, False)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            yield node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((part, False) for part in node.inputs if id(part) not in seen)

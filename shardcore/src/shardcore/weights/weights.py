@@ -1,0 +1,116 @@
+"""Where every tensor of a model comes from that is sharded without values: checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from shardcore.errors import ConfigError
+from shardcore.weights.files import Files
+from shardcore.weights.recipes import Recipe
+
+__all__ = ["Place", "Weights"]
+
+#: Where files are: one of them, several, or their folder.
+Place: TypeAlias = str | Path | Sequence[str | Path]
+
+_SHOWN = 8  # names in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the parameters and buffers of a model are made from.
+
+    Attributes:
+        recipes: by every name that a parameter or buffer has.
+        files: what they read, if they do.
+        unused: keys of the files that no tensor of the model takes, and nobody was told of.
+    """
+
+    recipes: Mapping[str, Recipe]
+    files: Files | None = None
+    unused: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, given: Weights | Place) -> Weights:
+        """Return the weights that a user gives for ``model``: a checkpoint whose keys are the names of its tensors.
+
+        Raises:
+            ConfigError: the files do not hold what the model needs, lists all of it.
+        """
+        if isinstance(given, Weights):
+            weights = given
+        elif isinstance(given, str | Path | list | tuple):
+            files = Files.at(given)
+            known = {name for name, _ in _tensors(model)}
+            unused = tuple(key for key in files.tensors if key not in known)
+            weights = cls({key: files.source(key) for key in files.tensors}, files, unused)
+        else:
+            raise ConfigError(
+                f"weights= must be a .safetensors file, a list of them or a folder that holds them, got "
+                f"{type(given).__name__}"
+            )
+        weights = cls(dict(weights._by_every_name(model)), weights.files, weights.unused)
+        weights.check(model)
+        return weights
+
+    def _by_every_name(self, model: nn.Module) -> Iterator[tuple[str, Recipe]]:
+        """Yield the recipes for all names of a tensor; files hold tied ones under one of them."""
+        known: dict[int, Recipe] = {}
+        named = list(_tensors(model))
+        for name, tensor in named:
+            if name in self.recipes:
+                known.setdefault(id(tensor), self.recipes[name])
+        yield from ((name, known[id(tensor)]) for name, tensor in named if id(tensor) in known)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse weights that leave a tensor of ``model`` without values, or are of another shape.
+
+        Raises:
+            ConfigError: they do; lists what is missing and what does not fit.
+        """
+        wanted = dict(_tensors(model))
+        missing = [n for n, t in wanted.items() if n not in self.recipes and t.is_meta]
+        misfits = [
+            f"{name} is {recipe.shape} there and {tuple(wanted[name].shape)} in the model"
+            for name, recipe in self.recipes.items()
+            if name in wanted and recipe.shape != tuple(wanted[name].shape)
+        ]
+        if misfits:
+            raise ConfigError(
+                f"the weights{self._place} do not fit this {type(model).__name__}: {_listed(misfits)}. Build the model "
+                "with the configuration of the checkpoint"
+            )
+        if missing:
+            raise ConfigError(
+                f"the weights{self._place} lack {len(missing)} tensors of this {type(model).__name__}: "
+                f"{_listed(missing)}. Their keys have to be the names that model.state_dict() has; buffers that are "
+                "not saved have to be real: build the model with shardcore.on_meta(MyModel, ...). Models "
+                "of transformers are loaded by shardcore.from_pretrained, which knows older names and makes the rest"
+            )
+
+    @property
+    def _place(self) -> str:
+        return "" if self.files is None else f" in {self.files.place}"
+
+    def items(self) -> Iterator[tuple[str, str]]:
+        """Yield what has to be the same on every rank."""
+        yield "the tensors of weights=", self._told
+
+    @property
+    def _told(self) -> str:
+        return "not from files" if self.files is None else f"{len(self.files.tensors)} tensors, {self.files.digest}"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
