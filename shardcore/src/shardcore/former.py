@@ -25,10 +25,12 @@ from shardcore.mesh import group_of
 from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.policy import Policy
 from shardcore.weights.loading import Filling
+from shardcore.weights.reading import Reading
 from shardcore.weights.weights import Place, Weights
+from shardcore.wrap.optimizers import warn_of_stale_optimizers
 from shardcore.wrap.wrapping import Wrapping
 
-__all__ = ["ShardFormer", "shard"]
+__all__ = ["ShardFormer", "failing_together", "shard", "shard_new"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,6 +44,7 @@ def shard(
     wrap: bool = True,
     sync_from: int | None = None,
     weights: Weights | Place | None = None,
+    reading: Reading = "auto",
     **fields: Any,
 ) -> Model:
     """Shard ``model`` over the ranks, in place, and return it.
@@ -69,6 +72,8 @@ def shard(
         weights: read the values from here, each rank its own part: a ``.safetensors`` file, a list of them, or a folder
             that holds them, with the names that ``model.state_dict()`` has. The model may be on the meta device, and is
             never there as a whole. For a model of transformers see `shardcore.from_pretrained`.
+        reading: of ``weights``: ``"slices"``, every rank reads its parts; ``"scatter"``, one rank of each host reads
+            and sends the others their parts; ``"auto"``, the second where the files are on a network file system.
         **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp``, ``cp`` and ``ep`` are short names.
 
     Raises:
@@ -79,11 +84,43 @@ def shard(
         AlreadyShardedError: the model was sharded before.
         PartlyShardedError: a policy's own code, or FSDP2, failed on a rank after models were changed, all unusable now.
     """
+    old = {id(p): name for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
+    shard_new(
+        model,
+        config,
+        policy=policy,
+        optimizer=optimizer,
+        wrap=wrap,
+        sync_from=sync_from,
+        weights=weights,
+        reading=reading,
+        **fields,
+    )
+    if optimizer is None:
+        warn_of_stale_optimizers(old, model, stacklevel=2)
+    return model
+
+
+def shard_new(
+    model: Model,
+    config: ShardConfig | None = None,
+    *,
+    policy: Policy | type[Policy] | None = None,
+    optimizer: Optimizer | None = None,
+    wrap: bool = True,
+    sync_from: int | None = None,
+    weights: Weights | Place | None = None,
+    reading: Reading = "auto",
+    **fields: Any,
+) -> Model:
+    """Do what `shard` does for a model whose parameters nobody else holds: no optimizer is looked for."""
     with failing_together(config, fields):
         config = ShardConfig.of(config, **fields)
         check_model(model)
+        if weights is None and reading != "auto":
+            raise ConfigError(f"reading={reading!r} says who reads weights=, which are not given")
         wrapping = Wrapping(model, optimizer, wrap=wrap)
-        filling = None if weights is None else Filling(model, weights, sync_from)
+        filling = None if weights is None else Filling(model, weights, sync_from, reading)
         told = wrapping.items if filling is None else lambda: (*wrapping.items(), *filling.items())
         sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=wrapping.check, told=told)
     start_process_group(config)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import shardcore
 from shardcore.agree import fingerprint
 from shardcore.agree.agreement import Report, agree
 from shardcore.agree.fingerprint import checksum, tensor_items
-from shardcore.errors import AgreementError
+from shardcore.errors import AgreementError, ConfigError
 
 SAME = "Start every rank from the same environment, with the same model and the same arguments."
 
@@ -158,3 +159,25 @@ def test_a_checksum_needs_a_small_buffer_only():
 def test_one_rank_computes_no_checksums(monkeypatch):
     monkeypatch.setattr(fingerprint, "checksum", lambda tensor: pytest.fail("nobody compares it"))
     shardcore.shard(build(), policy=TinyPolicy, tp=1)
+
+
+def long_reports():
+    """Reports that fit and reports that do not, of one rank alone."""
+    sent, real = [], dist.all_gather
+
+    def all_gather(out, own, group=None):
+        sent.append(own.numel())
+        return real(out, own, group=group)
+
+    with mock.patch.object(dist, "all_gather", all_gather):
+        agree(Report(items=(("one", "1"),)))
+        assert len(sent) == 1
+        error = ConfigError("long " * 2000)
+        failure, own = (error, Report.of_error(error)) if dist.get_rank() else (None, Report())
+        with pytest.raises(ConfigError if failure else AgreementError, match=r"(long ){2000}"):
+            agree(own, failure)
+        assert len(sent) == 3
+
+
+def test_one_collective_unless_a_report_is_long(pool):
+    pool.run(long_reports, world=2)

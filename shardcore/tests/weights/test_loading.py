@@ -106,35 +106,43 @@ def test_meshes(pool, tmp_path, mesh, tied):
     pool.run(equal, str(tmp_path), options, fields, world=world)
 
 
-def buffers(folder):
+def buffers(folder, reading):
     config = config_of()
     reference = WithBuffers(config)
     randomize(reference)
     with torch.no_grad():
         reference.saved.mul_(7)
+    reference.register_buffer("wide", torch.arange(4.0).view(2, 2))
     if dist.get_rank() == 0:
         write(folder, reference)
     dist.barrier()
-    # Buffers that are real keep what is not in the files; those on the meta device get it.
+    # Buffers get what is in the files, be they real or not; the others keep what they have.
     model = shardcore.on_meta(WithBuffers, config)
     assert torch.equal(model.unsaved, reference.unsaved)
     assert model.again is model.saved
     assert model.kept is model.unsaved
     assert torch.equal(model.table["scale"][0], torch.full((2,), 3.0))
-    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2)
+    wide = torch.zeros(()).expand(2, 2)
+    model.register_buffer("wide", wide)
+    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2, reading=reading)
     assert torch.equal(model.unsaved, reference.unsaved)
+    assert torch.equal(model.saved, reference.saved)  # as load_state_dict does it
+    assert torch.equal(model.wide, reference.wide)
+    assert model.again is model.saved
     with torch.device("meta"):
         model = WithBuffers(config)
     model.register_buffer("unsaved", reference.unsaved.clone(), persistent=False)
-    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2)
+    model.register_buffer("wide", torch.zeros(2, 2))
+    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2, reading=reading)
     assert torch.equal(model.saved, reference.saved)
     assert model.again is model.saved
     ids = batch(0)
     assert_close(reference(ids=ids), model(ids=ids), "output", 1e-5)
 
 
-def test_buffers(pool, tmp_path):
-    pool.run(buffers, str(tmp_path))
+@pytest.mark.parametrize("reading", ["slices", "scatter"])
+def test_buffers(pool, tmp_path, reading):
+    pool.run(buffers, str(tmp_path), reading)
 
 
 def over_values(folder):

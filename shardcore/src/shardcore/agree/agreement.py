@@ -8,13 +8,16 @@ each other everything, to name the first difference.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardcore.errors import AgreementError
+from shardcore.mesh import device_type_of
 
 __all__ = ["Report", "agree", "is_alone"]
 
@@ -47,6 +50,9 @@ _ATTRIBUTE = "Give it the same value on every rank, or set it after shard() if r
 
 # Values are shown up to this length.
 _SHOWN = 200
+
+_ROOM = 2048  # bytes for one report in the first collective: those of ranks that agree take less
+_LENGTH = 8  # bytes for the length of a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +136,26 @@ def agree(
 
 
 def _gathered(own: Report, group: ProcessGroup | None) -> list[Report]:
-    """Return the reports of all ranks, in the order of the group."""
-    gathered: list[Report | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    return [report for report in gathered if report is not None]
+    """Return the reports of all ranks, in the order of the group.
+
+    One collective, or two if a report does not fit into the room that each has in the first one.
+    """
+    told = pickle.dumps(own)
+    messages = _exchanged(told, _ROOM, group)
+    longest = max(length for length, _ in messages)
+    if longest > _ROOM:  # seen by all ranks alike
+        messages = _exchanged(told, longest, group)
+    return [pickle.loads(message[:length]) for length, message in messages]
+
+
+def _exchanged(told: bytes, room: int, group: ProcessGroup | None) -> list[tuple[int, bytes]]:
+    """Return of every rank how long its message is, and as much of it as there is ``room`` for."""
+    data = bytearray(len(told).to_bytes(_LENGTH, "big") + told[:room].ljust(room, b"\0"))
+    own = torch.frombuffer(data, dtype=torch.uint8).to(device_type_of(group))
+    everybody = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybody, own, group=group)
+    received = [bytes(message.cpu().numpy()) for message in everybody]
+    return [(int.from_bytes(message[:_LENGTH], "big"), message[_LENGTH:]) for message in received]
 
 
 def _of_another_rank(names: Sequence[int], reports: Sequence[Report]) -> str:

@@ -174,6 +174,8 @@ class ModelSharder:
         """Call the observing hooks of the packs; a policy that was given bypasses them, like all of discovery."""
         if self._registry is None:
             return
+        if not self._registry.observes(when):
+            return  # on all ranks alike: they have agreed on the packs that observe
         observe = functools.partial(self._registry.observe, when, self.model, self.plan)
         self._together(observe, changing=when == "after")
 

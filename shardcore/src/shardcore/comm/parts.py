@@ -30,7 +30,7 @@ def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
     blocks = blocks_at(spec, coordinate)
     if blocks is not None:
         return blocks
-    place = place_of(spec.shape, spec.mesh.mesh.shape, spec.placements, coordinate)
+    place = place_of(spec.shape, spec.mesh.shape, spec.placements, coordinate)
     if any(start == stop for start, stop in place):
         return []
     sizes = tuple(stop - start for start, stop in place)
@@ -65,7 +65,7 @@ def part_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the local tensor at ``coordinate``."""
     blocks = blocks_of(spec, coordinate)
     if not blocks:
-        place = place_of(spec.shape, spec.mesh.mesh.shape, spec.placements, coordinate)
+        place = place_of(spec.shape, spec.mesh.shape, spec.placements, coordinate)
         return tuple(stop - start for start, stop in place)
     return tuple(max(block.in_local[dim].stop for block in blocks) for dim in range(len(spec.shape)))
 

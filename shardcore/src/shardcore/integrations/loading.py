@@ -27,12 +27,13 @@ from shardcore.apply.launch import start_process_group
 from shardcore.config import ShardConfig
 from shardcore.config.shard_config import SHORT_NAMES
 from shardcore.errors import ConfigError
-from shardcore.former import failing_together, shard
+from shardcore.former import failing_together, shard_new
 from shardcore.integrations import _private
 from shardcore.policy import Policy
 from shardcore.weights.emptying import emptied
 from shardcore.weights.files import Files
 from shardcore.weights.lazy import LazyTensor, recording
+from shardcore.weights.reading import Reading
 from shardcore.weights.recipes import Source, slices
 from shardcore.weights.weights import Weights
 
@@ -75,6 +76,7 @@ def from_pretrained(
     policy: Policy | type[Policy] | None = None,
     wrap: bool = True,
     seed: int = 0,
+    reading: Reading = "auto",
     **options: Any,
 ) -> Any:
     """Load a checkpoint of transformers into a sharded model; each rank reads the parts that it keeps.
@@ -97,6 +99,7 @@ def from_pretrained(
         wrap: as of `shardcore.shard`.
         seed: of parameters that no file holds (a new head): initialised as the native class does, with the same values
             on every mesh.
+        reading: as of `shardcore.shard`.
         **options: fields of `ShardConfig` (``tp``, ``dp``, ...) and options of the native ``from_pretrained``:
             ``config``, ``dtype``, ``attn_implementation``, ``key_mapping``, ``ignore_mismatched_sizes``,
             ``output_loading_info``, ``variant``, ``subfolder``, ``revision``, ``token``, ... and attributes of the
@@ -116,7 +119,7 @@ def from_pretrained(
         start_process_group(ShardConfig.of(shard_config, **sharding))  # one rank speaks for all from here on
         wants_info = bool(options.pop("output_loading_info", False))
         model, weights, info = load_empty(model_class, path, *model_args, seed=seed, **options)
-    model = shard(model, shard_config, policy=policy, wrap=wrap, weights=weights, **sharding)
+    model = shard_new(model, shard_config, policy=policy, wrap=wrap, weights=weights, reading=reading, **sharding)
     return (model, info) if wants_info else model
 
 

@@ -198,6 +198,10 @@ class Registry:
                     f"pack, or leave the pack out with SHARDCORE_DISABLE_PACKS={_switch(pack)}"
                 ) from error
 
+    def observes(self, when: Literal["before", "after"]) -> bool:
+        """Tell whether `observe` calls anything; the same on ranks that have the same `active` packs."""
+        return any(f"shardcore_{when}_shard" in pack.observers for pack in self.packs)
+
     @property
     def active(self) -> tuple[Pack, ...]:
         """The packs that take part whatever model is sharded: those that observe or bring modules."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +11,20 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import blocks_of
 from shardcore.weights.boxes import Reader
-from shardcore.weights.recipes import Box, Recipe, whole_box
+from shardcore.weights.recipes import Recipe, reads_files, whole_box
+from shardcore.weights.scattering import Need, Place, Slices
 
-__all__ = ["fill", "part_bytes"]
-
-#: What returns a box of the tensor of a recipe.
-Read = Callable[[Recipe, Box], Tensor]
+__all__ = ["fill", "needs_of", "part_bytes"]
 
 
 def fill(
-    model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device, done: Callable[[int], None] | None = None
+    model: nn.Module,
+    recipes: Mapping[str, Recipe],
+    device: torch.device,
+    done: Callable[[int], None] | None = None,
+    way: Slices | None = None,
 ) -> None:
-    """Give every parameter and meta buffer of ``model`` the values of its recipe.
+    """Give every parameter and buffer of ``model`` the values of its recipe.
 
     One tensor after the other: beside the parts that the model keeps there is never more than what the part of one
     tensor is made from. Parameters stay the objects that they are, for optimizers and FSDP2. What has no recipe keeps
@@ -34,14 +35,16 @@ def fill(
         recipes: by the names of parameters and buffers.
         device: where what is on the meta device goes.
         done: called after each parameter with the bytes of its part.
+        way: how the values come here; this rank reads them itself if not given.
     """
-    with torch.no_grad():
+    way = way or Slices()
+    with torch.no_grad(), way:
         for name, parameter in model.named_parameters():
             if name in recipes:
-                _fill_parameter(parameter, recipes[name], device)
+                _fill_parameter(parameter, recipes[name], device, way)
                 if done is not None:
                     done(local_tensor(parameter).nbytes)
-        _fill_buffers(model, recipes, device)
+        _fill_buffers(model, recipes, device, way)
     # FSDP2 keeps views of the parts it had; this makes it look at the parameters again.
     model._apply(lambda tensor: tensor)
 
@@ -51,27 +54,40 @@ def part_bytes(model: nn.Module) -> int:
     return sum(local_tensor(parameter).nbytes for parameter in model.parameters())
 
 
-def _fill_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device) -> None:
+def needs_of(model: nn.Module, recipes: Mapping[str, Recipe]) -> list[Need]:
+    """Return what `fill` gives this rank of the tensors that are read from files, in its order."""
+    tensors: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if name in recipes]
+    tensors += [(name, buffer) for name, buffer in model.named_buffers() if name in recipes]
+    return [
+        Need(name, tensor.dtype, tuple(sorted(box for box, _ in _places(tensor))))
+        for name, tensor in tensors
+        if reads_files(recipes[name])
+    ]
+
+
+def _fill_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device, way: Slices) -> None:
     local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
     if not local.is_meta:
-        _read_part(parameter, local, recipe)
+        way.write(recipe, list(_places(parameter)), local)
         return
-    new = nn.Parameter(_as(parameter, _part(parameter, local, recipe, device)), requires_grad=parameter.requires_grad)
+    new = nn.Parameter(
+        _as(parameter, _part(parameter, local, recipe, device, way)), requires_grad=parameter.requires_grad
+    )
     new.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, new)
 
 
-def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device) -> Tensor:
+def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device, way: Slices) -> Tensor:
     """Return this rank's part of a tensor that lies as ``like`` does, in the form of ``local``."""
-    boxes = list(_boxes(like))
-    if device.type == "cpu" and len(boxes) == 1:
+    places = list(_places(like))
+    if way.keeps_mapped and device.type == "cpu" and len(places) == 1:
         reader = Reader()
-        part = reader.read(recipe, boxes[0][1])
+        part = reader.read(recipe, places[0][0])
         # What lies in the file as it is needed stays there; that is what transformers does too.
         if part.dtype == local.dtype and part.shape == local.shape and reader.keeps(part):
             return _by_itself(part)
     new = torch.empty(local.shape, dtype=local.dtype, device=device)
-    _read_part(like, new, recipe)
+    way.write(recipe, places, new)
     return new
 
 
@@ -94,38 +110,39 @@ def _as(like: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def _read_part(like: Tensor, local: Tensor, recipe: Recipe) -> None:
-    """Write this rank's part of a tensor that lies as ``like`` does to ``local``."""
-    reader = Reader()
-    for place, box in _boxes(like):
-        local[place].copy_(reader.read(recipe, box))
-
-
-def _boxes(like: Tensor) -> Iterator[tuple[Any, Box]]:
-    """Yield the boxes of a tensor that this rank holds, each with its place in the local tensor."""
+def _places(like: Tensor) -> Iterator[Place]:
+    """Yield the boxes of a tensor that this rank holds, none of them empty, with their places in the local tensor."""
     if not isinstance(like, DTensor):
-        yield (...,), whole_box(like.shape)
+        if like.numel():
+            yield whole_box(like.shape), (...,)
         return
     spec = spec_of(like)
     for block in blocks_of(spec, spec.mesh.get_coordinate() or ()):
         box = tuple((at, at + size) for at, size in zip(block.offsets, block.sizes, strict=True))
-        yield block.in_local, box
+        yield box, block.in_local
 
 
-def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device) -> None:
+def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device, way: Slices) -> None:
     new: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that no id is used twice
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             recipe = recipes.get(f"{path}.{name}" if path else name)
-            if buffer is None or recipe is None or not buffer.is_meta:
+            if buffer is None or recipe is None:
                 continue
             if id(buffer) not in new:
-                local = local_tensor(buffer) if isinstance(buffer, DTensor) else buffer
-                real = torch.empty(local.shape, dtype=local.dtype, device=device)
-                _read_part(buffer, real, recipe)
-                new[id(buffer)] = buffer, _as(buffer, real)
+                new[id(buffer)] = buffer, _filled(buffer, recipe, device, way)
             module._buffers[name] = new[id(buffer)][1]
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and id(value) in new:
                 module.__dict__[name] = new[id(value)][1]  # a second reference to a buffer, kept as an attribute
+
+
+def _filled(buffer: Tensor, recipe: Recipe, device: torch.device, way: Slices) -> Tensor:
+    """Return ``buffer`` with the values of ``recipe``: itself, but for one without memory, or of less than its size."""
+    local = local_tensor(buffer)
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
+    own = not local.is_meta and not expanded
+    real = local if own else torch.empty(local.shape, dtype=local.dtype, device=device)
+    way.write(recipe, list(_places(buffer)), real)
+    return buffer if own else _as(buffer, real)

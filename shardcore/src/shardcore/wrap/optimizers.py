@@ -56,8 +56,15 @@ def repoint(optimizer: Optimizer, names: dict[int, str], parameters: dict[str, n
         group["params"][:] = [parameters[names[id(p)]] for p in group["params"]]
 
 
-def warn_of_stale_optimizers(names: dict[int, str], stacklevel: int) -> None:
-    """Warn of every optimizer that still holds one of the old parameters, ``names`` by identity."""
+def warn_of_stale_optimizers(names: dict[int, str], model: nn.Module, stacklevel: int) -> None:
+    """Warn of every optimizer that still holds one of the old parameters, ``names`` by identity.
+
+    What an optimizer holds is alive, so that no parameter that ``model`` has now can be in its place.
+    """
+    now = {id(parameter) for parameter in model.parameters()}
+    names = {key: name for key, name in names.items() if key not in now}
+    if not names:
+        return
     kinds = _subclasses(Optimizer)
     # An object refers to its class, and the collector finds that faster than we could look through all objects.
     for candidate in gc.get_referrers(*kinds):

@@ -14,7 +14,7 @@ from shardcore.mesh import ShardContext
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 from shardcore.wrap.data_parallel import apply_data_parallel, unwrappable
-from shardcore.wrap.optimizers import check_optimizer, repoint, warn_of_stale_optimizers
+from shardcore.wrap.optimizers import check_optimizer, repoint
 
 __all__ = ["Wrapping"]
 
@@ -64,8 +64,6 @@ class Wrapping:
         wraps = self._wrap and context.mesh.size() > context.size
         if wraps or self._optimizer is not None:
             together(functools.partial(self._change, context, stages))
-        if self._optimizer is None and (wraps or context.size > 1):
-            warn_of_stale_optimizers(self._names, stacklevel=3)  # where `shardcore.shard` was called
 
     def _change(self, context: ShardContext, stages: Stages | None) -> None:
         if self._wrap:
