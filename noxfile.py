@@ -251,3 +251,10 @@ def demo(session: nox.Session) -> None:
     session.install(TORCH)
     session.install(*NEWEST.pins, str(CORE), *(str(pack.folder) for pack in PACKS if pack.name == "shard-llama"))
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)
+
+
+@nox.session(venv_backend="none", default=False)
+def resume(session: nox.Session) -> None:
+    """Kill a fine-tuning at random, let it go on, on two meshes, and compare the curves: nox -s resume -- --seed 1."""
+    python = with_every_library(session)
+    session.run(str(python), str(ROOT / "tools" / "resume.py"), *session.posargs, env=ENV, external=True)

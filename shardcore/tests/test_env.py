@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*TORCHRUN, "SHARDCORE_PACKS", "SHARDCORE_DISABLE_PACKS", "SHARDCORE_STRICT"):
+    slurm = [name for name in os.environ if name.startswith("SLURM_")]
+    for variable in (*TORCHRUN, *slurm, "SHARDCORE_PACKS", "SHARDCORE_DISABLE_PACKS", "SHARDCORE_STRICT"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -55,7 +57,7 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in zip(TORCHRUN, ("3", "4", "1", "node-0", "29500"), strict=True):
         monkeypatch.setenv(variable, value)
     assert _env.torchrun() == _env.TorchrunEnv(
-        rank=3, world_size=4, local_rank=1, master_addr="node-0", master_port=29500
+        rank=3, world_size=4, local_rank=1, master_addr="node-0", master_port=29500, exported=True
     )
 
 

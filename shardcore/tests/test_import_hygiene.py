@@ -92,7 +92,7 @@ ROOMS = {
     "agree": {"plan", "mesh", "errors"},
     "apply": {"plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
     "weights": {"comm", "mesh", "errors", "_progress", "_private", "_torch"},
-    "checkpoint": {"agree", "comm", "mesh", "errors", "_private", "_progress"},
+    "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
     "wrap": {"agree", "policy", "plan", "nn", "comm", "mesh", "errors"},
 }
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         Policy,
         SubModuleReplacementDescription,
     )
+    from shardcore.preemption import Preemption
     from shardcore.random import get_rng_state, manual_seed, set_rng_state
 
 __version__ = "0.1.0"
@@ -80,6 +81,7 @@ __all__ = [
     "PlanError",
     "Policy",
     "PolicySpec",
+    "Preemption",
     "ProcessGroupManager",
     "Registry",
     "RegistryError",
@@ -138,6 +140,7 @@ _HOME = {
     "PlanError": "shardcore.errors",
     "Policy": "shardcore.policy",
     "PolicySpec": "shardcore.hooks",
+    "Preemption": "shardcore.preemption",
     "ProcessGroupManager": "shardcore.mesh",
     "Registry": "shardcore.plugins.registry",
     "RegistryError": "shardcore.errors",

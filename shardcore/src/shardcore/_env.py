@@ -6,7 +6,10 @@
 | `SHARDCORE_DISABLE_PACKS` | `disabled_packs` | packs that may not load, a comma list |
 | `SHARDCORE_STRICT` | `strict` | `1`: a warning about a pack is an error; `0` (the default): it is not |
 | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` | `torchrun` | what torchrun tells its workers |
+| `TORCHELASTIC_USE_AGENT_STORE` | `torchrun` | whether torchrun keeps one store for all restarts |
 | `OMPI_COMM_WORLD_LOCAL_RANK`, `MPI_LOCALRANKID`, `SLURM_LOCALID` | `torchrun` | what mpirun and srun say |
+| `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_NTASKS`, `ENVIRONMENT` | `torchrun` | the ranks of a job step of srun |
+| `SLURM_STEP_NODELIST`, `SLURM_JOB_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` | `torchrun` | where they meet |
 | `CXX` | `compilers` | the C++ compiler that torch.compile runs on the CPU |
 
 Every reader looks at the environment when it is called; nothing is remembered. This module imports no torch.
@@ -15,6 +18,7 @@ Every reader looks at the environment when it is called; nothing is remembered. 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
@@ -32,7 +36,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunEnv:
-    """What torchrun (or whoever sets the same variables) says about this process.
+    """What torchrun, or whoever sets the same variables, or srun says about this process.
 
     Attributes:
         rank: the number of this process among all, from 0.
@@ -40,6 +44,8 @@ class TorchrunEnv:
         local_rank: the number of this process on its machine, from 0; None if not given.
         master_addr: the host at which the processes meet; None if not given.
         master_port: the port at which the processes meet; None if not given.
+        exported: whether torch itself finds all of this, but the local rank, in the environment.
+        restarts_in_place: whether the processes meet where those before a restart have met.
     """
 
     rank: int
@@ -47,6 +53,8 @@ class TorchrunEnv:
     local_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    exported: bool = False
+    restarts_in_place: bool = False
 
 
 def packs() -> frozenset[str] | None:
@@ -68,20 +76,58 @@ def strict() -> bool:
 
 
 def torchrun() -> TorchrunEnv | None:
-    """Return what torchrun says about this process, or None if `RANK` or `WORLD_SIZE` is missing."""
-    world_size = _integer("WORLD_SIZE", 1)
-    rank = _integer("RANK", 0)
+    """Return what torchrun or srun says about this process, or None if it was started by neither."""
+    rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
+    if rank is None or world_size is None:
+        task, tasks = _slurm_task()
+        rank, world_size = task if rank is None else rank, tasks if world_size is None else world_size
     if rank is None or world_size is None:
         return None
     if rank >= world_size:
         raise ConfigError(f"RANK is {rank}, but WORLD_SIZE is {world_size}; valid ranks: 0 to {world_size - 1}")
+    address, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT", 0, 65535)
     return TorchrunEnv(
         rank=rank,
         world_size=world_size,
         local_rank=_local_rank(rank),
-        master_addr=os.environ.get("MASTER_ADDR"),
-        master_port=_integer("MASTER_PORT", 0, 65535),
+        master_addr=_first_host() if address is None else address,
+        master_port=_port_of_job() if port is None else port,
+        exported=all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+        restarts_in_place=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _slurm_task() -> tuple[int | None, int | None]:
+    """Return this process's number in a job step of srun and the number of its processes, or None for both.
+
+    In a batch script, which is one process, SLURM sets the number of tasks that srun would start.
+    """
+    task, tasks = _integer("SLURM_PROCID", 0), _integer("SLURM_STEP_NUM_TASKS", 1)
+    if tasks is None and os.environ.get("ENVIRONMENT") != "BATCH":
+        tasks = _integer("SLURM_NTASKS", 1)
+    return (None, None) if task is None or tasks is None else (task, tasks)
+
+
+def _first_host() -> str | None:
+    """Return the first host of the job step, on which srun puts its first process; None outside of SLURM."""
+    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not hosts:
+        return None
+    # Ranges are in brackets, several at times: gpu[001-004,7]-ib,login.
+    match = re.match(r"(?:[^\[\],]|\[\d+[-,\d]*\])+", hosts)
+    if match is None:
+        raise ConfigError(
+            f"the list of hosts {hosts!r} (SLURM_STEP_NODELIST or SLURM_JOB_NODELIST) could not be read; export "
+            "MASTER_ADDR, the name of the host on which rank 0 runs"
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+
+
+def _port_of_job() -> int | None:
+    """Return a port that belongs to this job step as far as ports of jobs differ; None outside of SLURM."""
+    job, step = _integer("SLURM_JOB_ID", 0), _integer("SLURM_STEP_ID", 0)
+    # Below those that systems hand out by themselves.
+    return None if job is None else 20000 + (job + 7 * (step or 0)) % 10000
 
 
 def _local_rank(rank: int) -> int | None:

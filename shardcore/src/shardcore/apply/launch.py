@@ -1,14 +1,16 @@
-"""Starting the default process group from what torchrun says."""
+"""Starting the default process group from what torchrun or srun says."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardcore._env import TorchrunEnv, torchrun
+from shardcore.apply.restarts import store_of
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import accelerator
@@ -17,11 +19,14 @@ __all__ = ["device_index", "launch_from_torch", "start_process_group", "world_si
 
 
 def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
-    """Start the default process group from torchrun's variables and seed the generators, as a script's first call.
+    """Start the default process group from torchrun's or srun's variables and seed the generators, at a script's start.
 
     ```python
     shardcore.launch_from_torch()      # under: torchrun --nproc-per-node 2 train.py
     ```
+
+    Under ``srun``, which sets none of torch's variables, ranks are its processes; they meet on the first host of the
+    job step, at a port that follows from the job's number, unless ``MASTER_ADDR`` and ``MASTER_PORT`` say otherwise.
 
     `shardcore.shard` starts the process group by itself; this is for scripts that need it before, and for those that
     come from ColossalAI, whose function of the same name it follows. A process group that runs already is kept.
@@ -31,13 +36,13 @@ def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
         seed: given to the generators of Python, numpy and torch, the same on every rank.
 
     Raises:
-        ConfigError: the process was not started by torchrun.
+        ConfigError: the process was started neither by torchrun nor by srun, or nothing says where ranks meet.
     """
     if not dist.is_initialized():
         if torchrun() is None:
             raise ConfigError(
                 "launch_from_torch() did not find both RANK and WORLD_SIZE in the environment; start the script with: "
-                "torchrun --nproc-per-node 2 your_script.py"
+                "torchrun --nproc-per-node 2 your_script.py (or with srun)"
             )
         _start(backend)
     random.seed(seed)
@@ -49,7 +54,8 @@ def start_process_group(config: ShardConfig) -> None:
     """Start the default process group for ``config``, unless it runs already or there is only one rank.
 
     Raises:
-        ConfigError: several ranks are wanted and there is neither a process group nor torchrun.
+        ConfigError: several ranks are wanted and there is neither a process group nor torchrun or srun, or nothing says
+            where ranks meet.
     """
     if dist.is_initialized():
         return
@@ -76,12 +82,50 @@ def _start(backend: str | None) -> None:
     kind = accelerator()
     own = dist.get_default_backend_for_device(kind) if kind else "gloo"
     backend = backend or own
+    meeting = {} if env is None else _meeting(env)
     if kind and own in backend and env is not None:
         device = torch.get_device_module(kind)
         device.set_device(device_index(env, device.device_count()))
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, **meeting)
+
+
+def _meeting(env: TorchrunEnv) -> dict[str, Any]:
+    """Return what torch does not find in the environment by itself: who this is, and where ranks meet.
+
+    Raises:
+        ConfigError: nothing says where.
+        MissingRanksError: ranks of torchrun did not all come.
+    """
+    if env.exported and env.restarts_in_place:
+        return {"store": store_of(env), "rank": env.rank, "world_size": env.world_size}
+    if env.exported:
+        return {}
+    missing = [
+        name for name, value in (("MASTER_ADDR", env.master_addr), ("MASTER_PORT", env.master_port)) if value is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"this is rank {env.rank} of {env.world_size}, and nothing says where the ranks meet; export "
+            f"{' and '.join(missing)}: the host of rank 0, and a port that is free there, the same for all ranks. "
+            "torchrun does that by itself"
+        )
+    host = f"[{env.master_addr}]" if ":" in str(env.master_addr) else env.master_addr
+    return {"init_method": f"tcp://{host}:{env.master_port}", "rank": env.rank, "world_size": env.world_size}
 
 
 def device_index(env: TorchrunEnv, devices: int) -> int:
-    """Return this process's device on its machine; without LOCAL_RANK, ranks fill machine after machine."""
-    return env.rank % max(devices, 1) if env.local_rank is None else env.local_rank
+    """Return this process's device on its machine; without LOCAL_RANK, ranks fill machine after machine.
+
+    Raises:
+        ConfigError: the machine has fewer devices than processes.
+    """
+    if devices <= 1:
+        return 0  # of one's own: launchers can show each process its device alone
+    if env.local_rank is None:
+        return env.rank % devices
+    if env.local_rank >= devices:
+        raise ConfigError(
+            f"rank {env.rank} is process {env.local_rank} of its machine, counted from 0, and sees {devices} devices; "
+            "start as many processes on each machine as it has devices"
+        )
+    return env.local_rank

@@ -28,6 +28,7 @@ from shardcore._progress import Progress
 from shardcore.agree.fingerprint import checksum
 from shardcore.checkpoint import folders
 from shardcore.checkpoint.chunks import Writing, metadata_of, own_parts
+from shardcore.checkpoint.describing import described
 from shardcore.checkpoint.generators import generators_of
 from shardcore.checkpoint.ranks import Item, Ranks
 from shardcore.checkpoint.state import ModelState, OptimizerState
@@ -219,10 +220,13 @@ class _Snapshot:
             held = OptimizerState.of(optimizer, model)
             tensors |= {f"optimizer.state.{name}": tensor for name, tensor in held.tensors.items()}
             kept = {"kinds": held.kinds, "groups": held.groups}
+        aliases = {f"model.{name}": f"model.{of}" for name, of in state.aliases.items()}
         context = context_of(model)
         axes = {} if context is None else dataclasses.asdict(context.sizes)
         index = {
             "torch": torch.__version__,
+            "about": described(model),
+            "aliases": aliases,
             "world": len(ranks.ranks),
             "axes": {name: size for name, size in axes.items() if size > 1},
             "extra": encoded(extra, "extra") if ranks.is_first else None,
@@ -235,7 +239,6 @@ class _Snapshot:
             "generators": encoded(generators_of(model), "the generators"),
             "loader": None if loader is None else encoded(_state_dict("loader", loader), "loader"),
         }
-        aliases = {f"model.{name}": f"model.{of}" for name, of in state.aliases.items()}
         return cls(tensors=tensors, aliases=aliases, index=index, own=own)
 
     def items(self, arguments: Mapping[str, Any]) -> Iterator[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from shardcore.errors import NotSupportedError
 from shardcore.integrations._placing import Staging
@@ -66,7 +67,7 @@ class Call:
         arguments["save_directory"] = str(staging.rest)
         if arguments["push_to_hub"]:
             arguments.setdefault("repo_id", self.arguments["save_directory"].split(os.path.sep)[-1])
-        with _alone(self.model, staging):
+        with _alone(self.model, staging), contextlib.nullcontext() if state_dict else _silence():
             self.function(**arguments)
         if staging.rest.exists() and not any(staging.rest.iterdir()):
             raise NotSupportedError(
@@ -74,6 +75,18 @@ class Call:
                 "install a release of the range that shardcore was tested with (shardcore doctor)"
             )
         staging.place()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Show no progress of weights, of which transformers has none to write."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from shardcore.integrations._gathering import Transport
 from shardcore.integrations._native import Call
 from shardcore.mesh import ShardContext
 
-__all__ = ["save_pretrained"]
+__all__ = ["Plan", "entries_saved", "save_pretrained"]
 
 
 def save_pretrained(
@@ -70,7 +70,7 @@ def save_pretrained(
         return
     plan, failure = None, None
     try:
-        plan = _Plan.of(model, call)
+        plan = Plan.of(model, call)
     except Exception as error:  # told to the others, and raised by _writer
         failure = error
     meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure))
@@ -79,7 +79,7 @@ def save_pretrained(
     _carry_out(call, plan, meeting, writer)
 
 
-def _carry_out(call: Call, plan: _Plan, meeting: Meeting, writer: int) -> None:
+def _carry_out(call: Call, plan: Plan, meeting: Meeting, writer: int) -> None:
     """Write on the writer, and on the others send it what it lacks; returns when all is written."""
     transport = Transport(plan.tensors, writer, () if plan.whole else list(plan.files.values()))
     if dist.get_rank() == writer:
@@ -93,7 +93,7 @@ def _carry_out(call: Call, plan: _Plan, meeting: Meeting, writer: int) -> None:
         meeting.follow(writer)
 
 
-def _report(arguments: Mapping[str, Any], plan: _Plan | None, failure: Exception | None) -> dict[str, Any]:
+def _report(arguments: Mapping[str, Any], plan: Plan | None, failure: Exception | None) -> dict[str, Any]:
     return {
         "error": None if failure is None else f"{type(failure).__name__}: {failure}",
         "main": bool(arguments["is_main_process"]),
@@ -131,7 +131,7 @@ def _writer(reports: Mapping[int, Mapping[str, Any]], failure: Exception | None)
     return writers[0]
 
 
-def _write(call: Call, plan: _Plan, transport: Transport, meeting: Meeting) -> None:
+def _write(call: Call, plan: Plan, transport: Transport, meeting: Meeting) -> None:
     if plan.whole:
         (names,) = plan.files.values()
         _write_whole(call, transport.gather(names, meeting.proceed))
@@ -157,7 +157,7 @@ def _write_whole(call: Call, state: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class Plan:
     """What is saved, and in which files; the same on every rank.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Plan:
     whole: bool
 
     @classmethod
-    def of(cls, model: nn.Module, call: Call) -> _Plan:
+    def of(cls, model: nn.Module, call: Call) -> Self:
         """Plan a save of the model's state, or of the ``state_dict`` that the caller gave."""
         arguments = {**call.extra, **call.arguments}
         _refuse(model, arguments)
@@ -183,16 +183,20 @@ class _Plan:
         check_parts(state)
         aliases = _aliases(model, state)
         tensors = {name: value for name, value in state.items() if name not in aliases}
-        whole = _needs_whole(model, tensors, arguments)
-        files, size = {"": list(tensors)}, 0
-        if not whole:
-            split = split_torch_state_dict_into_shards(
-                _on_meta(tensors),
-                filename_pattern=call.names[0].replace(".safetensors", "{suffix}.safetensors"),
-                max_shard_size=arguments["max_shard_size"],
-            )
-            files, size = split.filename_to_tensors, split.metadata["total_size"]
-        return cls(tensors=tensors, files=files, size=size, whole=whole)
+        if _needs_whole(model, tensors, arguments):
+            return cls(tensors=tensors, files={"": list(tensors)}, size=0, whole=True)
+        return cls.of_files(call, tensors)
+
+    @classmethod
+    def of_files(cls, call: Call, tensors: Mapping[str, Tensor]) -> Self:
+        """Plan a save of ``tensors``, which may be on meta, under the names that they have here."""
+        split = split_torch_state_dict_into_shards(
+            _on_meta(tensors),
+            filename_pattern=call.names[0].replace(".safetensors", "{suffix}.safetensors"),
+            max_shard_size={**call.extra, **call.arguments}["max_shard_size"],
+        )
+        size = split.metadata["total_size"]
+        return cls(tensors=dict(tensors), files=split.filename_to_tensors, size=size, whole=False)
 
     @property
     def digest(self) -> str:
@@ -264,18 +268,46 @@ def _needs_whole(model: Any, tensors: Mapping[str, Any], arguments: Mapping[str,
     return getattr(model, "_hf_peft_config_loaded", False) or _converts(model, _on_meta(tensors), arguments)
 
 
+def entries_saved(model: Any, meta: Mapping[str, Tensor]) -> dict[str, str] | None:
+    """Return the names under which transformers saves ``model``, each with the name of that tensor in the model.
+
+    Args:
+        model: the unsharded model, which may be on meta.
+        meta: its state dict on meta, tied tensors as one object.
+
+    Returns:
+        None if an entry is computed from tensors of the model, not one of them.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = {name: tensor for name, tensor in meta.items() if name not in ignored}
+    aliases = _aliases(model, state)
+    tensors = {name: tensor for name, tensor in state.items() if name not in aliases}
+    saved = _reverted(model, tensors)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    if saved is None or len(names) < len(tensors) or any(id(tensor) not in names for tensor in saved.values()):
+        return None
+    return {name: names[id(tensor)] for name, tensor in saved.items()}
+
+
 def _converts(model: Any, meta: dict[str, Tensor], arguments: Mapping[str, Any]) -> bool:
     """Tell whether transformers saves other entries than the model has (renamed, merged or split ones)."""
+    if not arguments.get("save_original_format", True):
+        return False
+    reverted = _reverted(model, meta)
+    return reverted is None or set(reverted) != set(meta) or any(reverted[name] is not t for name, t in meta.items())
+
+
+def _reverted(model: Any, meta: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Return what transformers makes of a state dict when it saves; None if that cannot be known without values."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4
         if getattr(model, "_checkpoint_conversion_mapping", None):
-            return True
-        return set(model._fix_state_dict_keys_on_save(dict(meta))) != set(meta)
-    if not arguments.get("save_original_format", True):
-        return False
+            return None
+        fixed: dict[str, Any] = model._fix_state_dict_keys_on_save(dict(meta))
+        return fixed
     try:
-        reverted = revert_weight_conversion(model, dict(meta))
+        reverted: dict[str, Any] = revert_weight_conversion(model, dict(meta))
     except Exception:  # an operation that wants values
-        return True
-    return set(reverted) != set(meta) or any(reverted[name] is not tensor for name, tensor in meta.items())
+        return None
+    return reverted

@@ -1,0 +1,239 @@
+"""Teach a pretrained Llama to tell which package of Python's library a docstring comes from.
+
+    torchrun --standalone --nproc-per-node 2 examples/finetune.py --model runs/pretrain/model --tp 2
+
+The weights are those of a standard checkpoint of a model on bytes, such as `examples/pretrain.py` leaves; the head that
+it lacks is initialised as transformers does it. The texts are those of the installed Python: nothing is downloaded.
+Started again it goes on from the newest checkpoint below --output, on another number of ranks too. On SIGTERM it saves
+and ends. `examples/README.md` has the lines for several hosts and for SLURM.
+"""
+
+from __future__ import annotations
+
+import ast
+import signal
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from _settings import option, read
+from _training import (
+    Log,
+    adamw,
+    computing_in,
+    endlessly,
+    leave,
+    mean_over_ranks,
+    memory,
+    resume,
+    say,
+    warm_up_then_cosine,
+    whole,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaForSequenceClassification
+
+import shardcore
+from shardcore import ShardConfig, ShardFormer
+
+PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
+PADDING = 0  # a byte that no text has
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be set on the command line and in a file."""
+
+    model: str = option("runs/pretrain/model", "folder of a standard checkpoint of a model on bytes")
+    output: str = option("runs/finetune", "folder of checkpoints, the log and the trained model")
+    length: int = option(96, "bytes of a docstring that are looked at")
+    dropout: float = option(0.1, "of attention weights")
+    # The ranks: each model over --tp of them, as many replicas as the others make.
+    tp: int = option(1, "tensor-parallel ranks; has to divide the number of all ranks")
+    # The training.
+    steps: int = option(300, "optimizer steps")
+    batch: int = option(32, "docstrings in a step, over all replicas")
+    micro_batch: int = option(16, "docstrings at a time on a rank; the rest of its share is accumulated")
+    lr: float = option(5e-4, "peak of the learning rate")
+    warm_up: int = option(30, "steps until the peak")
+    weight_decay: float = option(0.05, "of matrices")
+    clip: float = option(1.0, "largest norm of the gradient")
+    precision: str = option("float32", "float32, float64, or bfloat16: float32 weights, computed with in bfloat16")
+    seed: int = option(0, "of the head, of dropout and of the order of the data")
+    # What is seen of it, and what stays.
+    log_every: int = option(10, "steps between two lines of the log")
+    evaluate_every: int = option(50, "steps between two evaluations")
+    save_every: int = option(50, "steps between two checkpoints")
+    keep: int = option(2, "checkpoints that are kept")
+
+
+# --- data ---
+
+
+def docstrings() -> Iterator[tuple[str, int]]:
+    """Yield the docstrings of each package of `PACKAGES`, with its number."""
+    library = Path(sysconfig.get_path("stdlib"))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for label, package in enumerate(PACKAGES):
+        for file in sorted((library / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                text = ast.get_docstring(node) if isinstance(node, kinds) else None
+                if text is not None and len(text) > 20:
+                    yield " ".join(text.split()), label
+
+
+class Docstrings(Dataset[dict[str, Tensor]]):
+    """Docstrings as padded bytes, every tenth of them for evaluation."""
+
+    def __init__(self, length: int, *, held_out: bool) -> None:
+        texts = dict.fromkeys(docstrings())  # each once
+        self.length = length
+        self.examples = [text for place, text in enumerate(texts) if (place % 10 == 0) == held_out]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        text, label = self.examples[index]
+        ids = text.encode()[: self.length]  # a tokenizer's place
+        padded = torch.tensor([*ids, *[PADDING] * (self.length - len(ids))])
+        return {"input_ids": padded, "attention_mask": (padded != PADDING).long(), "labels": torch.tensor(label)}
+
+
+# --- the model and its steps ---
+
+
+def build(settings: Settings, former: ShardFormer) -> nn.Module:
+    """Return the sharded model with the pretrained weights, each rank its part, and a head that is new."""
+    model = shardcore.from_pretrained(
+        LlamaForSequenceClassification,
+        settings.model,
+        shard_config=former.shard_config,
+        seed=settings.seed,  # of the head
+        num_labels=len(PACKAGES),
+        pad_token_id=PADDING,
+        attention_dropout=settings.dropout,
+        dtype=torch.float64 if settings.precision == "float64" else torch.float32,
+    )
+    shardcore.manual_seed(model, settings.seed)  # of dropout
+    return model.train()
+
+
+def learn(
+    model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor], settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Take one step; return the mean loss of this replica's share of the batch, and the norm of the gradient."""
+    rows = len(batch["labels"])
+    starts = range(0, rows, settings.micro_batch)
+    total = torch.zeros((), device=batch["labels"].device)
+    for start in starts:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(start == starts[-1])  # the replicas need only the sum
+        part = {name: values[start : start + settings.micro_batch] for name, values in batch.items()}
+        with computing_in(settings.precision, total.device):
+            loss = model(**part).loss * len(part["labels"]) / rows
+        loss.backward()
+        total = total + loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: DataLoader[dict[str, Tensor]], settings: Settings, device: torch.device
+) -> float:
+    """Return the share of docstrings, none of them learnt from, of which the package is found."""
+    model.eval()
+    right, count = torch.zeros((), device=device), 0
+    for batch in loader:
+        labels = batch.pop("labels").to(device)
+        with computing_in(settings.precision, device):
+            logits = model(**{name: values.to(device) for name, values in batch.items()}).logits
+        right = right + (logits.argmax(-1) == labels).sum()
+        count += len(labels)
+    model.train()
+    return mean_over_ranks(right, count)
+
+
+# --- the training ---
+
+
+def main() -> None:
+    """Train until all steps are taken, or until the job is told to stop."""
+    settings = read(Settings, __doc__)
+    output = Path(settings.output)
+    checkpoints, trained = output / "checkpoints", output / "model"
+
+    # 1. The ranks, the model on them, and the data of each replica.
+    former = ShardFormer(ShardConfig(tensor_parallel_size=settings.tp))
+    replicas = former.init_distributed().size("dp")
+    if settings.batch % replicas:
+        raise SystemExit(f"--batch {settings.batch} does not divide by {replicas} replicas")
+    model = build(settings, former)
+    device = next(model.parameters()).device
+    share = settings.batch // replicas
+    data = Docstrings(settings.length, held_out=False)
+    loader = former.shard_dataset(data, batch_size=share, shuffle=True, seed=settings.seed, drop_last=True)
+    held_out = former.shard_dataset(Docstrings(settings.length, held_out=True), batch_size=share)
+
+    # 2. The optimizer, made after the model is sharded, and the schedule.
+    optimizer = adamw(model, settings.lr, settings.weight_decay)
+    schedule = warm_up_then_cosine(optimizer, settings.warm_up, settings.steps)
+
+    # 3. Where an earlier run of this job was: weights, optimizer, schedule, random numbers, position in the data.
+    step = resume(checkpoints, model, optimizer, schedule=schedule, loader=loader)
+    say(f"{len(data):,} docstrings, {replicas} replicas x tp {settings.tp}, from step {step}")
+
+    # 4. The steps.
+    log, batches = Log(output, step), endlessly(loader)
+    with shardcore.Preemption(signals=(signal.SIGTERM, signal.SIGUSR1)) as preemption:
+        while step < settings.steps:
+            with log.timed():
+                batch = {name: values.to(device) for name, values in next(batches).items()}
+                loss, norm = learn(model, optimizer, batch, settings)
+                schedule.step()
+            step += 1
+            if step % settings.log_every == 0:
+                log.write(
+                    step,
+                    loss=mean_over_ranks(loss, 1),
+                    gradient_norm=whole(norm),
+                    lr=schedule.get_last_lr()[0],
+                    docstrings_per_second=log.speed(settings.log_every * settings.batch),
+                    memory=memory(device),
+                )
+            if step % settings.evaluate_every == 0:
+                log.write(step, accuracy=evaluate(model, held_out, settings, device))
+            stop = preemption.requested()  # on every rank after every step
+            if stop or step % settings.save_every == 0 or step == settings.steps:
+                shardcore.save_checkpoint(
+                    checkpoints,
+                    model,
+                    optimizer,
+                    scheduler=schedule,
+                    loader=loader,
+                    step=step,
+                    extra={"settings": asdict(settings)},
+                    keep_last=settings.keep,
+                    asynchronous=not stop,
+                )
+            if stop:
+                say(f"saved after step {step} because of {preemption.reason}; start again to go on")
+                return
+
+    # 5. A standard checkpoint, which transformers reads without shardcore.
+    shardcore.wait_for_checkpoint(model)
+    model.save_pretrained(trained)
+    say(f"the trained model is in {trained}")
+
+
+if __name__ == "__main__":
+    main()
+    leave()
