@@ -16,8 +16,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "process.md"
 
 #: Calls whose value never changes.
 CONSTANT = {
-    "TypeVar", "frozenset", "object", "re.compile", "getattr", "tuple", "map", "HookspecMarker", "HookimplMarker",
-    "pluggy.HookspecMarker", "pluggy.HookimplMarker", "StateDictOptions", "_sum_options",
+    "Path", "TypeVar", "frozenset", "object", "re.compile", "getattr", "tuple", "map",
+    "HookspecMarker", "HookimplMarker", "pluggy.HookspecMarker", "pluggy.HookimplMarker",
+    "StateDictOptions", "_sum_options",
     "Ability", "Renamed", "ALL_GATHER.find", "REDUCE_SCATTER.find", "CLIPPED_SUMS.is_there", "TRACED_READS.is_there",
 }  # fmt: skip
 CHANGING = {

@@ -159,6 +159,13 @@ def _spoil_state(model: nn.Module, state: dict[str, Any], prefix: str, metadata:
     state["decoder.norm.weight"] = state["decoder.norm.weight"] * 2
 
 
+class BringsABuffer(NetPolicy):
+    """A tensor that the model's library knows nothing of."""
+
+    def postprocess(self) -> None:
+        self.model.register_buffer("extra", torch.zeros(2))
+
+
 class DescribedWrongly(Policy):
     """A description in Shardformer's words that swaps row and column."""
 

@@ -77,6 +77,8 @@ WRONG = [
     (wrong_runs.LosesState, "checkpoint", "decoder.norm.weight", {}),
     (wrong_runs.LosesState, "resume", "decoder.norm.weight", {}),
     (wrong_runs.SameMasks, "resume", "is another one a step after loading on the same mesh", {}),
+    (wrong_runs.BringsABuffer, "loading", "the names differ in ['extra']", {}),
+    (wrong_runs.BringsABuffer, "initialisation", "the names differ in ['extra']", {}),
     (wrong_sequence.NoSequence, "sequence", "does not say between which modules", {}),
     (wrong_sequence.LocalStates, "sequence", "hidden_states", {}),
     (wrong_sequence.NormsOfTokensNotSummed, "sequence", "norm1", {}),
