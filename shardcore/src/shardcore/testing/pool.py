@@ -72,7 +72,7 @@ class WorkerPool:
 
     Args:
         size: the largest number of ranks of a call.
-        collective_timeout: limit of one collective, in seconds.
+        collective_timeout: limit of one collective, in seconds; longer on a machine that is busy when the ranks meet.
     """
 
     def __init__(self, size: int = 4, *, collective_timeout: float = 30.0) -> None:
@@ -177,8 +177,9 @@ class WorkerPool:
             tries += 1
             self._generation += 1
             port = self._workers[0].port
-            join = Join(world=world, generation=self._generation, port=port, timeout=self.collective_timeout)
-            limit = _JOIN_LIMIT * slowness()
+            slow = slowness()
+            join = Join(world=world, generation=self._generation, port=port, timeout=self.collective_timeout * slow)
+            limit = _JOIN_LIMIT * slow
             replies, failures = self._ask([join] * world, limit)
             if not failures and len(replies) == world:
                 self._joined = world
