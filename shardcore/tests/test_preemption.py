@@ -78,6 +78,14 @@ def test_a_handler_that_was_there_before_is_called():
 
 
 def test_pythons_own_handler_of_interrupts_is_not_called():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background are started without it
+    try:
+        interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupted():
     with Preemption(signals=(signal.SIGINT,)) as preemption:
         try:
             signal.raise_signal(signal.SIGINT)

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from shardcore.former import ShardFormer, shard
     from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
     from shardcore.initialization import initialize, on_meta
-    from shardcore.integrations.loading import from_pretrained
     from shardcore.mesh import ProcessGroupManager, ShardContext
     from shardcore.nn import ParallelModule, reduce_partial_gradients
     from shardcore.plan import ShardPlan, Stages
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
         SubModuleReplacementDescription,
     )
     from shardcore.preemption import Preemption
+    from shardcore.pretrained import from_pretrained
     from shardcore.random import get_rng_state, manual_seed, set_rng_state
 
 __version__ = "0.1.0"
@@ -159,7 +159,7 @@ _HOME = {
     "UntestedVersionWarning": "shardcore.errors",
     "WrapError": "shardcore.errors",
     "compile_plan": "shardcore.compile",
-    "from_pretrained": "shardcore.integrations.loading",
+    "from_pretrained": "shardcore.pretrained",
     "get_rng_state": "shardcore.random",
     "hookimpl": "shardcore.hooks",
     "initialize": "shardcore.initialization",

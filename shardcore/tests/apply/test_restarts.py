@@ -46,7 +46,7 @@ def test_ranks_that_torchrun_starts_again(tmp_path):
         process.terminate()  # unlike a kill, it lets torchrun stop its ranks
         process.wait()
     assert process.returncode == 0
-    assert printed.split() == ["found"] * 2
+    assert printed.split() in (["found"] * 2, ["foundfound"])  # ranks write into one pipe
 
 
 def start(store, ranks, found, world=3, seconds=10.0):

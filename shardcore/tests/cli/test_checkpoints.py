@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import torch
@@ -89,7 +90,9 @@ def test_no_checkpoint(tmp_path):
 def test_a_checkpoint_that_is_not_complete(tmp_path):
     path = saved(tmp_path)
     next(path.glob("*.distcp")).unlink()
-    for command in (["inspect", str(path)], ["convert", str(path), str(tmp_path / "out")]):
+    convert = ["convert", str(path), str(tmp_path / "out")]
+    converts = importlib.util.find_spec("huggingface_hub") is not None
+    for command in (["inspect", str(path)], *([convert] if converts else [])):
         done = CliRunner().invoke(main, command)
         assert done.exit_code == 1
         assert f"error: checkpoint {path} cannot be loaded: " in done.output

@@ -79,41 +79,7 @@ def from_pretrained(
     reading: Reading = "auto",
     **options: Any,
 ) -> Any:
-    """Load a checkpoint of transformers into a sharded model; each rank reads the parts that it keeps.
-
-    ```python
-    model = shardcore.from_pretrained(LlamaForCausalLM, path, tp=4, dp=2, dtype=torch.bfloat16)
-    ```
-
-    Equal to ``model_class.from_pretrained(path)`` and `shardcore.shard`, but that the model is never there as a whole:
-    a rank needs room for its part and for what one tensor of it is made from. Every rank makes the call, and sees the
-    files under the same path. Reports of transformers (missing, unexpected and mismatched keys) come from the first
-    rank alone. The model is in evaluation mode, as after the native call.
-
-    Args:
-        model_class: a class of transformers, an Auto class, or the name of one (``package.module.Class`` for others).
-        path: a folder, or a name of the hub: its configuration and safetensors files are then downloaded to the cache.
-        *model_args: as of the native ``from_pretrained``.
-        shard_config: the configuration; fields of it among ``options`` override it.
-        policy: as of `shardcore.shard`.
-        wrap: as of `shardcore.shard`.
-        seed: of parameters that no file holds (a new head): initialised as the native class does, with the same values
-            on every mesh.
-        reading: as of `shardcore.shard`.
-        **options: fields of `ShardConfig` (``tp``, ``dp``, ...) and options of the native ``from_pretrained``:
-            ``config``, ``dtype``, ``attn_implementation``, ``key_mapping``, ``ignore_mismatched_sizes``,
-            ``output_loading_info``, ``variant``, ``subfolder``, ``revision``, ``token``, ... and attributes of the
-            model's configuration.
-            ``use_safetensors=False`` reads pickled files (``.bin``), with ``weights_only``.
-
-    Returns:
-        The model, or ``(model, info)`` with ``output_loading_info=True``.
-
-    Raises:
-        ConfigError: there is no such class or checkpoint, a file is cut short, or an option makes no sense here.
-        AgreementError: another rank failed, or reads something else.
-        ShardcoreError: what `shardcore.shard` raises.
-    """
+    """Do what `shardcore.from_pretrained` says."""
     sharding = {name: options.pop(name) for name in [*options] if name in _FIELDS}
     with failing_together(shard_config, sharding):
         start_process_group(ShardConfig.of(shard_config, **sharding))  # one rank speaks for all from here on
@@ -128,7 +94,7 @@ def load_empty(
 ) -> tuple[Any, Weights, Any]:
     """Return a model without values, what they are made from, and what transformers says of the keys.
 
-    Args and errors are those of `from_pretrained`.
+    Args and errors are those of `shardcore.from_pretrained`.
     """
     _private.require("loading")
     _refuse(options)

@@ -1,0 +1,17 @@
+"""What `shardcore.from_pretrained` says where there is no library of models."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import shardcore
+from shardcore.errors import ConfigError
+
+
+def test_without_transformers(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "shardcore.integrations.loading", raising=False)
+    with pytest.raises(ConfigError, match=r"transformers, which is not installed .* install the model's pack"):
+        shardcore.from_pretrained("LlamaForCausalLM", tmp_path)
