@@ -141,7 +141,6 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName("torch.ops.aten._to_copy", "following casts from a file to a parameter", LOADING),
     PrivateName("torch.ops.aten._unsafe_view", "following views from a file to a parameter", LOADING),
     PrivateName("torch.Tensor._make_wrapper_subclass", "tensors without values", LOADING),
-    PrivateName(f"{_C10D}._set_pg_timeout", "giving the groups of a mesh the timeout of the default one"),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "counting collectives and draws", KIT),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "seeing what a step allocates and sends", PLANNING),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "running a step that allocates nothing", PLANNING),

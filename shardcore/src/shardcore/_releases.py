@@ -14,7 +14,17 @@ import torch
 from shardcore._private import TESTED, find
 from shardcore.errors import NotSupportedError
 
-__all__ = ["ABILITIES", "ALL_GATHER", "CLIPPED_SUMS", "NAMES", "REDUCE_SCATTER", "TRACED_READS", "Ability", "Renamed"]
+__all__ = [
+    "ABILITIES",
+    "ALL_GATHER",
+    "CLIPPED_SUMS",
+    "NAMES",
+    "REDUCE_SCATTER",
+    "SET_TIMEOUT",
+    "TRACED_READS",
+    "Ability",
+    "Renamed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 ALL_GATHER = Renamed(("torch.distributed.all_gather_single", "torch.distributed.all_gather_into_tensor"))
 REDUCE_SCATTER = Renamed(("torch.distributed.reduce_scatter_single", "torch.distributed.reduce_scatter_tensor"))
-NAMES = (ALL_GATHER, REDUCE_SCATTER)
+SET_TIMEOUT = Renamed(("torch.distributed.set_timeout", "torch.distributed.distributed_c10d._set_pg_timeout"))
+NAMES = (ALL_GATHER, REDUCE_SCATTER, SET_TIMEOUT)
 
 # Traced by torch 2.11, `to_local` of a split parameter has a gradient that calls itself replicated.
 TRACED_READS = Ability(

@@ -8,7 +8,7 @@ is used, after `shardcore._private.require`.
 from __future__ import annotations
 
 from shardcore._private import CORE, require
-from shardcore._releases import ALL_GATHER, CLIPPED_SUMS, REDUCE_SCATTER, TRACED_READS
+from shardcore._releases import ALL_GATHER, CLIPPED_SUMS, REDUCE_SCATTER, SET_TIMEOUT, TRACED_READS
 
 try:
     import torch.distributed._functional_collectives as funcol
@@ -30,6 +30,7 @@ __all__ = [
     "backward_task",
     "funcol",
     "reduce_scatter_single",
+    "set_timeout",
 ]
 
 require(CORE)  # attributes too, which no import misses
@@ -42,3 +43,4 @@ SCALES_PARTIAL = CLIPPED_SUMS.is_there()
 
 all_gather_single = ALL_GATHER.find()
 reduce_scatter_single = REDUCE_SCATTER.find()
+set_timeout = SET_TIMEOUT.find()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardcore._torch import set_timeout
 from shardcore.comm.channel import Channel
 from shardcore.mesh.axes import AXES, Sizes
 
@@ -108,7 +109,7 @@ def time_limit(group: ProcessGroup | None = None) -> datetime.timedelta | None:
 
 def _limit(group: ProcessGroup, limit: datetime.timedelta | None) -> None:
     if limit is not None and group is not default_group() and dist.get_backend(group) in ("gloo", "nccl"):
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_timeout(limit, group)
 
 
 def shared_groups() -> set[ProcessGroup]:
