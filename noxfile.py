@@ -4,10 +4,11 @@
 of tests (``smoke``). ``.ci/run`` is ``nox -t tests checks``.
 
 Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
-``shard-llama-transformers-5.0.0``. Tags: ``newest`` and ``oldest`` (the whole conformance kit), ``matrix`` (all
-releases; between the two, sizes 1 and 2), ``tests`` (the core, ``newest``, ``oldest``, all packs together), ``quick``
-(sizes 1 and 2 against the newest release), ``pythons`` (the core with each other Python that is here), and the name of
-each pack. One environment for each release serves all of them, and those of one torch share its files.
+``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for the whole conformance kit, against the
+oldest and the newest release; the other packs, sizes 1 and 2, against the newest; all packs together), ``matrix`` (all
+releases, and the whole kit of every pack against the newest), ``newest`` and ``oldest``, ``quick`` (sizes 1 and 2
+against the newest release), ``pythons`` (the core with each other Python that is here), and the name of each pack. One
+environment for each release serves all of them, and those of one torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
 unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
@@ -133,16 +134,18 @@ def add_cell(cell: Cell) -> None:
 
     kind = "whole kit" if cell.whole else "sizes 1 and 2"
     test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kind}."
-    tags = [*cell.tags, "tests"] if cell.whole else list(cell.tags)
+    newest = cell.tags[0] == "newest"
+    tags = [*cell.tags, "quick"] if newest and not cell.whole else list(cell.tags)
     nox.session(venv_backend="none", name=cell.name, tags=tags, default=False)(test)
-    if cell.tags[0] != "newest":
+    if not newest:
         return
 
-    def test_quickly(session: nox.Session) -> None:
-        test(session, quick=True)
+    def test_otherwise(session: nox.Session) -> None:
+        test(session, quick=cell.whole)
 
-    test_quickly.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: sizes 1 and 2."
-    nox.session(venv_backend="none", name=f"quick-{cell.name}", tags=["quick"], default=False)(test_quickly)
+    name, other, tag = ("quick", "sizes 1 and 2", "quick") if cell.whole else ("whole", "whole kit", "matrix")
+    test_otherwise.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {other}."
+    nox.session(venv_backend="none", name=f"{name}-{cell.name}", tags=[tag], default=False)(test_otherwise)
 
 
 CELLS = cells_of(PACKS, TORCH)

@@ -18,7 +18,7 @@ from results import Result, Results, digest_of  # noqa: E402
 PACK = """
 [project]
 name = "{name}"
-dependencies = ["shardcore>=0.1", "transformers>=4.57.6,<6", "torch>=2.11"]
+dependencies = ["shardcore>=0.1", "transformers>=4.57.6,<6", "torch>=2.11", {needs}]
 [tool.shardcore.matrix]
 {matrix}
 """
@@ -37,12 +37,14 @@ REPORT = """
 def packs(tmp_path):
     written = {
         "shard-a": 'transformers = ["5.10.4", "4.57.6", "5.5.4"]',
-        "shard-b": 'transformers = ["5.5.4", "4.57.6"]\ntimm = ["1.0.23"]',
+        "shard-b": 'transformers = ["5.5.4", "4.57.6"]\ntimm = ["1.0.23"]\n[tool.shardcore]\nwhole = true',
     }
     for name, matrix in written.items():
         folder = tmp_path / "packs" / name
         folder.mkdir(parents=True)
-        (folder / "pyproject.toml").write_text(PACK.format(name=name, matrix=matrix))
+        (folder / "pyproject.toml").write_text(
+            PACK.format(name=name, matrix=matrix, needs='"shard-a"' if name == "shard-b" else "")
+        )
     return find_packs(tmp_path)
 
 
@@ -56,12 +58,24 @@ def test_a_cell_for_each_release_of_each_pack(packs):
         "shard-b-transformers-4.57.6",
         "shard-a-transformers-5.5.4",
     ]
-    assert [cell.whole for cell in cells.values()] == [True] * 5 + [False]
+    assert [cell.whole for cell in cells.values()] == [True, False, True, False, True, False]
+    assert [name for name, cell in cells.items() if "tests" in cell.tags] == [
+        "shard-b-transformers-5.5.4",
+        "shard-a-transformers-5.10.4",
+        "shard-b-timm-1.0.23",
+        "shard-b-transformers-4.57.6",
+    ]
     leave = ("-m", "not newest")
     assert [cell.options for cell in cells.values()] == [
         (), (), ("-k", "timm or every_policy"), leave, leave, leave
     ]  # fmt: skip
     assert cells["shard-a-transformers-4.57.6"].tags == ("oldest", "matrix", "shard-a")
+    assert cells["shard-b-transformers-4.57.6"].tags == ("oldest", "matrix", "shard-b", "tests")
+
+
+def test_packs_that_a_pack_derives_from(packs):
+    a, b = packs
+    assert (a.needed(packs), b.needed(packs)) == ([], [a])
 
 
 def test_packs_share_the_environment_of_a_release(packs):

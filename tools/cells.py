@@ -47,9 +47,23 @@ class Pack:
         return list(self._metadata["tool"]["shardcore"].get("data", []))
 
     @property
+    def whole(self) -> bool:
+        """Whether the whole kit runs in every run of the tests, on the oldest and the newest releases.
+
+        Of the others sizes 1 and 2 on the newest release; the rest is left to the matrix.
+        """
+        return bool(self._metadata["tool"]["shardcore"].get("whole", False))
+
+    @property
     def dependencies(self) -> Sequence[str]:
         """What it requires to be installed."""
         return list(self._metadata["project"].get("dependencies", []))
+
+    def needed(self, packs: Sequence[Pack]) -> list[Pack]:
+        """Return those of ``packs`` whose policies it derives from, and the ones that they need."""
+        names = {Requirement(text).name for text in self.dependencies}
+        direct = [pack for pack in packs if pack.name in names]
+        return [*direct, *(further for pack in direct for further in pack.needed(packs))]
 
     @cached_property
     def _metadata(self) -> dict[str, Any]:
@@ -66,7 +80,8 @@ class Cell:
         release: its release.
         environment: where the tests run.
         whole: the whole conformance kit; else sizes 1 and 2 only.
-        tags: ``matrix``, the pack's name, and ``oldest`` or ``newest``.
+        tags: ``oldest``, ``newest`` or ``between``, then ``matrix``, the pack's name, and ``tests`` if it is a part of
+            every run of the tests.
         options: options of pytest. A library that has environments of its own selects what names it, and whether each
             policy has a case; the rest runs in the others. Tests of what only torch does run at the newest release.
     """
@@ -122,10 +137,13 @@ def _cell(pack: Pack, library: str, release: str, torch: str) -> Cell:
     at = "newest" if release == releases[-1] else "oldest" if release == releases[0] else "between"
     others = () if library not in APART else tuple(f"{name}=={of}" for name, of in newest_of([pack]).items())
     environment = Environment(f"{library}-{release}", APART.get(library, (torch,)), (f"{library}=={release}", *others))
-    tags = (at, "matrix", pack.name)
+    always = at != "between" if pack.whole else at == "newest"
+    tags = (at, "matrix", pack.name, *(("tests",) if always else ()))
     select = ("-k", f"{library} or every_policy") if library in APART else ()
     leave = ("-m", "not newest") if at != "newest" else ()
-    return Cell(pack, library, release, environment, whole=at != "between", tags=tags, options=(*select, *leave))
+    return Cell(
+        pack, library, release, environment, whole=pack.whole and at != "between", tags=tags, options=(*select, *leave)
+    )
 
 
 def lowest(requirements: Iterable[str], library: str) -> str:

@@ -206,13 +206,14 @@ def suite_of(
     env: Mapping[str, str] | None = None,
 ) -> Suite:
     """Return the suite of a pack."""
+    folders = [pack.folder, *(needed.folder for needed in pack.needed(PACKS))]
     return Suite(
         session,
         environment,
         pack.name,
         pack.folder / "tests",
-        [f"{CORE}[testing]", str(pack.folder)],
-        [CORE / "src", pack.folder],
+        [f"{CORE}[testing]", *map(str, folders)],
+        [CORE / "src", ROOT / "packs" / "conftest.py", *folders],
         against=against,
         data=pack.data,
         options=[*(["--quick"] if quick else []), *options],

@@ -10,6 +10,7 @@ from torch import nn
 
 import shardcore
 from shardcore.errors import ConfigError
+from shardcore.scaffold.distribution import Distribution
 from shardcore.scaffold.guess import Draft, guess, lines
 from shardcore.scaffold.names import check_model, check_name
 
@@ -69,7 +70,7 @@ def _files(name: str, model: nn.Module, draft: Draft) -> dict[str, str]:
         "next": _next(shardcore.__version__),
     }
     return {
-        "pyproject.toml": _PYPROJECT.format(**values),
+        "pyproject.toml": _distribution(values).pyproject(),
         "README.md": _README.format(**values),
         "noxfile.py": _NOXFILE.format(**values),
         ".github/workflows/tests.yml": _CI,
@@ -79,6 +80,18 @@ def _files(name: str, model: nn.Module, draft: Draft) -> dict[str, str]:
         f"src/{package}/cases.py": _CASES.format(**values),
         "tests/test_conformance.py": _TESTS.format(**values),
     }
+
+
+def _distribution(values: dict[str, str]) -> Distribution:
+    library, version = values["library"], values["version"]
+    return Distribution(
+        name=values["name"],
+        description=f"The {values['short']} family of {library} for shardcore",
+        dependencies=[f"shardcore>={values['series']},<{values['next']}", f"{library}{values['floor']}"],
+        extras={"tested": [f"{library}=={version}"], "testing": ["shardcore[testing]"]},
+        matrix={library: [version]},
+        pytest={"addopts": ["-p", "shardcore.testing.plugin"], "timeout": 600},
+    )
 
 
 def _imports(model: nn.Module) -> str:
@@ -134,39 +147,6 @@ def _stages(draft: Draft) -> str:
         text += f"{line}\n"
     return text
 
-
-_PYPROJECT = """\
-[build-system]
-requires = ["hatchling>=1.27"]
-build-backend = "hatchling.build"
-
-[project]
-name = "{name}"
-version = "0.1.0"
-description = "The {short} family of {library} for shardcore"
-readme = "README.md"
-requires-python = ">=3.11"
-dependencies = ["shardcore>={series},<{next}", "{library}{floor}"]
-
-[project.optional-dependencies]
-# The range that the tests prove; outside it users get a warning, and an error under SHARDCORE_STRICT=1.
-tested = ["{library}=={version}"]
-testing = ["shardcore[testing]"]
-
-[project.entry-points."shardcore.packs"]
-{short} = "{package}.plugin"
-
-# The releases that nox runs the tests against.
-[tool.shardcore.matrix]
-{library} = ["{version}"]
-
-[tool.hatch.build.targets.wheel]
-packages = ["src/{package}"]
-
-[tool.pytest.ini_options]
-addopts = ["-p", "shardcore.testing.plugin"]
-timeout = 600
-"""
 
 _README = """\
 # {name}
