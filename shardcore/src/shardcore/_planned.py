@@ -112,7 +112,7 @@ OTHERS = {
     "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
     "GPT2ForSequenceClassification": "0.5",
-    "RoBERTa": "0.5",
+    "ALBERT": "0.5",
     "GLM": "0.5",
     "nn.MultiheadAttention": "0.5",
 }

@@ -7,22 +7,27 @@ from shardcore.policy import ModulePolicy
 from shardcore.styles import attribute, outputs, partial, per_rank, replicate
 
 
+def rules_of(family: str) -> ModulePolicy:
+    """Return what the models of a family that is built like BERT need in addition, or otherwise."""
+    attention = [
+        attribute("num_attention_heads", per_rank),
+        attribute("all_head_size", per_rank),
+        partial("distance_embedding", optional=True),
+    ]
+    model = [
+        replicate("pooler", optional=True),
+        outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence", places="pooler_output"),
+        policy.TOKENS,
+    ]
+    return {f"{family}Model": model, f"{family}SelfAttention": attention}
+
+
 class _CountsHeads(policy.BertModelPolicy):
     """What every policy needs in addition."""
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of transformers 5, with those of attention modules (crossattention's too)."""
-        attention = [
-            attribute("num_attention_heads", per_rank),
-            attribute("all_head_size", per_rank),
-            partial("distance_embedding", optional=True),
-        ]
-        model = [
-            replicate("pooler", optional=True),
-            outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence", places="pooler_output"),
-            policy.TOKENS,
-        ]
-        return {**super().module_policy(), "BertModel": model, "BertSelfAttention": attention}
+        return {**super().module_policy(), **rules_of(self.family)}
 
 
 class BertModelPolicy(_CountsHeads):

@@ -1,4 +1,7 @@
-"""How BERT is sharded: what every class of its modules needs; `shard_bert.heads` adds what each head needs."""
+"""How BERT is sharded: what every class of its modules needs; `shard_bert.heads` adds what each head needs.
+
+Many encoders are built like BERT. Their packs derive from this policy and say what their classes are called.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False)
 class BertModelPolicy(PretrainedPolicy):
     """The encoder, or with ``is_decoder`` the decoder, without a head."""
 
+    #: What the names of the model's classes begin with.
+    family: ClassVar[str] = "Bert"
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first="embeddings", blocks="encoder.layer", last="pooler")
     #: What a head adds.
@@ -43,18 +48,18 @@ class BertModelPolicy(PretrainedPolicy):
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the model and of its head."""
         return {
-            "BertModel": [
+            f"{self.family}Model": [
                 replicate("pooler", optional=True),
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
                 TOKENS,
             ],
-            "BertEmbeddings": [
+            f"{self.family}Embeddings": [
                 vocab("word_embeddings"),
                 replicate("position_embeddings", "token_type_embeddings"),
                 norm("LayerNorm"),
             ],
-            "BertEncoder": [enter_arg("", "encoder_hidden_states")],
-            "BertLayer": [
+            f"{self.family}Encoder": [enter_arg("", "encoder_hidden_states")],
+            f"{self.family}Layer": [
                 *_attention("attention"),
                 *_attention("crossattention", also=("encoder_hidden_states",), optional=True),
                 region(col="intermediate.dense", row="output.dense"),

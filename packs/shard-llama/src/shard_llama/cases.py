@@ -1,21 +1,19 @@
-"""Tiny Llamas for the conformance kit (`shardcore.testing`)."""
+"""Tiny Llamas for the conformance kit (`shardcore.testing`), and tiny decoders of families that are built like it."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import torch
 import transformers
-from torch import Tensor
 
-from shardcore.testing import Case, Supports
+from shardcore.testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["cases"]
+__all__ = ["build", "cases", "decoder_cases"]
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
-    """Return a Llama whose every parameter, biases too, is drawn at random."""
+    """Return a model of the class ``name`` with the sizes of a tiny Llama; ``options`` change them."""
     settings: dict[str, Any] = {
         "vocab_size": 101,
         "hidden_size": 64,
@@ -36,41 +34,7 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> 
         "use_cache": False,
         **options,
     }
-    model = getattr(transformers, name)(transformers.LlamaConfig(**settings))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
-
-
-def inputs(model: Any, seed: int) -> dict[str, Tensor]:
-    """Return right-padded ids (3, 7) with the labels of the model's class; the padding differs with the seed."""
-    generator = torch.Generator().manual_seed(seed)
-    config, rows, length = model.config, 3, 7
-    mask = torch.ones(rows, length, dtype=torch.long)
-    for row, pads in enumerate(((0, 3, 1), (2, 0, 5), (4, 4, 0))[seed % 3]):
-        mask[row, length - pads :] = 0
-    ids = torch.randint(1, config.vocab_size, (rows, length), generator=generator) * mask
-    labels = torch.randint(0, config.num_labels, (rows, length), generator=generator)
-    batch = {"input_ids": ids, "attention_mask": mask}
-    match type(model).__name__:
-        case "LlamaForCausalLM":
-            return {**batch, "labels": ids.masked_fill(mask == 0, -100)}
-        case "LlamaForSequenceClassification":
-            return {**batch, "labels": labels[:, 0]}
-        case "LlamaForTokenClassification":
-            return {**batch, "labels": labels.masked_fill(mask == 0, -100)}
-        case "LlamaForQuestionAnswering":
-            return {**batch, "start_positions": labels[:, 0], "end_positions": labels[:, 0] + 1}
-    return batch
-
-
-def hidden_loss(out: Any) -> Tensor:
-    """Return a loss for the bare decoder: a weighted sum of its hidden states."""
-    hidden: Tensor = out.last_hidden_state
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (hidden * weights).sum()
+    return tiny(getattr(transformers, name), seed=seed, **settings)
 
 
 _ATTENTION = {"attn_implementation": ("sdpa", "eager")}
@@ -78,38 +42,61 @@ _LAYER = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_
 _REFUSED = ({"num_attention_heads": 7, "num_key_value_heads": 7, "hidden_size": 56},)
 
 
+def _head(name: str) -> str:
+    return name.rpartition("For")[2] if "For" in name else ""
+
+
 def _case(name: str, kind: str, **fields: Any) -> Case:
-    outputs = {"LlamaModel": ("last_hidden_state",), "LlamaForQuestionAnswering": ("start_logits", "end_logits")}
+    outputs = {"": ("last_hidden_state",), "QuestionAnswering": ("start_logits", "end_logits")}
     settings: dict[str, Any] = {
-        "build": partial(build, kind),
-        "inputs": inputs,
-        "outputs": outputs.get(kind, ("logits",)),
+        "inputs": text_batch,
+        "outputs": outputs.get(_head(kind), ("logits",)),
         "options": _ATTENTION,
         "sharded": _LAYER,
         "refuses": _REFUSED,
         "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
         **fields,
     }
-    return Case(name=name, **settings)
+    return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
+
+
+def decoder_cases(family: str, *, prefix: str = "", usual: dict[str, Any] | None = None, **fields: Any) -> list[Case]:
+    """Return a case for every class of a family, and for what decoders differ in: shared KV heads, tied vocabularies.
+
+    Args:
+        family: what the names of its classes begin with, such as ``"Qwen2"``.
+        prefix: of the names of the cases, for a pack that serves several families.
+        usual: values of the configuration that are not Llama's.
+        **fields: further fields of every `Case`.
+    """
+    usual = usual or {}
+    generating = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
+    shared = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97}
+    forward, backward = fields.get("collectives", (2, 2))
+    causal, model = f"{family}ForCausalLM", f"{family}Model"
+    found = [
+        _case(
+            f"{prefix}causal_lm",
+            causal,
+            usual=usual,
+            **{"supports": generating, "sharded": (*_LAYER, "lm_head"), **fields},
+        ),
+        # The parts of shared KV heads are gathered, and their gradients summed, in one collective more each way.
+        _case(
+            f"{prefix}tied_shared_kv",
+            causal,
+            usual=shared,
+            **{"supports": generating, "sharded": ("q_proj",), **fields, "collectives": (forward + 1, backward + 1)},
+        ),
+        _case(f"{prefix}model", model, usual=usual, loss=hidden_loss, **fields),
+    ]
+    for head in ("sequence_classification", "token_classification", "question_answering"):
+        kind = f"{family}For{head.title().replace('_', '')}"
+        if hasattr(transformers, kind):
+            found.append(_case(f"{prefix}{head}", kind, usual=usual, **fields))
+    return found
 
 
 def cases() -> list[Case]:
-    """Return a case for every class, and for what decoders differ in: shared KV heads, tied and odd vocabularies."""
-    generating = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
-    shared = partial(build, "LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=True, vocab_size=97)
-    return [
-        _case("causal_lm", "LlamaForCausalLM", sharded=(*_LAYER, "lm_head"), supports=generating),
-        # The parts of shared KV heads are gathered, and their gradients summed, in one collective more each way.
-        _case(
-            "tied_shared_kv",
-            "LlamaForCausalLM",
-            build=shared,
-            collectives=(3, 3),
-            sharded=("q_proj",),
-            supports=generating,
-        ),
-        _case("model", "LlamaModel", loss=hidden_loss),
-        _case("sequence_classification", "LlamaForSequenceClassification"),
-        _case("token_classification", "LlamaForTokenClassification"),
-        _case("question_answering", "LlamaForQuestionAnswering"),
-    ]
+    """Return the cases of Llama."""
+    return decoder_cases("Llama")

@@ -1,9 +1,14 @@
-"""How Llama is sharded: what every class of its modules needs, and what each head adds."""
+"""How Llama is sharded: what every class of its modules needs, and what each head adds.
+
+Many decoders are built like Llama. Their packs derive from these policies and say what their classes are called.
+"""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shardcore.integrations.transformers import PretrainedPolicy
-from shardcore.policy import Heads, ModulePolicy, Stages
+from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, sequence, vocab
 
 __all__ = [
@@ -18,31 +23,37 @@ __all__ = [
 class LlamaModelPolicy(PretrainedPolicy):
     """The decoder without a head."""
 
+    #: What the names of the model's classes begin with.
+    family: ClassVar[str] = "Llama"
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder."""
         return {
-            "LlamaModel": [
+            f"{self.family}Model": [
                 vocab("embed_tokens"),
                 norm("norm", rms="variance_epsilon"),
                 sequence(scatter="layers[0]", gather="norm"),
                 outputs(attentions="heads", hidden_states="sequence"),
             ],
-            "LlamaDecoderLayer": [
-                norm("input_layernorm", "post_attention_layernorm", rms="variance_epsilon"),
-                region(
-                    enter="self_attn",
-                    col="self_attn.q_proj",
-                    kv=("self_attn.k_proj", "self_attn.v_proj"),
-                    row="self_attn.o_proj",
-                    unit="head",
-                ),
-                region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj"),
-                attribute("self_attn.num_key_value_groups", local_groups),
-            ],
+            f"{self.family}DecoderLayer": self.block(),
         }
+
+    def block(self) -> list[Rule]:
+        """Return the rules of one block."""
+        return [
+            norm("input_layernorm", "post_attention_layernorm", rms="variance_epsilon"),
+            region(
+                enter="self_attn",
+                col="self_attn.q_proj",
+                kv=("self_attn.k_proj", "self_attn.v_proj"),
+                row="self_attn.o_proj",
+                unit="head",
+            ),
+            region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj"),
+            attribute("self_attn.num_key_value_groups", local_groups),
+        ]
 
 
 class LlamaForCausalLMPolicy(LlamaModelPolicy):
@@ -52,7 +63,7 @@ class LlamaForCausalLMPolicy(LlamaModelPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and the head."""
-        return {**super().module_policy(), "LlamaForCausalLM": [head("lm_head")]}
+        return {**super().module_policy(), f"{self.family}ForCausalLM": [head("lm_head")]}
 
 
 class LlamaForSequenceClassificationPolicy(LlamaModelPolicy):
@@ -62,7 +73,7 @@ class LlamaForSequenceClassificationPolicy(LlamaModelPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and the classifier."""
-        return {**super().module_policy(), "LlamaForSequenceClassification": [replicate("score")]}
+        return {**super().module_policy(), f"{self.family}ForSequenceClassification": [replicate("score")]}
 
 
 class LlamaForTokenClassificationPolicy(LlamaModelPolicy):
@@ -72,7 +83,7 @@ class LlamaForTokenClassificationPolicy(LlamaModelPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and the classifier."""
-        return {**super().module_policy(), "LlamaForTokenClassification": [replicate("score")]}
+        return {**super().module_policy(), f"{self.family}ForTokenClassification": [replicate("score")]}
 
 
 class LlamaForQuestionAnsweringPolicy(LlamaModelPolicy):
@@ -82,4 +93,4 @@ class LlamaForQuestionAnsweringPolicy(LlamaModelPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and the span head."""
-        return {**super().module_policy(), "LlamaForQuestionAnswering": [replicate("qa_outputs")]}
+        return {**super().module_policy(), f"{self.family}ForQuestionAnswering": [replicate("qa_outputs")]}

@@ -42,6 +42,13 @@ _FIRST_PARTY = {
     "transformers.models.bert.": "shard-bert",
     "transformers.models.vit.": "shard-vit",
     "transformers.models.whisper.": "shard-whisper",
+    "transformers.models.qwen2.": "shard-qwen",
+    "transformers.models.qwen3.": "shard-qwen",
+    "transformers.models.opt.": "shard-opt",
+    "transformers.models.gpt_neo.": "shard-gpt-neo",
+    "transformers.models.gptj.": "shard-gpt-neo",
+    "transformers.models.roberta.": "shard-roberta",
+    "transformers.models.xlm_roberta.": "shard-roberta",
     "timm.": "shard-vit",
 }
 

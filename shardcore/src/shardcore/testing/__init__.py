@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardcore.testing.cases import Case, Supports
     from shardcore.testing.conformance import PolicyConformance
     from shardcore.testing.islands import no_float32_islands
+    from shardcore.testing.tiny_models import hidden_loss, randomized, text_batch, tiny
 
 __all__ = [
     "Case",
@@ -22,14 +23,22 @@ __all__ = [
     "WorkerError",
     "WorkerPool",
     "WorkerTimeout",
+    "hidden_loss",
     "no_float32_islands",
+    "randomized",
+    "text_batch",
+    "tiny",
 ]
 
 _HOME = {
     "Case": "shardcore.testing.cases",
     "PolicyConformance": "shardcore.testing.conformance",
     "Supports": "shardcore.testing.cases",
+    "hidden_loss": "shardcore.testing.tiny_models",
     "no_float32_islands": "shardcore.testing.islands",
+    "randomized": "shardcore.testing.tiny_models",
+    "text_batch": "shardcore.testing.tiny_models",
+    "tiny": "shardcore.testing.tiny_models",
 }
 
 if not TYPE_CHECKING:

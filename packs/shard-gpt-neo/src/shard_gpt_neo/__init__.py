@@ -1,0 +1,1 @@
+"""GPT-Neo and GPT-J of transformers, for shardcore."""

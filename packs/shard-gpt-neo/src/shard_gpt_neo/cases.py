@@ -1,0 +1,77 @@
+"""Tiny models of both families for the conformance kit (`shardcore.testing`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import transformers
+
+from shardcore.testing import Case, Supports, hidden_loss, text_batch, tiny
+
+__all__ = ["build", "cases"]
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 101,  # divides by no number of ranks
+    "num_labels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "use_cache": False,
+}
+_SIZES: dict[str, dict[str, Any]] = {
+    "GPTNeo": {
+        "hidden_size": 64,
+        "intermediate_size": 83,
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 4,
+        "num_heads": 4,
+        "max_position_embeddings": 32,
+    },
+    "GPTJ": {"n_embd": 64, "n_inner": 83, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 32},
+}
+_DROPOUTS = {
+    "GPTNeo": ("attention_dropout", "resid_dropout", "embed_dropout", "classifier_dropout"),
+    "GPTJ": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+}
+_NAMES = {
+    "GPTNeo": ("q_proj", "out_proj", "c_fc", "wte"),
+    "GPTJ": ("q_proj", "out_proj", "fc_in", "wte"),
+}
+_SEVEN = {
+    "GPTNeo": {"num_heads": 7, "hidden_size": 56},
+    "GPTJ": {"n_head": 7, "n_embd": 56, "rotary_dim": 4},
+}
+
+
+def build(family: str, head: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+    """Return a tiny model of a family; ``options`` change its configuration."""
+    dropouts = dict.fromkeys(_DROPOUTS[family], dropout)
+    labels = {"num_labels": 2} if head == "ForQuestionAnswering" else {}  # GPT-J takes it for starts and ends
+    model_class = getattr(transformers, f"{family}{head}")
+    return tiny(model_class, seed=seed, **{**_COMMON, **_SIZES[family], **dropouts, **labels, **options})
+
+
+def _case(family: str, head: str, **fields: Any) -> Case:
+    outputs = {"Model": ("last_hidden_state",), "ForQuestionAnswering": ("start_logits", "end_logits")}
+    settings: dict[str, Any] = {
+        "build": partial(build, family, head),
+        "inputs": text_batch,
+        "outputs": outputs.get(head, ("logits",)),
+        "sharded": _NAMES[family],
+        "refuses": (_SEVEN[family],),
+        "supports": Supports(sequence=True, captured=("attentions", "hidden_states"), generation=head == "ForCausalLM"),
+        **({"loss": hidden_loss} if head == "Model" else {}),
+        **fields,
+    }
+    return Case(name=f"{family}{head}", **settings)
+
+
+def cases() -> list[Case]:
+    """Return a case for every class."""
+    heads = ("ForCausalLM", "Model", "ForSequenceClassification", "ForQuestionAnswering")
+    return [
+        *(_case("GPTNeo", head) for head in (*heads, "ForTokenClassification")),
+        *(_case("GPTJ", head) for head in heads),
+    ]

@@ -1,0 +1,73 @@
+"""How GPT-Neo and GPT-J are sharded: the blocks of each; `shard_gpt_neo.heads` adds what each head needs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shardcore.integrations.transformers import PretrainedPolicy
+from shardcore.policy import Heads, ModulePolicy, Stages
+from shardcore.styles import attribute, norm, outputs, per_rank, region, replicate, sequence, vocab
+
+__all__ = ["GPTJModelPolicy", "GPTNeoModelPolicy"]
+
+_CAPTURED = outputs(attentions="heads", hidden_states="sequence")
+
+
+class GPTNeoModelPolicy(PretrainedPolicy):
+    """GPT-Neo without a head."""
+
+    checks = (Heads("num_heads"),)
+    stages = Stages(first=("wte", "wpe"), blocks="h", last="ln_f")
+    #: What a head adds.
+    rules: ClassVar[ModulePolicy] = {}
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rules of the decoder and of its head."""
+        return {
+            "GPTNeoModel": [
+                vocab("wte"),
+                replicate("wpe"),
+                norm("ln_f"),
+                sequence(scatter="h[0]", gather="ln_f"),
+                _CAPTURED,
+            ],
+            "GPTNeoBlock": [
+                norm("ln_1", "ln_2"),
+                region(
+                    enter="attn.attention",
+                    col=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+                    row="attn.attention.out_proj",
+                    unit="head",
+                ),
+                attribute("attn.attention.num_heads", per_rank),
+                region(enter="mlp", col="mlp.c_fc", row="mlp.c_proj"),
+            ],
+            **self.rules,
+        }
+
+
+class GPTJModelPolicy(PretrainedPolicy):
+    """GPT-J without a head: attention and MLP read the same normalized tokens."""
+
+    checks = (Heads("n_head"),)
+    stages = Stages(first="wte", blocks="h", last="ln_f")
+    #: What a head adds.
+    rules: ClassVar[ModulePolicy] = {}
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rules of the decoder and of its head."""
+        return {
+            "GPTJModel": [vocab("wte"), norm("ln_f"), sequence(scatter="h[0]", gather="ln_f"), _CAPTURED],
+            "GPTJBlock": [
+                norm("ln_1"),
+                region(
+                    enter="attn",
+                    col=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+                    row="attn.out_proj",
+                    unit="head",
+                ),
+                attribute("attn.num_attention_heads", per_rank),
+                region(enter="mlp", col="mlp.fc_in", row="mlp.fc_out"),
+            ],
+            **self.rules,
+        }

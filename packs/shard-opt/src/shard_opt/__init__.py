@@ -1,0 +1,1 @@
+"""The OPT family of transformers, for shardcore."""

@@ -1,0 +1,1 @@
+"""The Qwen family of transformers, for shardcore."""

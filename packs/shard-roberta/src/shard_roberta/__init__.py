@@ -1,0 +1,1 @@
+"""The RoBERTa and XLM-RoBERTa families of transformers, for shardcore."""

@@ -1,0 +1,89 @@
+"""Tiny models of transformers for `shardcore.testing.Case`: what the cases of most packs are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["hidden_loss", "randomized", "text_batch", "tiny"]
+
+_ROWS, _LENGTH = 3, 7  # no number of ranks divides either
+_PADDING = ((0, 3, 1), (2, 0, 5), (4, 4, 0))
+
+
+def tiny(model_class: Any, *, seed: int = 0, **settings: Any) -> Any:
+    """Return a model of transformers in float64, with every parameter random.
+
+    Args:
+        model_class: its class, such as ``transformers.OPTForCausalLM``.
+        seed: of the parameters.
+        **settings: of its configuration.
+    """
+    return randomized(model_class(model_class.config_class(**settings)), seed)
+
+
+def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Fill the parameters of ``model`` at random, biases and scales too, and return it in float64.
+
+    The weights of norms lie around 1: around 0, tokens would differ by little where a block ends with a norm.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            middle = float("Norm" in type(module).__name__)
+            for name, parameter in module.named_parameters(recurse=False):
+                around = middle if name == "weight" else 0.0
+                parameter.copy_(around + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.double()
+
+
+def text_batch(model: Any, seed: int) -> dict[str, Tensor]:
+    """Return right-padded ids (3, 7) with what the head of ``model`` learns from; the padding differs with the seed.
+
+    The head is told by the name of the class, as transformers names them; multiple choice has ids (3, 2, 7).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    name, config = type(model).__name__.removeprefix("FSDP"), model.config
+    shape = (_ROWS, 2, _LENGTH) if name.endswith("MultipleChoice") else (_ROWS, _LENGTH)
+    lengths = torch.tensor([_LENGTH - pads for pads in _PADDING[seed % len(_PADDING)]])
+    mask = (torch.arange(_LENGTH) < lengths[:, None]).long()
+    mask = mask.view(_ROWS, *(1,) * (len(shape) - 2), _LENGTH).expand(shape).contiguous()
+    ids = (1 + integers(config.vocab_size - 1, *shape)) * mask
+    batch = {"input_ids": ids, "attention_mask": mask}
+    ignored = mask == 0
+    match name.rpartition("For")[2] if "For" in name else name[-9:]:
+        case "MaskedLM" | "PreTraining":
+            batch["labels"] = ids.masked_fill(ignored | (integers(2, *shape) == 1), -100)
+        case "CausalLM" | "HeadModel":
+            batch["labels"] = ids.masked_fill(ignored, -100)
+        case "TokenClassification":
+            batch["labels"] = integers(config.num_labels, *shape).masked_fill(ignored, -100)
+        case "SequenceClassification":
+            batch["labels"] = integers(config.num_labels, _ROWS)
+        case "MultipleChoice" | "NextSentencePrediction":
+            batch["labels"] = integers(2, _ROWS)
+        case "QuestionAnswering":
+            batch["start_positions"] = integers(3, _ROWS)
+            batch["end_positions"] = batch["start_positions"] + 1
+    return batch
+
+
+def hidden_loss(out: Any) -> Tensor:
+    """Return a loss of a model without a head: a weighted mean of the hidden states, and of what it pooled from them.
+
+    Not a sum: gradients then stay below 1, as those of the losses that heads compute.
+    """
+    generator = torch.Generator().manual_seed(7)
+    returned = [out.last_hidden_state, getattr(out, "pooler_output", None)]
+    parts = [
+        (tensor * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)).mean()
+        for tensor in returned
+        if tensor is not None
+    ]
+    return torch.stack(parts).sum()
