@@ -75,10 +75,13 @@ def versions(model: nn.Module) -> list[Item]:
 
 
 def _version(library: str) -> str:
+    # What the imported code says of itself; the metadata of a large distribution take milliseconds to parse.
+    if version := getattr(sys.modules.get(library), "__version__", None):
+        return str(version)
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(library), "__version__", ""))
+        return ""
 
 
 def model_items(model: nn.Module) -> Iterator[Item]:

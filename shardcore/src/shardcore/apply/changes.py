@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.layout import GroupShardedLayout, Layout, distribute
+from shardcore.nn.layout import GroupShardedLayout, Layout, Specs, distribute
 from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Bench, Commit
@@ -55,6 +55,7 @@ class _Bench(Bench):
 
     def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
         self.model, self.context = model, context
+        self.draws: dict[type[nn.Module], frozenset[str]] = {}
         # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
         self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if step.splits_tokens]
 
@@ -80,13 +81,14 @@ def _parts(
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield (owner, name, new parameter) for every place of every parameter; tied places share one object."""
     made: dict[int, nn.Parameter] = {}
+    specs: Specs = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             layout = layouts.get(f"{path}.{name}" if path else name)
             if parameter is None or layout is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = distribute(parameter, layout, context)
+                made[id(parameter)] = distribute(parameter, layout, context, specs)
             yield module, name, made[id(parameter)]
 
 

@@ -44,14 +44,15 @@ class PlanBuilder(PlanView):
     heads_failed: bool = False  # a check of heads was reported already
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
+    named: dict[str, nn.Module] = field(init=False)  # the modules by all of their names
     paths: dict[int, str] = field(init=False)  # the first name of each module, by identity
     problems: list[Problem] = field(default_factory=list)
     refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rules follow from them
     modules: Modules | None = None  # what packs bring in place of parallel modules
 
     def __post_init__(self) -> None:
-        named = reversed(list(self.model.named_modules(remove_duplicate=False)))
-        self.paths = {id(module): path for path, module in named}
+        self.named = dict(self.model.named_modules(remove_duplicate=False))
+        self.paths = {id(module): path for path, module in reversed(self.named.items())}
 
     @override
     def at(self, path: str) -> Sequence[Step]:
@@ -137,11 +138,13 @@ class RuleScope(Scope):
     @override
     def name(self, suffix: str) -> str:
         name = ".".join(filter(None, (self.path, _dotted(suffix))))
-        try:
-            # A module under two names is one module: its first name stands for all.
-            return self.builder.paths.get(id(self.builder.model.get_submodule(name)), name)
-        except AttributeError:
-            return name
+        if (found := self.builder.named.get(name)) is None:
+            try:
+                found = self.builder.model.get_submodule(name)  # an attribute that is no child
+            except AttributeError:
+                return name
+        # A module under two names is one module: its first name stands for all.
+        return self.builder.paths.get(id(found), name)
 
     @override
     def find(self, suffix: str) -> nn.Module | None:
@@ -222,4 +225,6 @@ def _absence(module: nn.Module, suffix: str) -> str:
 
 def _dotted(suffix: str) -> str:
     """Return ``layers[0].mlp``, as Shardformer's policies write it, as ``layers.0.mlp``."""
+    if "[" not in suffix:
+        return suffix.lstrip(".")
     return re.sub(r"\[(\d+)\]", r".\1", suffix).lstrip(".")

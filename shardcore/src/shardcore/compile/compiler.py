@@ -186,7 +186,7 @@ def _holders(stages: Stages | None, names: Sequence[str]) -> tuple[str, ...]:
 def _first_name(builder: PlanBuilder, name: str) -> str:
     """Return the name of a parameter in its module's first place."""
     owner, _, short = name.rpartition(".")
-    return ".".join(filter(None, (builder.paths[id(builder.model.get_submodule(owner))], short)))
+    return ".".join(filter(None, (builder.paths[id(builder.named[owner])], short)))
 
 
 def _check_claims(builder: PlanBuilder, names: Sequence[str], claims: Sequence[ParameterClaim]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
+from shardcore._torch import DTensorSpec
 from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.dtensor_params import spec_of, with_spec
 from shardcore.comm.strided import segment_runs, segmented
 from shardcore.mesh import Axis, ShardContext
 
@@ -21,6 +23,7 @@ __all__ = [
     "ReplicatedLayout",
     "SegmentedLayout",
     "ShardedLayout",
+    "Specs",
     "distribute",
     "last_rank_is_empty",
 ]
@@ -147,25 +150,42 @@ class SegmentedLayout(Layout):
         return f"{self.count} segments, each split on dim 0"
 
 
-def distribute(parameter: nn.Parameter, layout: Layout, context: ShardContext) -> nn.Parameter:
+#: The specs of DTensors by what decides them, for those that lie alike: to make one costs more than the tensor.
+Specs: TypeAlias = dict[tuple[Layout, torch.Size, torch.dtype], DTensorSpec]
+
+
+def distribute(
+    parameter: nn.Parameter, layout: Layout, context: ShardContext, specs: Specs | None = None
+) -> nn.Parameter:
     """Return ``parameter`` as a DTensor on the axis of its layout; the original is not changed.
 
     No collective runs: every rank cuts its part out of the full tensor that it has. Only that part moves to the device
     of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
+
+    Args:
+        parameter: the full parameter.
+        layout: how it lies on the axis.
+        context: this rank's place on the mesh.
+        specs: of parameters that were distributed in the same context; what is made is added.
     """
-    new = nn.Parameter(_as_dtensor(parameter, layout, context), requires_grad=parameter.requires_grad)
+    specs = {} if specs is None else specs
+    new = nn.Parameter(_as_dtensor(parameter, layout, context, specs), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     if parameter.grad is not None:
-        new.grad = _as_dtensor(parameter.grad, layout, context)
+        new.grad = _as_dtensor(parameter.grad, layout, context, specs)
     return new
 
 
-def _as_dtensor(full: Tensor, layout: Layout, context: ShardContext) -> DTensor:
+def _as_dtensor(full: Tensor, layout: Layout, context: ShardContext, specs: Specs) -> Tensor:
     axis = context.axis(layout.axis)
     local = layout.local(full, axis)
     if local.device.type not in ("meta", axis.mesh.device_type):
         local = local.to(context.device)
+    if spec := specs.get((layout, full.shape, full.dtype)):
+        return with_spec(local, spec)
     stride: Any = torch.empty(full.shape, device="meta").stride()  # the parts are contiguous, so the full tensor is
-    return DTensor.from_local(
+    made = DTensor.from_local(
         local.contiguous(), axis.mesh, (layout.placement,), run_check=False, shape=full.shape, stride=stride
     )
+    specs[layout, full.shape, full.dtype] = spec_of(made)
+    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 
@@ -12,8 +11,6 @@ from torch import nn
 from shardcore.nn.behaviour import native_class
 
 __all__ = ["DropoutSites", "is_dropout"]
-
-_NAME = re.compile("drop", re.IGNORECASE)
 
 # Functions and methods of torch that draw numbers.
 # fmt: off
@@ -37,14 +34,21 @@ class DropoutSites:
         trees: modules searched with all their submodules.
         blocks: modules of which only the attributes, their own forward, and the stochastic modules that they hold
             directly count.
+        draws: which of torch's random functions the code of a class names, as far as it was looked at; what is found
+            is added. For several that look at modules of the same classes.
     """
 
-    def __init__(self, trees: Iterable[nn.Module] = (), blocks: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        trees: Iterable[nn.Module] = (),
+        blocks: Iterable[nn.Module] = (),
+        draws: dict[type[nn.Module], frozenset[str]] | None = None,
+    ) -> None:
         #: Modules, and their attributes that hold a probability.
         self.probabilities: list[tuple[nn.Module, str]] = []
         #: Modules that draw in their own way.
         self._others: list[nn.Module] = []
-        self._draws: dict[type[nn.Module], frozenset[str]] = {}
+        self._draws = {} if draws is None else draws
         for tree in trees:
             for module in tree.modules():
                 self._add(module)
@@ -55,7 +59,7 @@ class DropoutSites:
                     self._add(child)
 
     def _add(self, module: nn.Module) -> None:
-        names = [name for name, value in vars(module).items() if _NAME.search(name) and _is_probability(value)]
+        names = [name for name, value in vars(module).items() if _is_probability(value) and "drop" in name.lower()]
         if is_dropout(module):
             names += [name for name in ("p", "drop_prob") if _is_probability(getattr(module, name, None))]
         new = [(module, name) for name in dict.fromkeys(names) if (module, name) not in self.probabilities]
@@ -67,6 +71,8 @@ class DropoutSites:
         native = native_class(type(module))
         if native not in self._draws:
             self._draws[native] = _RANDOM & {name for code in _codes(native) for name in code.co_names}
+        if not self._draws[native]:
+            return False
         own = {*vars(module), *module._modules}  # self.dropout(x) calls a module that is found by itself
         return bool(self._draws[native] - own)
 
@@ -116,4 +122,4 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def _is_probability(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool))

@@ -70,6 +70,8 @@ class Bench(Protocol):
     model: nn.Module
     #: None if there is only one rank; then only steps that split nothing are carried out.
     context: ShardContext | None
+    #: Which of torch's random functions the code of classes names, for all `DropoutSites` of the model.
+    draws: dict[type[nn.Module], frozenset[str]]
 
     @property
     def shared(self) -> ShardContext:

@@ -142,7 +142,7 @@ class EnterRegion(Step):
         def commit() -> None:
             # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
             trees = [] if isinstance(module, ColumnLinear) else [module]
-            dropouts = DropoutSites(trees, [block]) if last is not None else None
+            dropouts = DropoutSites(trees, [block], bench.draws) if last is not None else None
             columns = [m for m in members if isinstance(m, ColumnLinear)]
             region: Region
             if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
