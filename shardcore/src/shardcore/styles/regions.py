@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from typing_extensions import override
 
-from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
+from shardcore.nn import ColumnLinear, Replicated, RowLinear
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter, number_of
 from shardcore.styles._text import names_of, written
+from shardcore.styles.columns import Column, Cut, Fused, KeyValue, Projection
 
-__all__ = ["Fused", "enter_arg", "region", "segments"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """`shardcore.styles.segments`."""
-
-    name: str
-    segments: int
-    by: str = "projection"
-
-    def __repr__(self) -> str:
-        by = "" if self.by == "projection" else f", by={self.by!r}"
-        return f"segments({self.name!r}, {self.segments}{by})"
+__all__ = ["enter_arg", "region", "segments"]
 
 
 #: A column linear by its name, or one that computes several projections.
@@ -85,9 +73,8 @@ def region(
         arg=arg,
         also=names_of(also),
         after=names_of(after),
-        col=tuple(str(c.name if isinstance(c, Fused) else c) for c in columns),
-        segments=tuple(c for c in columns if isinstance(c, Fused)),
-        kv=names_of(kv),
+        col=tuple(Projection(c) if isinstance(c, str) else c for c in columns),
+        kv=tuple(map(KeyValue, names_of(kv))),
         row=row,
         unit="head" if heads else unit,
         heads=heads,
@@ -126,18 +113,22 @@ class RegionRule(Rule):
 
     enter: str | None
     arg: str | None
-    col: tuple[str, ...]
-    kv: tuple[str, ...]
+    col: tuple[Column, ...]
+    kv: tuple[Column, ...]
     row: str
     unit: str
     also: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    segments: tuple[Fused, ...] = ()
     heads: str | None = None
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """All column linears."""
+        return (*self.col, *self.kv)
 
     @override
     def plan(self, scope: Scope) -> None:
-        found = {name: scope.find(name) for name in (*self.col, *self.kv, self.row)}
+        found = {name: scope.find(name) for name in (*(c.name for c in self.columns), self.row)}
         linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
         for name, module in found.items():
             if module is not None and name not in linears:
@@ -146,71 +137,48 @@ class RegionRule(Rule):
         if self.optional and 0 < len(missing) < len(found):
             what = f"only a part of the region is there, without {', '.join(missing)}"
             scope.problem(what, "correct the names: with optional=True the whole region may be absent")
-        if len(linears) < len(found) or not self._fits(scope, linears):
+        cut = self._cut(scope, linears) if len(linears) == len(found) else None
+        if cut is None:
             for name, linear in linears.items():
                 for parameter in linear._parameters:
                     scope.claim(name, parameter, None)  # said already: not "covered by no rule" too
             return
-        width = linears[self.row].in_features
-        if self.unit == "column" and last_rank_is_empty(width, scope.ranks):
+        if not cut.by_heads and last_rank_is_empty(cut.width, scope.ranks):
             for name in linears:
                 scope.swap(name, Replicated)
             return
         entry = self._entry(scope)
         self._check_after(scope)
-        fused = {part.name: part.segments for part in self.segments if part.by == "projection"}
-        for name in self.col:
-            if name in fused:
-                scope.swap(name, FusedColumnLinear, enters=entry is None, segments=fused[name])
-            else:  # head after head: cut between heads, like a linear that computes one projection
-                scope.swap(name, ColumnLinear, enters=entry is None)
-        for name in self.kv:
-            heads = self._heads(scope)
-            options: dict[str, Any] = {"replication": heads.kv_replication if heads else 1}
-            if scope.config.inference_only and options["replication"] > 1:
-                # No optimizer state to save: a collective less for each token is worth more.
-                options["in_parts"] = False
-            scope.swap(name, ColumnLinear, enters=entry is None, **options)
+        for column in self.columns:
+            target, options = column.target(linears[column.name], cut)
+            scope.swap(column.name, target, enters=entry is None, **options)
         scope.swap(self.row, RowLinear)
         if entry is not None:
             scope.add(entry)
 
-    def _fits(self, scope: Scope, linears: dict[str, nn.Linear]) -> bool:
-        """Record what does not fit together; sizes of heads were checked by the policy's ``Heads``."""
-        last = linears[self.row]
-        fits = True
-        parts = {part.name: part.segments for part in self.segments}
-        if self.unit != "head" and any(part.by == "head" for part in self.segments):
-            scope.problem("segments in the order of heads are cut between heads", 'say unit="head" or heads=')
-            return False
-        for name in self.col:
-            count = parts.get(name, 1)
-            if linears[name].out_features != count * last.in_features:
-                fits = False
-                scope.problem(
-                    f"it has out_features {linears[name].out_features}"
-                    + (f" in {count} segments" if count > 1 else "")
-                    + f", but {self.row} at the end of its region has in_features {last.in_features}; equal sizes are "
-                    "needed so that both are cut at the same places",
-                    "check which linears belong to this region",
-                    name,
-                )
-        if self.unit != "head" and not self.kv:
-            return fits
-        heads = self._heads(scope)
-        if heads is None:
-            return False
-        for names, count in ((self.col, heads.query), (self.kv, heads.kv)):
-            for name in names:
-                if linears[name].out_features % count:
-                    fits = False
-                    scope.problem(
-                        f"its {linears[name].out_features} output features are not whole heads: the configuration "
-                        f"counts {count}",
-                        "check Heads(...) in the policy's checks, or unit=",
-                        name,
-                    )
-        return fits
+    def _cut(self, scope: Scope, linears: dict[str, nn.Linear]) -> Cut | None:
+        """Return how the region is cut; record what does not fit together.
+
+        Sizes of heads were checked by the policy's ``Heads``.
+        """
+        by_heads = self.unit == "head"
+        needs_heads = by_heads or bool(self.kv)
+        cut = Cut(
+            row=self.row,
+            width=linears[self.row].in_features,
+            by_heads=by_heads,
+            heads=self._heads(scope) if needs_heads else None,
+            inference_only=bool(scope.config.inference_only),
+        )
+        lacks = [lack for column in self.columns if (lack := column.without(cut))]
+        for what, todo in lacks:
+            scope.problem(what, todo)
+        if lacks:
+            return None
+        misfits = [(c.name, *misfit) for c in self.columns for misfit in c.misfits(linears[c.name], cut)]
+        for name, what, todo in misfits:
+            scope.problem(what, todo, name)
+        return None if misfits or (needs_heads and cut.heads is None) else cut
 
     def _heads(self, scope: Scope) -> HeadCounts | None:
         """Return the head counts of the policy, or of this one module; record what is wrong with the latter."""
@@ -235,8 +203,8 @@ class RegionRule(Rule):
         nothing there. Users may still call backward; linears that enter by themselves stay correct, and cost nothing in
         the forward.
         """
-        members = tuple(scope.name(name) for name in (*self.col, *self.kv))
-        place = self.enter if self.enter is not None else self.col[0]
+        members = tuple(scope.name(column.name) for column in self.columns)
+        place = self.enter if self.enter is not None else self.col[0].name
         if self.enter is None and len(members) > 1:
             return None
         if _needs_no_entry(scope):
@@ -278,7 +246,7 @@ class RegionRule(Rule):
         for name in self.after:
             owner, _, parameter = name.rpartition(".")
             below = f"{scope.name(name)}.".startswith(f"{scope.name(self.enter or '')}.".lstrip("."))
-            own = [n for n in (*self.col, *self.kv, self.row) if f"{n}.".startswith(f"{name}.")]
+            own = [n for n in (*(c.name for c in self.columns), self.row) if f"{n}.".startswith(f"{name}.")]
             if not is_parameter(scope.module, owner, parameter) and scope.find(name) is None:
                 continue  # recorded
             if not below or name == self.enter:
