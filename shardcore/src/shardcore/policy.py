@@ -6,9 +6,11 @@ description classes are the way Shardformer (ColossalAI) writes the same; both c
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -35,25 +37,55 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCounts:
-    """Numbers of attention heads: ``query`` and ``kv`` of the full model, and what one of ``ranks`` ranks uses."""
+    """Numbers of attention heads: ``query`` and ``kv`` of the full model, and what ``rank`` of ``ranks`` ranks uses.
+
+    Each rank has consecutive query heads; where the ranks do not divide their number, the first ranks have one more.
+    Query heads attend to KV heads in equal groups, in their order. A rank uses the KV heads of its query heads; where
+    it has parts of groups, so that it would use some more often than others, heads are repeated until all are used
+    equally often.
+    """
 
     query: int
     kv: int
     ranks: int
+    rank: int = 0
+
+    def at(self, rank: int) -> HeadCounts:
+        """Return the same of another rank."""
+        return replace(self, rank=rank)
+
+    @property
+    def query_heads(self) -> range:
+        """The query heads of the rank."""
+        each, more = divmod(self.query, self.ranks)
+        start = self.rank * each + min(self.rank, more)
+        return range(start, start + each + (self.rank < more))
+
+    @property
+    def kv_heads(self) -> tuple[int, ...]:
+        """The KV heads that the rank uses, in the order of its query heads; some of them repeated, if need be."""
+        used = Counter(head * self.kv // self.query for head in self.query_heads)
+        together = math.gcd(*used.values())
+        return tuple(head for head, times in used.items() for _ in range(times // together))
 
     @property
     def local_query(self) -> int:
-        """Query heads of one rank."""
-        return self.query // self.ranks
+        """Query heads of the rank."""
+        return len(self.query_heads)
 
     @property
     def local_kv(self) -> int:
-        """KV heads that one rank uses; with fewer heads than ranks each uses one."""
-        return max(1, self.kv // self.ranks)
+        """KV heads that the rank uses; with fewer heads than ranks each uses one."""
+        return len(self.kv_heads)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether ranks have equally many query heads, and equally many KV heads or equal shares of one."""
+        return not self.query % self.ranks and (not self.kv % self.ranks or not self.ranks % self.kv)
 
     @property
     def kv_replication(self) -> int:
-        """How many neighbouring ranks use the same KV head; 1 if there is a head for each rank."""
+        """How many neighbouring ranks use the same KV head, where heads are even; 1 if there is a head for each."""
         return max(1, self.ranks // self.kv)
 
 
@@ -72,7 +104,11 @@ class Scope(Protocol):
 
     @property
     def heads(self) -> HeadCounts | None:
-        """Head counts, if the policy's checks declare them and they can be split."""
+        """Head counts, if the policy's checks declare them and they can be split; else a problem is recorded."""
+
+    @property
+    def known_heads(self) -> HeadCounts | None:
+        """The same for rules that do without."""
 
     def name(self, suffix: str) -> str:
         """Return the full name of a submodule."""
@@ -137,17 +173,21 @@ class Heads:
 
     Attributes:
         query: the attribute of ``model.config`` with the number of query heads.
-        kv: the one with the number of key/value heads; None if there is one for each query head.
+        kv: the one with the number of key/value heads; None if there is one for each query head; or their number
+            itself, which is 1 for multi-query attention.
+        uneven: ranks may have unequal numbers of heads, where their number does not divide: the rules set every number
+            of heads that a forward reads, by functions of `HeadCounts` or `per_rank`.
     """
 
     query: str
-    kv: str | None = None
+    kv: str | int | None = None
+    uneven: bool = False
 
     def counts(self, model: nn.Module, ranks: int) -> HeadCounts | None:
         """Return the head counts of ``model``, or None if its configuration does not have the attributes."""
         config = getattr(model, "config", None)
         query = getattr(config, self.query, None)
-        kv = getattr(config, self.kv, None) if self.kv else query
+        kv = getattr(config, self.kv, None) if isinstance(self.kv, str) else self.kv
         if query is None:
             return None
         return HeadCounts(query=query, kv=query if kv is None else kv, ranks=ranks)
@@ -157,11 +197,22 @@ class Heads:
         counts = self.counts(model, ranks)
         if counts is None:
             return f"model.config has no attribute {self.query!r}", "name the attribute that counts heads in Heads(...)"
+        if counts.query % counts.kv:
+            what = (
+                f"{counts.query} query heads ({self.query}) are not equally many for each of {counts.kv} key/value "
+                f"heads ({self.kv})"
+            )
+            return what, "correct Heads(...) in the policy's checks"
+        if self.uneven:
+            if counts.query >= ranks:
+                return None
+            what = f"{counts.query} query heads ({self.query}) cannot be split over {ranks} ranks: each needs one"
+            return what, f"use a tensor_parallel_size of at most {counts.query}"
         if counts.query % ranks:
             fits = [n for n in range(1, counts.query + 1) if counts.query % n == 0]
             what = (
                 f"{counts.query} query heads ({self.query}) cannot be split over {ranks} ranks: whole heads are needed "
-                "on each rank, and uneven heads are not supported yet"
+                "on each rank, and the policy does not say that they may be uneven"
             )
             return what, f"use a tensor_parallel_size of {', '.join(map(str, fits))}"
         if counts.kv % ranks and ranks % counts.kv:

@@ -1,8 +1,8 @@
 """What travels between the ranks of one group: the transport under every collective of a forward and a backward.
 
-A `Channel` is a process group and the form that payloads take on it. It has the four collectives that everything else
-in `shardcore.comm` is made of. Each has two bodies: c10d calls for eager mode, functional collectives (which
-`torch.compile` can trace) when compiling.
+A `Channel` is a process group and the form that payloads take on it. It has the five collectives that everything else
+in `shardcore.comm` is made of. All but `exchange` have two bodies: c10d calls for eager mode, functional collectives
+(which `torch.compile` can trace) when compiling.
 
 Payloads of another form (in fewer bits, say) are a subclass that overrides some of the four, and `exact`; see
 `tests/support/own_channel.py`.
@@ -10,7 +10,7 @@ Payloads of another form (in fewer bits, say) are a subclass that overrides some
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -124,6 +124,18 @@ class Channel:
         out = stacked.new_empty(stacked.shape[1:])
         work = reduce_scatter_single(out, stacked, group=self.group, async_op=True)
         return Pending(work, lambda: out, stacked)
+
+    def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send each rank its piece of ``flat``, and return what came, (sum(received)); eager mode only.
+
+        Args:
+            flat: the pieces one after the other, by the rank that they go to.
+            sent: the size of each.
+            received: how much comes from each rank.
+        """
+        out = flat.new_empty(sum(received))
+        dist.all_to_all_single(out, flat, list(received), list(sent), group=self.group)
+        return out
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the largest of all ranks' values, element by element; in place in eager mode."""

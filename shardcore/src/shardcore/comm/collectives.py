@@ -8,6 +8,7 @@ Shapes: H is a full dim, H/tp one rank's part of it; uneven parts follow `torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,22 +57,22 @@ def packed(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _all_gather(x: Tensor, channel: Channel, dim: int, size: int) -> Tensor:
-    """Put the parts of ``x`` along ``dim`` together again; ``size`` is the full extent of that dim.
+def _all_gather(x: Tensor, channel: Channel, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Put the parts of ``x`` along ``dim`` together again; ``sizes`` are those of the ranks.
 
     Parts are padded to the largest one for the transfer, so that uneven parts need a single collective.
     """
-    step = -(-size // channel.size)
+    step = max(sizes)
     if x.size(dim) < step:
         x = torch.cat([x, x.new_zeros(*x.shape[:dim], step - x.size(dim), *x.shape[dim + 1 :])], dim)
     stacked = channel.all_gather(x)
-    parts = [part.narrow(dim, 0, _length(size, channel.size, rank)) for rank, part in enumerate(stacked.unbind(0))]
+    parts = [part.narrow(dim, 0, size) for size, part in zip(sizes, stacked.unbind(0), strict=True)]
     return torch.cat(parts, dim)
 
 
-def _length(size: int, parts: int, index: int) -> int:
-    start, stop = chunk_bounds(size, parts, index)
-    return stop - start
+def _sizes(size: int, parts: int) -> list[int]:
+    bounds = [chunk_bounds(size, parts, index) for index in range(parts)]
+    return [stop - start for start, stop in bounds]
 
 
 class _CopyToTP(Function):
@@ -110,14 +111,14 @@ class _ReduceFromTPInPlace(Function):
 
 class _GatherFromTP(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel, dim: int, size: int) -> Tensor:
-        ctx.channel, ctx.dim, ctx.size = channel, dim, size
-        return _all_gather(x, channel, dim, size)
+    def forward(ctx: Any, x: Tensor, channel: Channel, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.channel, ctx.dim, ctx.sizes = channel, dim, sizes
+        return _all_gather(x, channel, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        start, stop = chunk_bounds(ctx.size, ctx.channel.size, ctx.channel.rank)
-        return grads[0].narrow(ctx.dim, start, stop - start).contiguous(), None, None, None
+        start, own = sum(ctx.sizes[: ctx.channel.rank]), ctx.sizes[ctx.channel.rank]
+        return grads[0].narrow(ctx.dim, start, own).contiguous(), None, None, None
 
 
 class _SplitToTP(Function):
@@ -130,7 +131,7 @@ class _SplitToTP(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         refuse_double_backward()
-        return _all_gather(grads[0], ctx.channel, ctx.dim, ctx.size), None, None
+        return _all_gather(grads[0], ctx.channel, ctx.dim, _sizes(ctx.size, ctx.channel.size)), None, None
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
@@ -156,12 +157,14 @@ def reduce_from_tp(x: Tensor, channel: Channel, *, fresh: bool = False) -> Tenso
     return _apply(_ReduceFromTP, x, channel)
 
 
-def gather_from_tp(x: Tensor, channel: Channel, dim: int, size: int) -> Tensor:
-    """All-gather forward, own part backward: (..., H/tp, ...) to (..., H, ...) along ``dim`` of full extent ``size``.
+def gather_from_tp(x: Tensor, channel: Channel, dim: int, size: int | Sequence[int]) -> Tensor:
+    """All-gather forward, own part backward: (..., H/tp, ...) to (..., H, ...) along ``dim``.
 
-    The backward holds if what follows is the same on all ranks, as it is outside regions.
+    ``size`` is its full extent, or the extents of the ranks' parts where these are not cut as `torch.chunk` cuts. The
+    backward holds if what follows is the same on all ranks, as it is outside regions.
     """
-    return _apply(_GatherFromTP, x, channel, dim % x.ndim, size)
+    sizes = _sizes(size, channel.size) if isinstance(size, int) else size
+    return _apply(_GatherFromTP, x, channel, dim % x.ndim, sizes)
 
 
 def split_to_tp(x: Tensor, channel: Channel, dim: int) -> Tensor:

@@ -135,6 +135,11 @@ class RuleScope(Scope):
             self.problem(what, "add Heads(...) to the policy's checks")
         return self.builder.heads
 
+    @property
+    @override
+    def known_heads(self) -> HeadCounts | None:
+        return self.builder.heads
+
     @override
     def name(self, suffix: str) -> str:
         name = ".".join(filter(None, (self.path, _dotted(suffix))))

@@ -9,7 +9,14 @@ from shardcore.comm.strided import fsdp_placement
 from shardcore.nn.base import ParallelModule, SwappedModule
 from shardcore.nn.behaviour import behaviours
 from shardcore.nn.blocks.norm import FusedRMSNorm
-from shardcore.nn.layout import GroupShardedLayout, Layout, ReplicatedLayout, SegmentedLayout, ShardedLayout
+from shardcore.nn.layout import (
+    ExchangedLayout,
+    GroupShardedLayout,
+    Layout,
+    ReplicatedLayout,
+    SegmentedLayout,
+    ShardedLayout,
+)
 from shardcore.nn.linear.embedding import VocabEmbedding
 from shardcore.nn.linear.fused import FusedColumnLinear
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
@@ -21,6 +28,7 @@ from shardcore.nn.replicated import Replicated
 
 __all__ = [
     "ColumnLinear",
+    "ExchangedLayout",
     "FusedColumnLinear",
     "FusedRMSNorm",
     "GroupShardedLayout",

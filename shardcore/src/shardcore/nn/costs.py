@@ -10,7 +10,7 @@ from shardcore.nn.layout import Layout
 __all__ = ["Collective", "Site", "backward", "forward"]
 
 Pass = Literal["forward", "backward"]
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Operation = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

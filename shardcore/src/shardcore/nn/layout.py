@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -14,16 +15,18 @@ from typing_extensions import override
 from shardcore._torch import DTensorSpec
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.dtensor_params import spec_of, with_spec
-from shardcore.comm.strided import segment_runs, segmented
+from shardcore.comm.strided import Runs, segment_runs, segmented
 from shardcore.mesh import Axis, ShardContext
 
 __all__ = [
+    "ExchangedLayout",
     "GroupShardedLayout",
     "Layout",
     "ReplicatedLayout",
     "SegmentedLayout",
     "ShardedLayout",
     "Specs",
+    "are_parts",
     "distribute",
     "last_rank_is_empty",
 ]
@@ -35,6 +38,11 @@ def last_rank_is_empty(size: int, ranks: int) -> bool:
     Such a dim is not split: FSDP2 raises on the empty rank alone, and the others wait for it.
     """
     return -(-size // ranks) * (ranks - 1) >= size
+
+
+def are_parts(rows: Sequence[Runs], size: int) -> bool:
+    """Tell whether the rows that each rank uses, of ``size``, are those that `ShardedLayout` gives it."""
+    return all(runs == (chunk_bounds(size, len(rows), rank),) for rank, runs in enumerate(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,18 @@ class GroupShardedLayout(ShardedLayout):
 
     def __str__(self) -> str:
         return f"split on dim {self.dim}, gathered by groups of {self.group_size} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangedLayout(ShardedLayout):
+    """Split as `ShardedLayout` splits; each rank uses other rows than it holds, which ranks send each other for use.
+
+    For whole heads where parts are not, and for projections of different widths in one weight: no DTensor placement
+    has them.
+    """
+
+    def __str__(self) -> str:
+        return f"split on dim {self.dim}, exchanged among the ranks for use"
 
 
 @dataclass(frozen=True, slots=True)

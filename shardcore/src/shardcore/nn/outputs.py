@@ -56,7 +56,8 @@ class OutputGatherer(SwappedModule):
     gathered outputs are exact. A tuple (``return_dict=False``) is made from the named outputs.
 
     Options:
-        dims: (name, dim, full size) for each output that is split over the ranks.
+        dims: (name, dim, full size) for each output that is split over the ranks; the sizes of all ranks' parts where
+            they are uneven.
         by_tokens: outputs that are split along the sequence where the activations are.
         places: outputs that take a place in the native tuple even where they are None.
     """
@@ -66,7 +67,7 @@ class OutputGatherer(SwappedModule):
 
     #: Set where the sequence of the module, or of one below it, is split.
     _shard_sequence: SequenceShard | None
-    _dims: tuple[tuple[str, int, int], ...]
+    _dims: tuple[tuple[str, int, int | tuple[int, ...]], ...]
     _by_tokens: tuple[str, ...]
     _places: tuple[str, ...]
     _return_dict: ReturnDict
@@ -83,7 +84,7 @@ class OutputGatherer(SwappedModule):
         module: nn.Module,
         context: ShardContext,
         *,
-        dims: tuple[tuple[str, int, int], ...] = (),
+        dims: tuple[tuple[str, int, int | tuple[int, ...]], ...] = (),
         by_tokens: tuple[str, ...] = (),
         places: tuple[str, ...] = (),
         **options: Any,
@@ -119,7 +120,7 @@ class OutputGatherer(SwappedModule):
         values = {field.name: getattr(out, field.name) for field in fields(out)}
         return tuple(value for name, value in values.items() if value is not None or name in self._places)
 
-    def _gathered(self, captured: Tensor | None, dim: int, size: int) -> Tensor | None:
+    def _gathered(self, captured: Tensor | None, dim: int, size: int | tuple[int, ...]) -> Tensor | None:
         # None where an attention implementation returns no weights.
         return None if captured is None else gather_from_tp(captured, self._shard_context.channel, dim, size)
 

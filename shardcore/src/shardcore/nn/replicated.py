@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.dtensor_params import read_local, read_partial
@@ -14,6 +14,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, ReplicatedLayout
+from shardcore.nn.linear.together import Reading
 from shardcore.nn.sequence.tokens import SequenceShard
 
 __all__ = ["Replicated"]
@@ -28,14 +29,18 @@ class Replicated(SwappedModule):
     Options:
         partial: each rank applies the module to its part of the activations (norms on queries and keys), so gradients
             are partial, and are summed over the ranks.
+        with_region: the entry of the region around it reads the parameters, so that their gradients are summed with
+            others; the module reads them itself where it is called outside of the region.
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"partial"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"partial", "with_region"})
 
     #: Set where the activations that it sees are split along the sequence.
     _shard_sequence: SequenceShard | None
     _partial: bool
+    #: While its region is open: what the region's entry has read for it.
+    _shard_reading: Reading | None
     #: Whether each gradient is a tensor that nobody else holds.
     _fresh: bool
     _native_class: type[nn.Module]
@@ -55,8 +60,10 @@ class Replicated(SwappedModule):
 
     @classmethod
     @override
-    def plan_collectives(cls, site: Site, *, partial: bool = False, **options: Any) -> Iterator[Collective]:
-        if (partial or site.split) and site.sums_at_once:
+    def plan_collectives(
+        cls, site: Site, *, partial: bool = False, with_region: bool = False, **options: Any
+    ) -> Iterator[Collective]:
+        if (partial or site.split) and site.sums_at_once and not with_region:
             yield backward(site.path, "all_reduce", "its parameters' gradients")
 
     @override
@@ -68,7 +75,7 @@ class Replicated(SwappedModule):
     def swap_class(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
         native = type(module)
         new = super().swap_class(module, context)
-        new.__dict__["_shard_sequence"] = None
+        new.__dict__["_shard_sequence"] = new.__dict__["_shard_reading"] = None
         new._partial = partial
         # A lookup makes the gradient of its table, which may be large; so it is not copied.
         new._fresh = native.forward is nn.Embedding.forward
@@ -95,9 +102,17 @@ class Replicated(SwappedModule):
         finally:
             self.__dict__["_parameters"] = own
 
+    @property
+    def _shard_parameters(self) -> tuple[Tensor, ...]:
+        """The parameters that the module holds itself, in their order."""
+        return tuple(p for p in self._parameters.values() if p is not None)
+
     def _read(self) -> dict[str, Any]:
         own = self._parameters
         shared = {name: p for name, p in own.items() if p is not None}
+        reading = None if torch.compiler.is_compiling() else self._shard_reading
+        if reading is not None and reading.is_of(list(shared.values())):
+            return {**own, **dict(zip(shared, reading.parameters, strict=True))}
         partial = self._partial or (self._shard_sequence is not None and self._shard_sequence.length is not None)
         if partial:
             local = read_partial(self._shard_context.channel, *shared.values(), deferred=self._shard_context.defers)

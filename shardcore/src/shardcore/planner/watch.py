@@ -21,7 +21,7 @@ __all__ = ["KINDS", "OPERATIONS", "Watch", "local", "nbytes"]
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 #: By the names of c10d and of functional collectives. On the CPU `shardcore.comm.channel` sends a reduce-scatter as an
-#: all-to-all, and nothing else as one.
+#: all-to-all of equal pieces; of an exchange, the pieces have sizes.
 OPERATIONS = {
     "allreduce": "all_reduce",
     "allgather_base": "all_gather",
@@ -96,7 +96,8 @@ class Watch(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0].strip("_")
         if namespace in ("c10d", "_c10d_functional") and name not in _BESIDES:
-            key = self.phase, OPERATIONS.get(name, name), _group(args)
+            sized = name == "alltoall_base" and any(isinstance(arg, list) and arg for arg in args)
+            key = self.phase, "all_to_all" if sized else OPERATIONS.get(name, name), _group(args)
             self.sent[*key, "count"] += 1
             self.sent[*key, "bytes"] += max((nbytes(tensor) for tensor in _tensors((args, out))), default=0)
         return out

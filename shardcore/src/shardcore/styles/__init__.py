@@ -13,12 +13,13 @@ A new word is a constructor with its `shardcore.policy.Rule`, both in one module
 
 from __future__ import annotations
 
-from shardcore.styles.attributes import attribute, local_groups, local_heads, per_rank
+from shardcore.styles.attributes import attribute, local_groups, local_heads, local_kv_heads, per_rank
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
 from shardcore.styles.heads import head
 from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
 from shardcore.styles.methods import calls
 from shardcore.styles.model_outputs import loss, outputs
+from shardcore.styles.over_heads import norm_over_heads
 from shardcore.styles.randomness import shared_numpy, shared_rng
 from shardcore.styles.regions import enter_arg, region, segments
 from shardcore.styles.sequences import sequence
@@ -32,8 +33,10 @@ __all__ = [
     "layer_drop",
     "local_groups",
     "local_heads",
+    "local_kv_heads",
     "loss",
     "norm",
+    "norm_over_heads",
     "outputs",
     "partial",
     "per_rank",

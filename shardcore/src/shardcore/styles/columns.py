@@ -8,17 +8,18 @@ that ranks share. Each kind is a small class that says what does not fit, and by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from typing_extensions import override
 
-from shardcore.nn import ColumnLinear, FusedColumnLinear, SwappedModule
+from shardcore.nn import ColumnLinear, FusedColumnLinear, RowLinear, SwappedModule
+from shardcore.nn.layout import are_parts
 from shardcore.policy import HeadCounts
 
-__all__ = ["Column", "Cut", "Fused", "KeyValue", "Projection"]
+__all__ = ["Column", "Cut", "Fused", "FusedHeads", "KeyValue", "Order", "Projection", "Role", "row_target"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,10 @@ class Cut:
     inference_only: bool
 
 
+#: First and one-past-last index of each of several runs of rows.
+Runs = tuple[tuple[int, int], ...]
+#: What a projection of an attention is.
+Role = Literal["query", "key", "value"]
 #: What does not fit, and what to do about it.
 Misfit = tuple[str, str]
 #: A parallel module and its options.
@@ -67,17 +72,18 @@ class Column(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Projection(Column):
-    """One projection, as wide as the input of the row linear."""
+    """One projection: as wide as the input of the row linear, or of any width for each head."""
 
     @override
     def misfits(self, linear: nn.Linear, cut: Cut) -> Iterator[Misfit]:
-        yield from _of_other_size(linear, cut, 1)
-        if cut.by_heads and cut.heads is not None:
+        if not cut.by_heads:
+            yield from _of_other_size(linear, cut, 1)
+        elif cut.heads is not None:
             yield from _not_whole_heads(linear, cut.heads.query)
 
     @override
     def target(self, linear: nn.Linear, cut: Cut) -> Target:
-        return ColumnLinear, {}
+        return _by_heads(linear, cut, Order(("query",))) or (ColumnLinear, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,9 @@ class KeyValue(Column):
     @override
     def target(self, linear: nn.Linear, cut: Cut) -> Target:
         options: dict[str, Any] = {"replication": cut.heads.kv_replication if cut.heads else 1}
-        if cut.inference_only and options["replication"] > 1:
+        if options["replication"] == 1 or (cut.heads is not None and not cut.heads.is_even):
+            return _by_heads(linear, cut, Order(("key",))) or (ColumnLinear, options)
+        if cut.inference_only:
             # No optimizer state to save: a collective less for each token is worth more.
             options["in_parts"] = False
         return ColumnLinear, options
@@ -100,7 +108,7 @@ class KeyValue(Column):
 
 @dataclass(frozen=True, slots=True)
 class Fused(Column):
-    """`shardcore.styles.segments`."""
+    """`shardcore.styles.segments` with a number of equal ones."""
 
     segments: int
     by: str = "projection"
@@ -117,15 +125,120 @@ class Fused(Column):
 
     @override
     def misfits(self, linear: nn.Linear, cut: Cut) -> Iterator[Misfit]:
-        yield from _of_other_size(linear, cut, self.segments)
+        if self.by != "head":
+            yield from _of_other_size(linear, cut, self.segments)
         if cut.by_heads and cut.heads is not None:
             yield from _not_whole_heads(linear, cut.heads.query)
 
     @override
     def target(self, linear: nn.Linear, cut: Cut) -> Target:
         if self.by == "head":  # head after head: cut between heads, like a linear that computes one projection
-            return ColumnLinear, {}
+            return _by_heads(linear, cut, Order(("query",))) or (ColumnLinear, {})
+        if cut.heads is not None and not cut.heads.is_even:
+            roles: tuple[Role, ...] = ("query",) * self.segments
+            return _by_heads(linear, cut, Order(roles)) or (ColumnLinear, {})
         return FusedColumnLinear, {"segments": self.segments}
+
+
+@dataclass(frozen=True, slots=True)
+class FusedHeads(Column):
+    """`shardcore.styles.segments` with the roles of heads."""
+
+    roles: tuple[Role, ...]
+    by: str = "projection"
+
+    def __repr__(self) -> str:
+        by = "" if self.by == "projection" else f", by={self.by!r}"
+        return f"segments({self.name!r}, {self.roles!r}{by})"
+
+    @override
+    def without(self, cut: Cut) -> Misfit | None:
+        if not cut.by_heads:
+            return "segments that are queries, keys or values are cut between heads", 'say unit="head" or heads='
+        return None
+
+    @override
+    def misfits(self, linear: nn.Linear, cut: Cut) -> Iterator[Misfit]:
+        if cut.heads is None:
+            return
+        count = len(Order(self.roles, self.by).heads(range(cut.heads.query), range(cut.heads.kv)))
+        if linear.out_features % count != 0:
+            what = (
+                f"its {linear.out_features} output features are not {', '.join(self.roles)} of {cut.heads.query} query "
+                f"and {cut.heads.kv} key/value heads: that would be {count} heads of one size"
+            )
+            yield what, "check the roles of segments(...), and Heads(...) in the policy's checks"
+
+    @override
+    def target(self, linear: nn.Linear, cut: Cut) -> Target:
+        alike = cut.heads is not None and cut.heads.is_even and cut.heads.query == cut.heads.kv
+        if alike and self.by == "projection" and len(self.roles) > 1:
+            return FusedColumnLinear, {"segments": len(self.roles)}
+        return _by_heads(linear, cut, Order(self.roles, self.by)) or (ColumnLinear, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """In which order the output features of a linear are those of heads.
+
+    Attributes:
+        roles: what its projections are: ``"query"``, ``"key"`` or ``"value"``.
+        by: ``"projection"``: all heads of the first, then all of the next; ``"group"``: for each KV head, the query
+            heads that attend to it, then the head itself, in the order of the roles.
+    """
+
+    roles: tuple[Role, ...]
+    by: str = "projection"
+
+    def heads(self, query: Sequence[int], kv: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (place of the role, head) of each head in order, if these are the query heads and the KV heads."""
+        if self.by == "projection":
+            both = {True: query, False: kv}
+            return [(i, head) for i, role in enumerate(self.roles) for head in both[role == "query"]]
+        size = len(query) // len(kv)
+        found: list[tuple[int, int]] = []
+        for place, head in enumerate(kv):
+            group = query[place * size : (place + 1) * size]
+            for i, role in enumerate(self.roles):
+                found += [(i, own) for own in group] if role == "query" else [(i, head)]
+        return found
+
+    def rows(self, size: int, counts: HeadCounts) -> tuple[Runs, ...]:
+        """Return the rows of the heads that each rank uses, of a linear with ``size`` rows."""
+        whole = self.heads(range(counts.query), range(counts.kv))
+        step, at = size // len(whole), {head: place for place, head in enumerate(whole)}
+        ranks = [counts.at(rank) for rank in range(counts.ranks)]
+        return tuple(_merged([at[head] for head in self.heads(c.query_heads, c.kv_heads)], step) for c in ranks)
+
+
+def row_target(linear: nn.Linear, cut: Cut) -> Target:
+    """Return what the row linear at the end of the region becomes."""
+    columns = None if cut.heads is None or not cut.by_heads else Order(("query",)).rows(cut.width, cut.heads)
+    if columns is None or are_parts(columns, cut.width):
+        return RowLinear, {}
+    return RowLinear, {"used": columns}
+
+
+def _by_heads(linear: nn.Linear, cut: Cut, order: Order) -> Target | None:
+    """Return how a linear becomes one of which each rank uses its heads; None if they are the part that it holds."""
+    if cut.heads is None or not cut.by_heads:
+        return None
+    rows = order.rows(linear.out_features, cut.heads)
+    if are_parts(rows, linear.out_features):
+        return None
+    # For inference alone: as for KV heads that ranks share.
+    return ColumnLinear, {"used": rows, **({"in_parts": False} if cut.inference_only else {})}
+
+
+def _merged(heads: Sequence[int], step: int) -> Runs:
+    """Return the rows of ``heads``, of ``step`` rows each, as runs: one for heads that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for head in heads:
+        start, stop = head * step, (head + 1) * step
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return tuple(runs)
 
 
 def _of_other_size(linear: nn.Linear, cut: Cut, count: int) -> Iterator[Misfit]:

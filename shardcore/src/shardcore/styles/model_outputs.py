@@ -9,7 +9,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from shardcore.plan.steps import GatherOutputs, TakeLoss
-from shardcore.policy import Rule, Scope
+from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, number_of
 from shardcore.styles._text import names_of, written
 
@@ -83,13 +83,16 @@ class OutputsRule(Rule):
                 "set it on a subclass, or after shard()",
             )
             return
-        dims: tuple[tuple[str, int, int], ...] = ()
+        dims: tuple[tuple[str, int, int | tuple[int, ...]], ...] = ()
         if self.by_heads:
-            heads = scope.heads.query if self.heads is None and scope.heads else None
-            count = heads if self.heads is None else number_of(scope, self.heads)
-            if count is None:
+            heads = scope.heads if self.heads is None else None
+            if self.heads is not None and (count := number_of(scope, self.heads)) is not None:
+                heads = HeadCounts(query=count, kv=count, ranks=scope.ranks)
+            if heads is None:
                 return
-            dims = tuple((name, 1, count) for name in self.by_heads)
+            parts = tuple(heads.at(rank).local_query for rank in range(scope.ranks))
+            size: int | tuple[int, ...] = heads.query if len(set(parts)) == 1 else parts
+            dims = tuple((name, 1, size) for name in self.by_heads)
         scope.add(GatherOutputs(path=scope.name(""), dims=dims, by_tokens=by_tokens, places=self.places))
 
 

@@ -8,19 +8,19 @@ from typing import Literal
 from torch import nn
 from typing_extensions import override
 
-from shardcore.nn import ColumnLinear, Replicated, RowLinear
+from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter, number_of
 from shardcore.styles._text import names_of, written
-from shardcore.styles.columns import Column, Cut, Fused, KeyValue, Projection
+from shardcore.styles.columns import Column, Cut, Fused, FusedHeads, KeyValue, Projection, Role, row_target
 
 __all__ = ["enter_arg", "region", "segments"]
 
 
 #: A column linear by its name, or one that computes several projections.
-Columns = str | Fused
+Columns = str | Column
 
 
 def region(
@@ -31,6 +31,7 @@ def region(
     arg: str | None = None,
     also: str | tuple[str, ...] = (),
     after: str | tuple[str, ...] = (),
+    partial: str | tuple[str, ...] = (),
     kv: str | tuple[str, ...] = (),
     unit: Literal["column", "head"] = "column",
     heads: str | None = None,
@@ -48,6 +49,9 @@ def region(
         also: further arguments that the region uses, and that an `enter_arg` of a module above has entered.
         after: modules or bare parameters inside the module ``enter`` that act on the output of ``row``, such as a norm
             or a scale at its end. It is summed already, so they need no `partial`.
+        partial: modules inside the module ``enter`` that each rank applies to its heads, such as norms of queries and
+            keys: what the rule `partial` says of them, but their gradients are summed together, in one all-reduce of
+            the region.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks compute the same head.
         unit: what is never split: a single column, or an attention head, as the policy's ``Heads`` check counts them.
         heads: the attribute that counts the heads of this one module, in place of the policy's check.
@@ -59,6 +63,7 @@ def region(
         arg=arg,
         also=also or None,
         after=after or None,
+        partial=partial or None,
         col=col,
         kv=kv or None,
         row=row,
@@ -73,6 +78,7 @@ def region(
         arg=arg,
         also=names_of(also),
         after=names_of(after),
+        partial=names_of(partial),
         col=tuple(Projection(c) if isinstance(c, str) else c for c in columns),
         kv=tuple(map(KeyValue, names_of(kv))),
         row=row,
@@ -81,16 +87,34 @@ def region(
     )
 
 
-def segments(name: str, count: int, *, by: Literal["projection", "head"] = "projection") -> Fused:
-    """A linear that computes ``count`` equal projections at once; for ``col=`` of a `region`.
+def segments(
+    name: str,
+    what: int | tuple[Role, ...],
+    *,
+    by: Literal["projection", "head", "group"] = "projection",
+) -> Column:
+    """A linear that computes several projections at once; for ``col=`` of a `region`.
 
     Args:
         name: the linear.
-        count: the number of projections.
-        by: the order of its output features: projection after projection, [q|k|v], each of which is split over the
-            ranks; or head after head, [q0 k0 v0|q1 k1 v1|...], so that each rank gets consecutive heads.
+        what: the number of projections, if all are equally wide; or what each of them is: ``("query", "key", "value")``
+            where there are fewer KV heads than query heads. The heads of all are of one size. With fewer KV heads than
+            ranks, neighbouring ranks compute the same head.
+        by: the order of its output features. ``"projection"``: one projection after the other, [q|k|v].
+            ``"head"``: head after head, [q0 k0 v0|q1 k1 v1|...]. ``"group"``: for each KV head, the query heads that
+            attend to it and then the head itself, [q0 q1 k0 v0|q2 q3 k1 v1|...].
     """
-    return Fused(name, count, by)
+    if isinstance(what, int):
+        if by == "group":
+            raise ValueError(f'segments({name!r}, {what}, by="group"): say what they are, ("query", "key", "value")')
+        return Fused(name, what, by)
+    unknown = [role for role in what if role not in ("query", "key", "value")]
+    if unknown or "query" not in what or by == "head":
+        raise ValueError(
+            f'segments({name!r}, {what!r}, by={by!r}): roles are "query", "key" and "value", the first among them, '
+            'and lie by="projection" or by="group"'
+        )
+    return FusedHeads(name, tuple(what), by)
 
 
 def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
@@ -119,6 +143,7 @@ class RegionRule(Rule):
     unit: str
     also: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
     heads: str | None = None
 
     @property
@@ -149,10 +174,14 @@ class RegionRule(Rule):
             return
         entry = self._entry(scope)
         self._check_after(scope)
+        for name in self.partial:
+            if scope.find(name) is not None:
+                scope.swap(name, Replicated, partial=True, with_region=self.enter is not None and entry is not None)
         for column in self.columns:
             target, options = column.target(linears[column.name], cut)
             scope.swap(column.name, target, enters=entry is None, **options)
-        scope.swap(self.row, RowLinear)
+        target, options = row_target(linears[self.row], cut)
+        scope.swap(self.row, target, **options)
         if entry is not None:
             scope.add(entry)
 
@@ -161,13 +190,12 @@ class RegionRule(Rule):
 
         Sizes of heads were checked by the policy's ``Heads``.
         """
-        by_heads = self.unit == "head"
-        needs_heads = by_heads or bool(self.kv)
+        by_heads = self.unit == "head" or bool(self.kv)
         cut = Cut(
             row=self.row,
             width=linears[self.row].in_features,
             by_heads=by_heads,
-            heads=self._heads(scope) if needs_heads else None,
+            heads=self._heads(scope) if by_heads else None,
             inference_only=bool(scope.config.inference_only),
         )
         lacks = [lack for column in self.columns if (lack := column.without(cut))]
@@ -176,9 +204,12 @@ class RegionRule(Rule):
         if lacks:
             return None
         misfits = [(c.name, *misfit) for c in self.columns for misfit in c.misfits(linears[c.name], cut)]
+        if cut.heads is not None and cut.width % cut.heads.query:
+            what = f"its {cut.width} input features are not whole heads: the configuration counts {cut.heads.query}"
+            misfits.append((self.row, what, "check Heads(...) in the policy's checks, or unit="))
         for name, what, todo in misfits:
             scope.problem(what, todo, name)
-        return None if misfits or (needs_heads and cut.heads is None) else cut
+        return None if misfits or (by_heads and cut.heads is None) else cut
 
     def _heads(self, scope: Scope) -> HeadCounts | None:
         """Return the head counts of the policy, or of this one module; record what is wrong with the latter."""
@@ -235,6 +266,7 @@ class RegionRule(Rule):
             block=scope.name(""),
             also=tuple(also),
             after=tuple(scope.name(name) for name in self.after),
+            beside=() if self.enter is None else tuple(map(scope.name, self.partial)),
         )
 
     def _check_after(self, scope: Scope) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,20 +11,28 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.dtensor_params import read_local, read_partial
+from shardcore.comm.exchange import Exchange, exchange_rows, misused
 from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.costs import Collective, Site, backward, forward
-from shardcore.nn.layout import GroupShardedLayout, Layout, ReplicatedLayout, ShardedLayout, last_rank_is_empty
+from shardcore.nn.layout import (
+    ExchangedLayout,
+    GroupShardedLayout,
+    Layout,
+    ReplicatedLayout,
+    ShardedLayout,
+    last_rank_is_empty,
+)
 from shardcore.nn.linear.entrance import require_entered
 from shardcore.nn.linear.functional import local_linear, multiply
-from shardcore.nn.linear.together import Reading, read_together
+from shardcore.nn.linear.together import Reading, read_together, shared_parameters
 from shardcore.nn.region.region import Region, deferred_linear
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["ColumnLinear", "RowLinear", "shared_parameters"]
+__all__ = ["ColumnLinear", "RowLinear"]
 
 # Key under which column linears that enter by themselves fork the random stream, and row linears join it.
 _OWN_FORK = "linears"
@@ -56,16 +64,20 @@ class ColumnLinear(SwappedModule, nn.Linear):
             over all ranks. Above 1 the weight and the bias are still split over all ranks, and each group of neighbours
             gathers their rows in the forward. Where out_features does not divide by the number of ranks, every rank has
             the full parameters, uses its rows of them, and their gradients are summed.
-        in_parts: False: where ``replication`` is above 1 every rank has the full parameters, so that the forward needs
-            no gather.
+        used: the rows that each rank computes, by rank, where they are not the part that it holds. Parameters are split
+            as ever; ranks send each other the rows that they use in the forward, and the gradients back.
+        in_parts: False: with ``replication`` above 1 or ``used`` every rank has the full parameters, so that the
+            forward sends nothing for them.
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    option_names: ClassVar[frozenset[str]] = frozenset({"enters", "gather_output", "in_parts", "replication"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"enters", "gather_output", "in_parts", "replication", "used"})
 
     #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
     group_size: int
+    #: How ranks get the rows that they use from those that hold them; None if each uses what it or a group holds.
+    exchange: Exchange | None
     #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
     reading: Reading | None
     #: The rows of the weight that this rank uses if its local tensor has others too, else None.
@@ -80,10 +92,23 @@ class ColumnLinear(SwappedModule, nn.Linear):
 
     @classmethod
     @override
-    def problem(cls, module: nn.Module, ranks: int, *, replication: int = 1, **options: Any) -> str | None:
+    def problem(
+        cls,
+        module: nn.Module,
+        ranks: int,
+        *,
+        replication: int = 1,
+        used: tuple[Runs, ...] | None = None,
+        gather_output: bool = False,
+        **options: Any,
+    ) -> str | None:
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
             return problem
         if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
+            return problem
+        if used is not None and (replication > 1 or gather_output):
+            return "used= says which rows each rank computes, so replication= and gather_output= cannot"
+        if problem := misused(used, "out_features", module.out_features, ranks):
             return problem
         if ranks % replication or module.out_features % (ranks // replication) * (replication > 1):
             return f"out_features {module.out_features} cannot be shared by groups of {replication} of {ranks} ranks"
@@ -94,10 +119,19 @@ class ColumnLinear(SwappedModule, nn.Linear):
     @classmethod
     @override
     def layouts(
-        cls, module: nn.Module, ranks: int, *, replication: int = 1, in_parts: bool = True, **options: Any
+        cls,
+        module: nn.Module,
+        ranks: int,
+        *,
+        replication: int = 1,
+        in_parts: bool = True,
+        used: tuple[Runs, ...] | None = None,
+        **options: Any,
     ) -> Mapping[str, Layout]:
         layout: Layout = ShardedLayout(0)
-        if replication > 1:
+        if used is not None:
+            layout = ExchangedLayout(0) if in_parts else ReplicatedLayout(partial_gradient=True)
+        elif replication > 1:
             layout = (
                 GroupShardedLayout(0, replication)
                 if in_parts and _divides(module, ranks)
@@ -137,11 +171,16 @@ class ColumnLinear(SwappedModule, nn.Linear):
         replication: int = 1,
         enters: bool = True,
         in_parts: bool = True,
+        used: tuple[Runs, ...] | None = None,
         **options: Any,
     ) -> Self:
         new = super().swap_class(module, context)
-        new.group_size, new.reading, new.rows = 1, None, None
-        if replication > 1 and in_parts and _divides(new, context.size):
+        new.group_size, new.reading, new.rows, new.exchange = 1, None, None, None
+        if used is not None and in_parts:
+            new.exchange = Exchange(used, new.out_features, context.rank)
+        elif used is not None:
+            new.rows = used[context.rank]
+        elif replication > 1 and in_parts and _divides(new, context.size):
             context.join_neighbours(replication)
             new.group_size = replication
         elif replication > 1:
@@ -179,7 +218,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
     @property
     def uses_what_it_holds(self) -> bool:
         """Tell whether the local tensors have the rows that this rank uses, and no others."""
-        return self.group_size == 1 and self.rows is None and self.bias_rows is None
+        return self.group_size == 1 and self.exchange is None and self.rows is None and self.bias_rows is None
 
     @property
     def own_parameters(self) -> tuple[Tensor, ...]:
@@ -191,7 +230,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
         if self.uses_what_it_holds:
             return local_linear(x, self.weight, self.bias)
         # A compiled graph can pass nothing from one module to another.
-        if not torch.compiler.is_compiling() and self.reading is not None and self.reading.is_of(self):
+        if not torch.compiler.is_compiling() and self.reading is not None and self.reading.is_of(self.own_parameters):
             return multiply(x, *self.reading.parameters)
         return multiply(x, *read_together(self._shard_context, [self])[0])
 
@@ -207,6 +246,8 @@ class ColumnLinear(SwappedModule, nn.Linear):
         kind = f"gather_output={self.gather_output}"
         if self.group_size > 1:
             kind = f"gathered by {self.group_size} ranks"
+        elif self.exchange is not None:
+            kind = "rows exchanged"
         elif self.rows:
             kind = "rows=" + ",".join(f"{start}:{stop}" for start, stop in self.rows)
         return f"{super().extra_repr()}, tp={self._shard_context.size}, {kind}"
@@ -219,12 +260,16 @@ class RowLinear(SwappedModule, nn.Linear):
 
     Options:
         parallel_input: False if the input is the full (..., in), and has to be split first.
+        used: the columns that each rank multiplies with, by rank, where they are not the part that it holds, as `used`
+            of `ColumnLinear`. Parallel input only.
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    option_names: ClassVar[frozenset[str]] = frozenset({"parallel_input"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"parallel_input", "used"})
 
     parallel_input: bool
+    #: How ranks get the columns that they use; None if each uses what it holds.
+    exchange: Exchange | None
     #: The region that this linear ends; None if it stands alone.
     region: Region | None
     #: Set where the activations that it returns are split along the sequence.
@@ -233,10 +278,22 @@ class RowLinear(SwappedModule, nn.Linear):
 
     @classmethod
     @override
-    def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
+    def problem(
+        cls,
+        module: nn.Module,
+        ranks: int,
+        *,
+        parallel_input: bool = True,
+        used: tuple[Runs, ...] | None = None,
+        **options: Any,
+    ) -> str | None:
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
             return problem
         if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
+            return problem
+        if used is not None and not parallel_input:
+            return "used= says which columns each rank multiplies with, and parallel_input=False that parts are equal"
+        if problem := misused(used, "in_features", module.in_features, ranks):
             return problem
         if last_rank_is_empty(module.in_features, ranks):
             return _empty_part(module, "in_features", module.in_features, ranks)
@@ -244,15 +301,20 @@ class RowLinear(SwappedModule, nn.Linear):
 
     @classmethod
     @override
-    def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
-        layouts: dict[str, Layout] = {"weight": ShardedLayout(1)}
+    def layouts(
+        cls, module: nn.Module, ranks: int, *, used: tuple[Runs, ...] | None = None, **options: Any
+    ) -> Mapping[str, Layout]:
+        layouts: dict[str, Layout] = {"weight": ShardedLayout(1) if used is None else ExchangedLayout(1)}
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout()
         return layouts
 
     @classmethod
     @override
-    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+    def plan_collectives(cls, site: Site, *, used: Any = None, **options: Any) -> Iterator[Collective]:
+        if used is not None:
+            yield forward(site.path, "all_to_all", "columns of its weight")
+            yield backward(site.path, "all_to_all", "gradients of these columns")
         yield forward(site.path, "reduce_scatter" if site.split else "all_reduce", "(B, S, H) output")
         if site.split:
             yield backward(site.path, "all_gather", "(B, S/tp, H) output gradient")
@@ -266,10 +328,17 @@ class RowLinear(SwappedModule, nn.Linear):
     @classmethod
     @override
     def swap_class(
-        cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, **options: Any
+        cls,
+        module: nn.Module,
+        context: ShardContext,
+        *,
+        parallel_input: bool = True,
+        used: tuple[Runs, ...] | None = None,
+        **options: Any,
     ) -> Self:
         new = super().swap_class(module, context)
         new.parallel_input = parallel_input
+        new.exchange = None if used is None else Exchange(used, new.in_features, context.rank, dim=1)
         new.region = new.sequence = None
         return new
 
@@ -283,7 +352,7 @@ class RowLinear(SwappedModule, nn.Linear):
         length = None if self.sequence is None else self.sequence.length
         # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
         # nothing, and so repeats one collective less for each block.
-        out = local_linear(x, self.weight)
+        out = self._product(x)
         if self.sequence is None or length is None:
             out = reduce_from_tp(out, self._shard_context.channel, fresh=True)
         else:
@@ -298,24 +367,11 @@ class RowLinear(SwappedModule, nn.Linear):
             (bias,) = read_partial(context.channel, self.bias, deferred=context.defers)
         return out + bias.to(out.dtype)
 
+    def _product(self, x: Tensor) -> Tensor:
+        if self.exchange is None:
+            return local_linear(x, self.weight)
+        return multiply(x, *exchange_rows(self._shard_context.channel, [self.exchange], [self.weight]))
+
     def extra_repr(self) -> str:
         """Describe the full linear and the number of ranks."""
         return f"{super().extra_repr()}, tp={self._shard_context.size}"
-
-
-def shared_parameters(where: str, members: Sequence[Site]) -> Iterator[Collective]:
-    """Yield the collectives of parameters of column linears that several ranks use.
-
-    Args:
-        where: the entry of their region, which sends for all of them.
-        members: the places of the linears.
-    """
-    layouts = {site.path: {site.layout(short) for short in ("weight", "bias")} for site in members}
-    every = [layout for found in layouts.values() for layout in found]
-    for size in sorted({layout.group_size for layout in every if isinstance(layout, GroupShardedLayout)}):
-        names = ", ".join(name for name, found in layouts.items() if GroupShardedLayout(0, size) in found)
-        yield forward(where, "all_gather", f"parts of {names} among {size} ranks")
-        yield backward(where, "reduce_scatter", f"gradients of {names} among {size} ranks")
-    summed = [name for name, found in layouts.items() if ReplicatedLayout(partial_gradient=True) in found]
-    if summed and members[0].sums_at_once:
-        yield backward(where, "all_reduce", f"gradients of {', '.join(summed)}")

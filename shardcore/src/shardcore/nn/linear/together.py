@@ -1,59 +1,71 @@
 """What column linears use of parameters that ranks share, read for all members of a region at once.
 
-There are two kinds of them: rows that neighbours gather (a KV head that they share), and full parameters of which a
-rank uses some rows (the bias of a fused linear; KV heads that cannot be cut evenly). Both cost collectives. These have
+There are three kinds of them: rows that neighbours gather (a KV head that they share), rows that all ranks exchange
+(whole heads, where each holds another part), and full parameters of which a rank uses some rows (the bias of a fused
+linear; KV heads that cannot be cut evenly). All cost collectives. These have
 to follow from the plan alone, so the entry of a region reads for all its members, even for one that a hook keeps off
 the region's fast path on one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardcore.comm.dtensor_params import held, local_tensor, read_partial
+from shardcore.comm.exchange import exchange_rows
 from shardcore.comm.neighbours import gather_rows
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
+from shardcore.nn.costs import Collective, Site, backward, forward
+from shardcore.nn.layout import ExchangedLayout, GroupShardedLayout, ReplicatedLayout
 
 if TYPE_CHECKING:
     from shardcore.nn.linear.parallel import ColumnLinear
 
-__all__ = ["Reading", "read_together", "take_rows"]
+__all__ = ["Reading", "read_together", "shared_parameters", "take_rows"]
 
 
 class Reading:
-    """What the entry of a region has read for one member.
+    """What the entry of a region has read for one member, or for a module beside the members.
 
     An exception inside the region leaves it on the member, so it says whether the parameters have changed since.
     """
 
-    def __init__(self, member: ColumnLinear, parameters: tuple[Tensor, ...]) -> None:
+    def __init__(self, own: Sequence[Tensor], parameters: tuple[Tensor, ...]) -> None:
         self.parameters = parameters
-        self._versions = _versions(member)
+        self._versions = _versions(own)
 
-    def is_of(self, member: ColumnLinear) -> bool:
-        """Tell whether the parameters of ``member`` are what they were."""
-        return self._versions == _versions(member)
+    def is_of(self, own: Sequence[Tensor]) -> bool:
+        """Tell whether the parameters of the member are what they were."""
+        return self._versions == _versions(own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # tensors with a graph cannot be copied, and a copy of the model is in no region
 
 
-def _versions(member: ColumnLinear) -> list[int]:
+def _versions(own: Sequence[Tensor]) -> list[int]:
     # An operation on a DTensor counts there, one on its local part here.
-    tensors = (t for parameter in member.own_parameters for t in (parameter, local_tensor(parameter)))
+    tensors = (t for parameter in own for t in (parameter, local_tensor(parameter)))
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
-def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> list[tuple[Tensor, ...]]:
+def read_together(
+    context: ShardContext, members: Sequence[ColumnLinear], beside: Sequence[tuple[Tensor, ...]] = ()
+) -> list[tuple[Tensor, ...]]:
     """Return for each member the weight and the bias (if there is one) that this rank multiplies with.
 
+    Args:
+        context: of the sharded model.
+        members: the column linears of a region.
+        beside: full parameters of other modules inside of it, which are returned after those of the members.
+
     Collectives: an all-gather for each number of neighbours that gather, and its reduce-scatter in the backward; an
-    all-reduce in the backward for all full parameters. Parameters of which this rank alone has its part are
+    all-to-all for all rows that are exchanged, and the opposite one in the backward; an all-reduce in the backward for
+    all full parameters. Parameters of which this rank alone has its part are
     returned as they are.
     """
     used = [list(member.own_parameters) for member in members]
@@ -61,8 +73,13 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
         held(member.weight)
     for count in dict.fromkeys(member.group_size for member in members if member.group_size > 1):
         places = [(i, j) for i, member in enumerate(members) if member.group_size == count for j in range(len(used[i]))]
-        rows = gather_rows(context.among(count), *(used[i][j] for i, j in places))
+        rows: Sequence[Tensor] = gather_rows(context.among(count), *(used[i][j] for i, j in places))
         for (i, j), tensor in zip(places, rows, strict=True):
+            used[i][j] = tensor
+    moving = [(i, j, e) for i, m in enumerate(members) if (e := m.exchange) is not None for j in range(len(used[i]))]
+    if moving:
+        rows = exchange_rows(context.channel, [e for _, _, e in moving], [used[i][j] for i, j, _ in moving])
+        for (i, j, _), tensor in zip(moving, rows, strict=True):
             used[i][j] = tensor
     cut = [
         (i, j, runs)
@@ -70,14 +87,40 @@ def read_together(context: ShardContext, members: Sequence[ColumnLinear]) -> lis
         for j, runs in enumerate((member.rows, member.bias_rows)[: len(used[i])])
         if runs is not None
     ]
-    if cut:
-        whole = read_partial(context.channel, *(used[i][j] for i, j, _ in cut), deferred=context.defers)
-        for (i, j, runs), tensor in zip(cut, whole, strict=True):
-            used[i][j] = take_rows(tensor, runs)
-    return [tuple(tensors) for tensors in used]
+    others = [parameter for parameters in beside for parameter in parameters]
+    if not cut and not others:
+        return [tuple(tensors) for tensors in used]
+    whole = read_partial(context.channel, *(used[i][j] for i, j, _ in cut), *others, deferred=context.defers)
+    for (i, j, runs), tensor in zip(cut, whole, strict=False):
+        used[i][j] = take_rows(tensor, runs)
+    rest = iter(whole[len(cut) :])
+    return [*map(tuple, used), *(tuple(next(rest) for _ in parameters) for parameters in beside)]
 
 
 def take_rows(full: Tensor, runs: Runs) -> Tensor:
     """Return the ``runs`` of rows of ``full``, one after the other: a view if there is one run only."""
     parts = [full[start:stop] for start, stop in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def shared_parameters(where: str, members: Sequence[Site], beside: Sequence[str] = ()) -> Iterator[Collective]:
+    """Yield the collectives of parameters of column linears that several ranks use.
+
+    Args:
+        where: the entry of their region, which sends for all of them.
+        members: the places of the linears.
+        beside: other modules inside of it whose gradients are summed with theirs.
+    """
+    layouts = {site.path: {site.layout(short) for short in ("weight", "bias")} for site in members}
+    every = [layout for found in layouts.values() for layout in found]
+    for size in sorted({layout.group_size for layout in every if isinstance(layout, GroupShardedLayout)}):
+        names = ", ".join(name for name, found in layouts.items() if GroupShardedLayout(0, size) in found)
+        yield forward(where, "all_gather", f"parts of {names} among {size} ranks")
+        yield backward(where, "reduce_scatter", f"gradients of {names} among {size} ranks")
+    moved = ", ".join(name for name, found in layouts.items() if ExchangedLayout(0) in found)
+    if moved:
+        yield forward(where, "all_to_all", f"rows of {moved}")
+        yield backward(where, "all_to_all", f"gradients of rows of {moved}")
+    summed = [name for name, found in layouts.items() if ReplicatedLayout(partial_gradient=True) in found]
+    if (summed or beside) and members[0].sums_at_once:
+        yield backward(where, "all_reduce", f"gradients of {', '.join([*summed, *beside])}")

@@ -36,6 +36,7 @@ from shardcore.nn.sequence.tokens import SequenceShard
 
 if TYPE_CHECKING:
     from shardcore.nn.linear.parallel import ColumnLinear
+    from shardcore.nn.replicated import Replicated
 
 __all__ = ["Region", "deferred_linear"]
 
@@ -225,6 +226,7 @@ class Region:
             row linear the random stream is forked: always in eager mode; in compiled code, where forking breaks the
             graph, only while a dropout at one of the places is active.
         also: names and positions of arguments that have entered elsewhere (`EnteredArgument`).
+        beside: modules inside of the region whose gradients are partial, and are summed with those of the members.
     """
 
     def __init__(
@@ -234,10 +236,12 @@ class Region:
         members: Sequence[ColumnLinear],
         dropouts: DropoutSites | None,
         also: Sequence[tuple[str, int]] = (),
+        beside: Sequence[Replicated] = (),
     ) -> None:
         self.context = context
         self.members = list(members)
         self._sharing = [member for member in self.members if not member.uses_what_it_holds]
+        self._beside = list(beside)
         #: Set where the activations outside are split along the sequence.
         self.sequence: SequenceShard | None = None
         self._name, self._position = argument
@@ -251,7 +255,7 @@ class Region:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, one of which has entered the region."""
-        if self._sharing and not torch.compiler.is_compiling():
+        if (self._sharing or self._beside) and not torch.compiler.is_compiling():
             self._read()
         length = None if self.sequence is None else self.sequence.length
         if length is None:
@@ -273,8 +277,13 @@ class Region:
 
     def _read(self) -> None:
         ready = [member for member in self._sharing if _is_readable(member.weight)]
-        for member, parameters in zip(ready, read_together(self.context, ready), strict=True):
-            member.reading = Reading(member, parameters)
+        beside = [m for m in self._beside if all(map(_is_readable, m._shard_parameters))]
+        others = [m._shard_parameters for m in beside]
+        found = read_together(self.context, ready, others)
+        for member, parameters in zip(ready, found, strict=False):
+            member.reading = Reading(member.own_parameters, parameters)
+        for module, own, parameters in zip(beside, others, found[len(ready) :], strict=True):
+            module.__dict__["_shard_reading"] = Reading(own, parameters)
 
     def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse any other argument that needs a gradient: on each rank it would be partial."""
@@ -300,6 +309,8 @@ class Region:
         if not torch.compiler.is_compiling():
             for member in self._sharing:
                 member.reading = None
+            for module in self._beside:
+                module.__dict__["_shard_reading"] = None
             self._is_forked = False
             self.context.random.join(id(self))
         elif self._is_forked or (self._dropouts is not None and self._dropouts.live()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
-from shardcore.plan.steps.modules import CallByMethods, ScopeRandomness, SetAttribute, Swap
+from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.outputs import GatherOutputs, KeepLogitsSharded, TakeLoss
 from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.plan.steps.sequence import ShardSequence
@@ -16,6 +16,7 @@ from shardcore.plan.steps.shardformer import ReplaceMethods, ReplaceModule, Repl
 
 __all__ = [
     "Bench",
+    "ByRank",
     "CallByMethods",
     "Commit",
     "Compile",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,10 +14,11 @@ from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.randomness.guard import RngScope
 from shardcore.nn.replicated import Replicated
+from shardcore.nn.views import with_value
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step
 
-__all__ = ["CallByMethods", "ScopeRandomness", "SetAttribute", "Swap"]
+__all__ = ["ByRank", "CallByMethods", "ScopeRandomness", "SetAttribute", "Swap"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +85,32 @@ class Swap(Step):
         return commit
 
 
+@dataclass(frozen=True, slots=True)
+class ByRank:
+    """A value that is not the same on all ranks, by rank."""
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Any:
+        """Return the value that all ranks have, or the values by rank."""
+        return values[0] if all(value == values[0] for value in values) else cls(tuple(values))
+
+    def __repr__(self) -> str:
+        return f"{', '.join(map(repr, self.values))} by rank"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAttribute(Step):
-    """An attribute gets the value for one rank."""
+    """An attribute gets the value for one rank.
+
+    Attributes:
+        name: of the module; or, after a dot, of an object that it holds, of which it gets a view of its own.
+        value: what all ranks set, or what each does.
+    """
 
     name: str
-    value: Any
+    value: Any | ByRank
 
     @override
     def describe(self) -> str:
@@ -103,7 +124,17 @@ class SetAttribute(Step):
 
     @override
     def prepare(self, bench: Bench) -> Commit:
-        return functools.partial(setattr, bench.model.get_submodule(self.path), self.name, self.value)
+        module, value = bench.model.get_submodule(self.path), self.value
+        if isinstance(value, ByRank):
+            value = value.values[bench.shared.rank]
+        holder, _, name = self.name.rpartition(".")
+        if not holder:
+            return functools.partial(setattr, module, name, value)
+
+        def commit() -> None:
+            setattr(module, holder, with_value(getattr(module, holder), name, value))
+
+        return commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,14 +24,15 @@ class GatherOutputs(Step):
     """Outputs that the module captures from its layers are gathered.
 
     Attributes:
-        dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size.
+        dims: by output name, the dim that is split over the ranks in each captured tensor, and its full size, or
+            the sizes of all ranks' parts where they are uneven.
         by_tokens: outputs that are split along the sequence where sequence parallelism is on.
         places: outputs that take a place in a tuple (``return_dict=False``) even where they are None.
     """
 
     behaviour: ClassVar[type[SwappedModule]] = OutputGatherer
 
-    dims: tuple[tuple[str, int, int], ...]
+    dims: tuple[tuple[str, int, int | tuple[int, ...]], ...]
     by_tokens: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
 

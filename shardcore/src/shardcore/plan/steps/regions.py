@@ -11,11 +11,13 @@ from typing_extensions import override
 
 from shardcore.errors import Problem
 from shardcore.nn.costs import Collective, Site, backward, forward
-from shardcore.nn.linear.parallel import ColumnLinear, RowLinear, shared_parameters
+from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
+from shardcore.nn.linear.together import shared_parameters
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.argument import EnteredArgument
 from shardcore.nn.region.region import Region
 from shardcore.nn.region.sole import SoleRegion
+from shardcore.nn.replicated import Replicated
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 
 __all__ = ["EnterArgument", "EnterRegion"]
@@ -32,6 +34,7 @@ class EnterRegion(Step):
         block: the module that the region was declared for.
         also: names and positions of arguments that an `EnterArgument` has entered.
         after: modules and bare parameters below ``path`` that act on what the row linear returns.
+        beside: modules inside whose partial gradients are summed with those of the members.
     """
 
     phase: ClassVar[Phase] = Phase.ENTER
@@ -42,6 +45,7 @@ class EnterRegion(Step):
     block: str
     also: tuple[tuple[str, int], ...] = ()
     after: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @override
     def describe(self) -> str:
@@ -130,7 +134,7 @@ class EnterRegion(Step):
             yield backward(self.path, "reduce_scatter", "(B, S, H) input gradient")
         else:
             yield backward(self.path, "all_reduce", "(B, S, H) input gradient")
-        yield from shared_parameters(self.path, [site.member(path) for path in self.members])
+        yield from shared_parameters(self.path, [site.member(path) for path in self.members], self.beside)
 
     @override
     def prepare(self, bench: Bench) -> Commit:
@@ -138,6 +142,7 @@ class EnterRegion(Step):
         module, block = model.get_submodule(self.path), model.get_submodule(self.block)
         members = [model.get_submodule(name) for name in self.members]
         last = model.get_submodule(self.row) if self.row else None
+        inside = [model.get_submodule(name) for name in self.beside]
 
         def commit() -> None:
             # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
@@ -148,7 +153,8 @@ class EnterRegion(Step):
             if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
                 region = module.sole_region = SoleRegion(bench.shared, module, dropouts)
             else:
-                region = Region(bench.shared, self.argument, columns, dropouts, self.also)
+                beside = [m for m in inside if isinstance(m, Replicated)]
+                region = Region(bench.shared, self.argument, columns, dropouts, self.also, beside)
                 module.register_forward_pre_hook(region, with_kwargs=True)
             region.sequence = tokens
             if isinstance(last, RowLinear):

@@ -1,0 +1,28 @@
+"""Views of an object that many modules hold, such as a configuration, with values of one rank for some attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["VALUES", "with_value"]
+
+#: On the class of a view: the values that it shows in place of those of the object, by name.
+VALUES = "_shardcore_values"
+
+
+def with_value(whole: Any, name: str, value: Any) -> Any:
+    """Return a view of ``whole`` in which the attribute ``name`` is ``value``.
+
+    The view has the object's own ``__dict__``: what anybody sets on one of the two is seen on the other, and whatever
+    is made of that dict, as a saved configuration is, has the values of the object. Its class is a subclass, with the
+    same name, of the object's.
+    """
+    native = type(whole)
+    values = {**getattr(native, VALUES, {}), name: value}
+    if VALUES in vars(native):  # a view already
+        native = native.__mro__[1]
+    body: dict[str, Any] = {shown: property(lambda _, kept=kept: kept) for shown, kept in values.items()}
+    body |= {VALUES: values, "__module__": native.__module__, "__qualname__": native.__qualname__}
+    view = object.__new__(type(native)(native.__name__, (native,), body))
+    object.__setattr__(view, "__dict__", whole.__dict__)
+    return view
