@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["VALUES", "with_value"]
@@ -21,8 +22,13 @@ def with_value(whole: Any, name: str, value: Any) -> Any:
     values = {**getattr(native, VALUES, {}), name: value}
     if VALUES in vars(native):  # a view already
         native = native.__mro__[1]
-    body: dict[str, Any] = {shown: property(lambda _, kept=kept: kept) for shown, kept in values.items()}
+    body: dict[str, Any] = {shown: property(_constant(kept)) for shown, kept in values.items()}
     body |= {VALUES: values, "__module__": native.__module__, "__qualname__": native.__qualname__}
-    view = object.__new__(type(native)(native.__name__, (native,), body))
+    kind: Any = type(native)  # a library may have a metaclass of its own
+    view = object.__new__(kind(native.__name__, (native,), body))
     object.__setattr__(view, "__dict__", whole.__dict__)
     return view
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda _: value

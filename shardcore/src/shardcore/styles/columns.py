@@ -135,7 +135,7 @@ class Fused(Column):
         if self.by == "head":  # head after head: cut between heads, like a linear that computes one projection
             return _by_heads(linear, cut, Order(("query",))) or (ColumnLinear, {})
         if cut.heads is not None and not cut.heads.is_even:
-            roles: tuple[Role, ...] = ("query",) * self.segments
+            roles: tuple[Role, ...] = tuple("query" for _ in range(self.segments))
             return _by_heads(linear, cut, Order(roles)) or (ColumnLinear, {})
         return FusedColumnLinear, {"segments": self.segments}
 

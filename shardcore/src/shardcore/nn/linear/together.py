@@ -76,10 +76,11 @@ def read_together(
         rows: Sequence[Tensor] = gather_rows(context.among(count), *(used[i][j] for i, j in places))
         for (i, j), tensor in zip(places, rows, strict=True):
             used[i][j] = tensor
-    moving = [(i, j, e) for i, m in enumerate(members) if (e := m.exchange) is not None for j in range(len(used[i]))]
-    if moving:
-        rows = exchange_rows(context.channel, [e for _, _, e in moving], [used[i][j] for i, j, _ in moving])
-        for (i, j, _), tensor in zip(moving, rows, strict=True):
+    exchanges = [e for e, tensors in zip((m.exchange for m in members), used, strict=True) if e for _ in tensors]
+    if exchanges:
+        moving = [(i, j) for i, member in enumerate(members) if member.exchange for j in range(len(used[i]))]
+        found = exchange_rows(context.channel, exchanges, [used[i][j] for i, j in moving])
+        for (i, j), tensor in zip(moving, found, strict=True):
             used[i][j] = tensor
     cut = [
         (i, j, runs)
