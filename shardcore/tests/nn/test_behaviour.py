@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.nn import ColumnLinear, Replicated
+from shardcore.nn import Replicated, VocabEmbedding
 from shardcore.nn.base import LocalModule, SwappedModule, with_methods
 from shardcore.nn.behaviour import add_behaviour, behaviours, native_class
 from shardcore.nn.blocks.compiled import CompiledBlock
@@ -95,13 +95,40 @@ def test_a_traceback_names_them():
 
 
 def test_a_complete_class_takes_part():
-    module = nn.Linear(2, 2)
-    module.__class__ = ColumnLinear
-    assert behaviours(module) == (ColumnLinear,)
+    module = nn.Embedding(2, 2)
+    module.__class__ = VocabEmbedding
+    assert behaviours(module) == (VocabEmbedding,)
     add_behaviour(module, Outer)
-    assert behaviours(module) == (Outer, ColumnLinear)
-    assert type(module).__name__ == "ColumnLinear"
-    assert native_class(type(module)) is nn.Linear
+    assert behaviours(module) == (Outer, VocabEmbedding)
+    assert type(module).__name__ == "VocabEmbedding"
+    assert native_class(type(module)) is nn.Embedding
+
+
+def test_a_forward_of_its_own_runs_around_what_serves_its_super():
+    class Twice(nn.Embedding):
+        def forward(self, ids):
+            return ("twice", super().forward(ids))
+
+    class Served(SwappedModule, nn.Embedding):
+        plan_serves_super = True
+
+        def forward(self, ids):
+            return "served"
+
+    class Derived(Served):
+        def forward(self, ids):
+            return ("derived", super().forward(ids))
+
+    found = []
+    for behaviour in (Served, Derived):
+        module = Twice(2, 2)
+        add_behaviour(module, behaviour)
+        add_behaviour(module, Outer)
+        assert behaviours(module) == (Outer, behaviour)
+        assert isinstance(module, Twice)
+        found.append(super(Outer, module).forward(None))
+    # What is derived from it computes all by itself.
+    assert found == [("twice", "served"), ("derived", "served")]
 
 
 def test_what_others_put_on_top_stays_below_what_comes_later():

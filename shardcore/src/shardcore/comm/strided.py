@@ -62,9 +62,9 @@ def segment_runs(size: int, segments: int, ranks: int, rank: int) -> Runs:
     return tuple((at + start, at + stop) for at in range(0, step * segments, step))
 
 
-def segmented(segments: int) -> Placement:
-    """Return the DTensor placement of `segment_runs` on dim 0."""
-    return StridedShard(0, split_factor=segments)
+def segmented(segments: int, dim: int = 0) -> Placement:
+    """Return the DTensor placement of `segment_runs` on ``dim``."""
+    return StridedShard(dim, split_factor=segments)
 
 
 def torch_lacks() -> str | None:

@@ -60,18 +60,6 @@ class ParallelModule(nn.Module):
         raise NotImplementedError
 
 
-def own_computation(module: nn.Module, native: type[nn.Module], parameters: frozenset[str]) -> str | None:
-    """Say what a subclass of ``native`` computes beyond it, which a parallel ``native`` would leave out, or None."""
-    if type(module).forward is not native.forward:
-        return (
-            f"{type(module).__qualname__} has a forward of its own, which a parallel {native.__name__} would not run; "
-            "replicate it, or bring a ParallelModule for it"
-        )
-    if more := sorted(module._parameters.keys() - parameters):
-        return f"{type(module).__qualname__} has further parameters ({', '.join(more)}) that would not be used"
-    return None
-
-
 class SwappedModule(ParallelModule):
     """A parallel module that is the native object itself, with a further behaviour.
 
@@ -85,6 +73,10 @@ class SwappedModule(ParallelModule):
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
     #: Whether the swapped class keeps the native ``__name__`` (needed wherever a library goes by class names).
     keeps_name: ClassVar[bool] = False
+
+    #: Whether a native class with a forward of its own keeps running it, and finds that of this class, not of one
+    #: derived from it, by ``super().forward``.
+    plan_serves_super: ClassVar[bool] = False
 
     #: The names of the options that `layouts` and `swap_class` understand.
     option_names: ClassVar[frozenset[str]] = frozenset()
@@ -127,12 +119,17 @@ class SwappedModule(ParallelModule):
         return {name: value for name, value in options.items() if name in kept}
 
     @classmethod
-    def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
-        """Say why ``module`` cannot be replaced on that many ranks, or return None if it can."""
+    def plan_kind_problem(cls, module: nn.Module) -> str | None:
+        """Say why this class replaces no module like ``module``, whatever its sizes, or return None if it does."""
         if not isinstance(module, cls.native_classes):
             wanted = " or ".join(f"{c.__module__}.{c.__qualname__}" for c in cls.native_classes)
             return f"{cls.__name__} replaces {wanted}, got {type(module).__module__}.{type(module).__qualname__}"
         return None
+
+    @classmethod
+    def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
+        """Say why ``module`` cannot be replaced on that many ranks, or return None if it can."""
+        return cls.plan_kind_problem(module)
 
     @classmethod
     def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
@@ -199,7 +196,7 @@ class SwappedModule(ParallelModule):
         options = cls.without_planned(options)
         context = as_context(process_group)
         if problem := cls.refusal(module, context.size, **options):
-            known = isinstance(module, cls.native_classes) and options.keys() <= cls.option_names
+            known = cls.plan_kind_problem(module) is None and options.keys() <= cls.option_names
             raise (ValueError if known else TypeError)(problem)
         for name, layout in cls.layouts(module, context.size, **options).items():
             parameter = module._parameters[name]

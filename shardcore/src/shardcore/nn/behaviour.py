@@ -83,7 +83,7 @@ def add_behaviour(module: nn.Module, behaviour: type[nn.Module]) -> None:
 
 
 def _itself(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return ``cls`` if it is a behaviour that is complete without a generated class, such as `ColumnLinear`."""
+    """Return ``cls`` if it is a behaviour that is complete without a generated class, such as `VocabEmbedding`."""
     return (cls,) if _below(cls) is not cls else ()
 
 
@@ -96,6 +96,8 @@ def _below(cls: type[nn.Module]) -> type[nn.Module]:
 @once
 def sharded_class(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> type[nn.Module]:
     """Return the subclass of ``native`` with the behaviours ``own``, outermost first.
+
+    One that serves ``super().forward`` comes after a native class with more to it, which runs around it.
 
     There is one for each combination, which instances share. It has the name of the native class, since libraries go by
     class names, unless a behaviour replaces what the native class does (``keeps_name``).
@@ -117,7 +119,8 @@ def sharded_class(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> 
         replaced = [b.forward for b in around if getattr(b, "replaces_forward", False)]
         signed = _Signed([*replaced, native.forward][0])
         namespace["forward"] = signed.forward
-    made = type(named.__name__, (*own, native), namespace)
+    inside = tuple(b for b in own if vars(b).get("plan_serves_super", False) and not issubclass(b, native))
+    made = type(named.__name__, (*(b for b in own if b not in inside), native, *inside), namespace)
     if signed is not None:
         signed.own(made)
     return made

@@ -147,27 +147,28 @@ class ExchangedLayout(ShardedLayout):
 
 @dataclass(frozen=True, slots=True)
 class SegmentedLayout(Layout):
-    """Dim 0 is ``count`` equal segments one after the other, each cut as `ShardedLayout` cuts: [q_r|k_r|v_r]."""
+    """``dim`` is ``count`` equal segments one after the other, each cut as `ShardedLayout` cuts: [q_r|k_r|v_r]."""
 
     count: int
+    dim: int = 0
 
     @property
     @override
     def placement(self) -> Placement:
-        return segmented(self.count)
+        return segmented(self.count, self.dim)
 
     @override
     def local(self, full: Tensor, axis: Axis) -> Tensor:
-        runs = segment_runs(full.size(0), self.count, axis.size, axis.rank)
-        return torch.cat([full.detach()[start:stop] for start, stop in runs])
+        runs = segment_runs(full.size(self.dim), self.count, axis.size, axis.rank)
+        return torch.cat([full.detach().narrow(self.dim, start, stop - start) for start, stop in runs], self.dim)
 
     @override
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        runs = segment_runs(full[0], self.count, ranks, rank)
-        return (sum(stop - start for start, stop in runs), *full[1:])
+        runs = segment_runs(full[self.dim], self.count, ranks, rank)
+        return (*full[: self.dim], sum(stop - start for start, stop in runs), *full[self.dim + 1 :])
 
     def __str__(self) -> str:
-        return f"{self.count} segments, each split on dim 0"
+        return f"{self.count} segments, each split on dim {self.dim}"
 
 
 #: The specs of DTensors by what decides them, for those that lie alike: to make one costs more than the tensor.

@@ -41,8 +41,11 @@ class HeadRule(Rule):
         for name in self.names:
             module = scope.find(name)
             if not isinstance(module, nn.Linear):
-                if module is not None:
-                    scope.swap(name, ColumnLinear)  # records what is wrong with it
+                if module is not None and scope.swap(name, ColumnLinear).plan_kind_problem(module) is None:
+                    what = (
+                        f"{type(module).__name__} is no torch.nn.Linear, and heads of other classes are not split yet"
+                    )
+                    scope.problem(what, "replicate it", name)
                 continue
             if self.bias is not None:
                 self._plan_bias(scope, self.bias, module)

@@ -10,6 +10,8 @@ from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, RowLinear, SwappedModule, VocabEmbedding
 from shardcore.nn.layout import last_rank_is_empty
+from shardcore.nn.linear.alike import product_of
+from shardcore.nn.linear.native import ParallelLinear
 from shardcore.plan.steps import FuseNorm, Swap
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import is_parameter
@@ -91,14 +93,11 @@ class SwapRule(Rule):
 
 def _split_size(module: nn.Module, target: type[SwappedModule]) -> int | None:
     """Return the size that splitting ``module`` cuts, or None if nothing is cut."""
-    for kind, native, size in (
-        (VocabEmbedding, nn.Embedding, "num_embeddings"),
-        (ColumnLinear, nn.Linear, "out_features"),
-        (RowLinear, nn.Linear, "in_features"),
-    ):
-        if issubclass(target, kind) and isinstance(module, native):
-            return int(getattr(module, size))
-    return None
+    if issubclass(target, VocabEmbedding):
+        return module.num_embeddings if isinstance(module, nn.Embedding) else None
+    if not issubclass(target, ParallelLinear) or isinstance(product := product_of(module), str):
+        return None
+    return product.in_features if issubclass(target, RowLinear) else product.out_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

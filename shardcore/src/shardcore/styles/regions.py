@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
 from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.layout import last_rank_is_empty
+from shardcore.nn.linear.alike import Product, product_of
 from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter, number_of
@@ -154,7 +154,8 @@ class RegionRule(Rule):
     @override
     def plan(self, scope: Scope) -> None:
         found = {name: scope.find(name) for name in (*(c.name for c in self.columns), self.row)}
-        linears = {name: m for name, m in found.items() if isinstance(m, nn.Linear)}
+        modules = {name: m for name, m in found.items() if m is not None}
+        linears = {name: p for name, m in modules.items() if isinstance(p := product_of(m), Product)}
         for name, module in found.items():
             if module is not None and name not in linears:
                 scope.swap(name, ColumnLinear)  # records what is wrong with it
@@ -164,8 +165,8 @@ class RegionRule(Rule):
             scope.problem(what, "correct the names: with optional=True the whole region may be absent")
         cut = self._cut(scope, linears) if len(linears) == len(found) else None
         if cut is None:
-            for name, linear in linears.items():
-                for parameter in linear._parameters:
+            for name in linears:
+                for parameter in modules[name]._parameters:
                     scope.claim(name, parameter, None)  # said already: not "covered by no rule" too
             return
         if not cut.by_heads and last_rank_is_empty(cut.width, scope.ranks):
@@ -185,7 +186,7 @@ class RegionRule(Rule):
         if entry is not None:
             scope.add(entry)
 
-    def _cut(self, scope: Scope, linears: dict[str, nn.Linear]) -> Cut | None:
+    def _cut(self, scope: Scope, linears: dict[str, Product]) -> Cut | None:
         """Return how the region is cut; record what does not fit together.
 
         Sizes of heads were checked by the policy's ``Heads``.

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.errors import AlreadyShardedError, PlanError
 from shardcore.nn.layout import ReplicatedLayout, last_rank_is_empty
+from shardcore.nn.linear.alike import product_of
 from shardcore.plan import ShardPlan
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject, checkpointing, flat, meta_copy
@@ -91,9 +92,11 @@ def _whole_blocks(s: Subject, ledger: Ledger, made: ShardPlan, model: nn.Module)
     ]
     for name, linear in model.named_modules():
         weight = layouts.get(f"{name}.weight")
-        if not isinstance(linear, nn.Linear) or not name.startswith(tuple(blocks)) or weight != ReplicatedLayout():
+        if not name.startswith(tuple(blocks)) or weight != ReplicatedLayout():
             continue
-        small = any(last_rank_is_empty(size, s.tp) for size in linear.weight.shape)
+        if isinstance(product := product_of(linear), str):
+            continue
+        small = any(last_rank_is_empty(size, s.tp) for size in (product.in_features, product.out_features))
         meant = small or any(part in name for part in s.case.whole)
         ledger.true(
             meant, f"the linear {name} is replicated, which gains nothing; split it, or name it in the case's whole="

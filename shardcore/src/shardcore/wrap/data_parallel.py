@@ -67,7 +67,8 @@ def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
     problems = []
     for parameter in plan.parameters:
         what = todo = ""
-        fused = not alone and isinstance(parameter.layout, SegmentedLayout) and len(parameter.shape) > 1
+        layout = parameter.layout
+        fused = not alone and isinstance(layout, SegmentedLayout) and layout.dim == 0 and len(parameter.shape) > 1
         if not parameter.shape:
             what, todo = "FSDP2 cannot shard a parameter without dims", "give it the shape (1,), or pass wrap=False"
         elif fused and parameter.shape[1] % shards:

@@ -12,9 +12,10 @@ from typing_extensions import override
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
 from shardcore.comm.dtensor_params import held, read_local
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule, own_computation
+from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.layout import Layout, ShardedLayout, last_rank_is_empty
+from shardcore.nn.linear.alike import lookup_problem
 from shardcore.nn.linear.functional import can_look_at
 
 __all__ = ["VocabEmbedding"]
@@ -26,9 +27,13 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
     Input (...) of token ids, the same on all ranks; output (..., H), the same on all ranks. Each rank looks up the ids
     of its rows and fills the places of others with zeros; an all-reduce sums the results. As in the native module, the
     row ``padding_idx`` gets no gradient.
+
+    A subclass with a forward of its own (a scaled embedding) keeps running it, around this one, if it reaches its table
+    by ``super().forward`` alone.
     """
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
+    plan_serves_super: ClassVar[bool] = True
 
     #: The rows of the full table that this rank has.
     rows: tuple[int, int]
@@ -39,8 +44,10 @@ class VocabEmbedding(SwappedModule, nn.Embedding):
     def problem(cls, module: nn.Module, ranks: int, **options: Any) -> str | None:
         if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Embedding):
             return problem
-        if problem := own_computation(module, nn.Embedding, frozenset({"weight"})):
-            return problem
+        # What is derived from this class computes all by itself, and nothing native runs around it.
+        own = "plan_serves_super" not in vars(cls) and type(module).forward is not nn.Embedding.forward
+        if problem := f"{type(module).__qualname__} has a forward of its own" if own else lookup_problem(module):
+            return f"{problem}; replicate it, or bring a ParallelModule for it"
         if last_rank_is_empty(module.num_embeddings, ranks):
             return (
                 f"num_embeddings {module.num_embeddings} leaves the last of {ranks} ranks without any row; "

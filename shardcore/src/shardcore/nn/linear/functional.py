@@ -13,7 +13,22 @@ from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import held, local_tensor, read_local, spec_of, with_spec
 
-__all__ = ["autocast", "bias_gradient", "can_look_at", "cast", "flat", "local_linear", "multiply", "weight_gradient"]
+__all__ = [
+    "as_out_in",
+    "autocast",
+    "bias_gradient",
+    "can_look_at",
+    "cast",
+    "flat",
+    "local_linear",
+    "multiply",
+    "weight_gradient",
+]
+
+
+def as_out_in(weight: Tensor, transposed: bool) -> Tensor:
+    """Return a weight as (out, in), without a copy."""
+    return weight.t() if transposed else weight
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -39,9 +54,10 @@ def flat(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.size(-1))
 
 
-def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a linear's weight, (out, in), from (..., out) and (..., in)."""
-    return cast(flat(grad).t() @ flat(x), dtype)
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
+    """Return the gradient of a weight, (out, in) or ``transposed`` (in, out), from (..., out) and (..., in)."""
+    left, right = (x, grad) if transposed else (grad, x)
+    return cast(flat(left).t() @ flat(right), dtype)
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,43 +67,46 @@ def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _LocalLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.dtype, ctx.weight, ctx.bias = x.dtype, weight, bias
-        w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.dtype, ctx.weight, ctx.bias, ctx.transposed = x.dtype, weight, bias, transposed
+        w, b = as_out_in(local_tensor(weight), transposed), None if bias is None else local_tensor(bias)
         if torch.is_autocast_enabled(x.device.type):
             x, w, b = autocast(x, w, b)
         ctx.save_for_backward(x, w)
         return F.linear(x, w, b)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_double_backward()
         (grad,) = grads
         x, w = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         weight, bias = ctx.weight, ctx.bias
         gx = cast(grad @ w, ctx.dtype) if needs_x else None
-        gw = with_spec(weight_gradient(grad, x, weight.dtype), spec_of(weight)) if needs_weight else None
+        gw = None
+        if needs_weight:
+            gw = with_spec(weight_gradient(grad, x, weight.dtype, transposed=ctx.transposed), spec_of(weight))
         gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias)) if needs_bias else None
-        return gx, gw, gb
+        return gx, gw, gb, None
 
 
-def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """Multiply by this rank's part of ``weight``: (..., in) to (..., out), both sizes on this rank.
 
     Args:
         x: this rank's input.
         weight: the DTensor parameter.
         bias: a DTensor parameter or a local tensor whose size matches this rank's outputs.
+        transposed: the weight is (in, out); else (out, in).
     """
     held(weight)
-    return multiply(x, weight, bias)
+    return multiply(x, weight, bias, transposed=transposed)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """Do what `local_linear` does, with a weight that may be a plain tensor, made of the parameter."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         local = read_local(weight, fresh=True) if bias is None else read_local(weight, bias, fresh=x.ndim > 1)
-        return F.linear(x, *local)
-    out: Tensor = _LocalLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # untyped in torch
+        return F.linear(x, as_out_in(local[0], transposed), *local[1:])
+    out: Tensor = _LocalLinear.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]  # untyped in torch
     return out

@@ -14,13 +14,16 @@ from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.layout import Layout, ReplicatedLayout, SegmentedLayout, last_rank_is_empty
+from shardcore.nn.linear.native import ParallelLinear
 from shardcore.nn.linear.parallel import ColumnLinear
 
 __all__ = ["FusedColumnLinear"]
 
 
 class FusedColumnLinear(ColumnLinear):
-    """A linear whose output features are n equal segments, [q|k|v], of which each is split: weight (out/tp, in).
+    """A linear whose output features are n equal segments, [q|k|v], of which each is split.
+
+    Weight (out/tp, in), or (in, out/tp) if transposed; bias (out), whole.
 
     Input (..., in), the same on all ranks; output (..., out/tp), which is [q_r|k_r|v_r] on rank r. It enters its region
     by itself or as a member, as `ColumnLinear` does.
@@ -48,9 +51,9 @@ class FusedColumnLinear(ColumnLinear):
             return problem
         if not isinstance(segments, int) or segments < 2:
             return f"segments is {segments!r}; say how many equal segments out_features consists of, at least 2"
-        if not isinstance(module, nn.Linear) or module.out_features % segments:
-            return f"out_features {module.out_features} is not {segments} equal segments"
-        size = module.out_features // segments
+        size, rest = divmod(cls.computes(module).out_features, segments)
+        if rest:
+            return f"out_features {size * segments + rest} is not {segments} equal segments"
         if last_rank_is_empty(size, ranks):
             return (
                 f"{type(module).__name__} has {segments} segments of {size} output features, which leaves the last of "
@@ -61,7 +64,8 @@ class FusedColumnLinear(ColumnLinear):
     @classmethod
     @override
     def layouts(cls, module: nn.Module, ranks: int, *, segments: int = 0, **options: Any) -> Mapping[str, Layout]:
-        layouts: dict[str, Layout] = {"weight": SegmentedLayout(segments)}
+        dim = 1 if cls.computes(module).transposed else 0
+        layouts: dict[str, Layout] = {"weight": SegmentedLayout(segments, dim)}
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout(partial_gradient=True)
         return layouts
@@ -94,7 +98,7 @@ class FusedColumnLinear(ColumnLinear):
 
     def extra_repr(self) -> str:
         """Describe the full linear, its segments and the number of ranks."""
-        return f"{nn.Linear.extra_repr(self)}, tp={self._shard_context.size}, segments={self.segments}"
+        return f"{ParallelLinear.extra_repr(self)}, segments={self.segments}"
 
 
 def _unsupported(segments: Any = None, replication: int = 1, gather_output: bool = False, **options: Any) -> str | None:

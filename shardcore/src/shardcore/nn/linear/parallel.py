@@ -15,7 +15,6 @@ from shardcore.comm.exchange import Exchange, exchange_rows, misused
 from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule, own_computation
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import (
     ExchangedLayout,
@@ -27,6 +26,7 @@ from shardcore.nn.layout import (
 )
 from shardcore.nn.linear.entrance import require_entered
 from shardcore.nn.linear.functional import local_linear, multiply
+from shardcore.nn.linear.native import ParallelLinear
 from shardcore.nn.linear.together import Reading, read_together, shared_parameters
 from shardcore.nn.region.region import Region, deferred_linear
 from shardcore.nn.region.sole import SoleRegion
@@ -45,14 +45,13 @@ def _empty_part(module: nn.Module, name: str, size: int, ranks: int) -> str:
     )
 
 
-def _divides(module: nn.Module, ranks: int) -> bool:
+def _divides(rows: int, ranks: int) -> bool:
     """Tell whether the rows of a linear divide evenly by ``ranks``, so that no part has rows of two heads."""
-    rows: int = module.out_features  # type: ignore[assignment]  # of an nn.Linear, as `problem` has made sure
     return rows % ranks == 0
 
 
-class ColumnLinear(SwappedModule, nn.Linear):
-    """A linear whose output features are split: weight (out/tp, in), bias (out/tp).
+class ColumnLinear(ParallelLinear):
+    """A linear whose output features are split: weight (out/tp, in), or (in, out/tp) if transposed; bias (out/tp).
 
     Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it sums
     its input gradient itself, with one backward all-reduce for each such linear. As a member of a region
@@ -71,7 +70,6 @@ class ColumnLinear(SwappedModule, nn.Linear):
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
-    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
     option_names: ClassVar[frozenset[str]] = frozenset({"enters", "gather_output", "in_parts", "replication", "used"})
 
     #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
@@ -102,18 +100,19 @@ class ColumnLinear(SwappedModule, nn.Linear):
         gather_output: bool = False,
         **options: Any,
     ) -> str | None:
-        if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+        if problem := super().problem(module, ranks):
             return problem
-        if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
-            return problem
+        product = cls.computes(module)
         if used is not None and (replication > 1 or gather_output):
             return "used= says which rows each rank computes, so replication= and gather_output= cannot"
-        if problem := misused(used, "out_features", module.out_features, ranks):
+        if problem := misused(used, "out_features", product.out_features, ranks):
             return problem
-        if ranks % replication or module.out_features % (ranks // replication) * (replication > 1):
-            return f"out_features {module.out_features} cannot be shared by groups of {replication} of {ranks} ranks"
-        if replication == 1 and last_rank_is_empty(module.out_features, ranks):
-            return _empty_part(module, "out_features", module.out_features, ranks)
+        if ranks % replication or product.out_features % (ranks // replication) * (replication > 1):
+            return f"out_features {product.out_features} cannot be shared by groups of {replication} of {ranks} ranks"
+        if (replication > 1 or used is not None) and product.transposed:
+            return "the heads of a weight of (in, out) have to be the parts that ranks hold; use a size that divides them"
+        if replication == 1 and last_rank_is_empty(product.out_features, ranks):
+            return _empty_part(module, "out_features", product.out_features, ranks)
         return None
 
     @classmethod
@@ -128,16 +127,18 @@ class ColumnLinear(SwappedModule, nn.Linear):
         used: tuple[Runs, ...] | None = None,
         **options: Any,
     ) -> Mapping[str, Layout]:
+        product = cls.computes(module)
         layout: Layout = ShardedLayout(0)
         if used is not None:
             layout = ExchangedLayout(0) if in_parts else ReplicatedLayout(partial_gradient=True)
         elif replication > 1:
             layout = (
                 GroupShardedLayout(0, replication)
-                if in_parts and _divides(module, ranks)
+                if in_parts and _divides(product.out_features, ranks)
                 else ReplicatedLayout(partial_gradient=True)
             )
-        return {name: layout for name, p in module._parameters.items() if p is not None}
+        layouts = {name: layout for name, p in module._parameters.items() if p is not None}
+        return {**layouts, "weight": ShardedLayout(1)} if product.transposed else layouts
 
     @classmethod
     @override
@@ -180,7 +181,7 @@ class ColumnLinear(SwappedModule, nn.Linear):
             new.exchange = Exchange(used, new.out_features, context.rank)
         elif used is not None:
             new.rows = used[context.rank]
-        elif replication > 1 and in_parts and _divides(new, context.size):
+        elif replication > 1 and in_parts and _divides(new.out_features, context.size):
             context.join_neighbours(replication)
             new.group_size = replication
         elif replication > 1:
@@ -228,11 +229,11 @@ class ColumnLinear(SwappedModule, nn.Linear):
     def product(self, x: Tensor) -> Tensor:
         """Multiply by this rank's rows, outside the fast path of a region: (..., in) to (..., out/tp)."""
         if self.uses_what_it_holds:
-            return local_linear(x, self.weight, self.bias)
+            return local_linear(x, self.weight, self.bias, transposed=self.transposed)
         # A compiled graph can pass nothing from one module to another.
         if not torch.compiler.is_compiling() and self.reading is not None and self.reading.is_of(self.own_parameters):
-            return multiply(x, *self.reading.parameters)
-        return multiply(x, *read_together(self._shard_context, [self])[0])
+            return multiply(x, *self.reading.parameters, transposed=self.transposed)
+        return multiply(x, *read_together(self._shard_context, [self])[0], transposed=self.transposed)
 
     def _fork(self) -> None:
         # Dropouts up to the row linear act on split activations. Nothing is known about them here; a compiled graph
@@ -250,11 +251,11 @@ class ColumnLinear(SwappedModule, nn.Linear):
             kind = "rows exchanged"
         elif self.rows:
             kind = "rows=" + ",".join(f"{start}:{stop}" for start, stop in self.rows)
-        return f"{super().extra_repr()}, tp={self._shard_context.size}, {kind}"
+        return f"{super().extra_repr()}, {kind}"
 
 
-class RowLinear(SwappedModule, nn.Linear):
-    """A linear whose input features are split: weight (out, in/tp), bias (out), replicated.
+class RowLinear(ParallelLinear):
+    """A linear whose input features are split: weight (out, in/tp), or (in/tp, out) if transposed; bias (out), whole.
 
     Input (..., in/tp); output (..., out), summed over the ranks, then the bias is added once.
 
@@ -264,7 +265,6 @@ class RowLinear(SwappedModule, nn.Linear):
             of `ColumnLinear`. Parallel input only.
     """
 
-    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
     option_names: ClassVar[frozenset[str]] = frozenset({"parallel_input", "used"})
 
     parallel_input: bool
@@ -287,16 +287,17 @@ class RowLinear(SwappedModule, nn.Linear):
         used: tuple[Runs, ...] | None = None,
         **options: Any,
     ) -> str | None:
-        if (problem := super().problem(module, ranks)) or not isinstance(module, nn.Linear):
+        if problem := super().problem(module, ranks):
             return problem
-        if problem := own_computation(module, nn.Linear, frozenset({"weight", "bias"})):
-            return problem
+        product = cls.computes(module)
         if used is not None and not parallel_input:
             return "used= says which columns each rank multiplies with, and parallel_input=False that parts are equal"
-        if problem := misused(used, "in_features", module.in_features, ranks):
+        if used is not None and product.transposed:
+            return "the heads of a weight of (in, out) have to be the parts that ranks hold; use a size that divides them"
+        if problem := misused(used, "in_features", product.in_features, ranks):
             return problem
-        if last_rank_is_empty(module.in_features, ranks):
-            return _empty_part(module, "in_features", module.in_features, ranks)
+        if last_rank_is_empty(product.in_features, ranks):
+            return _empty_part(module, "in_features", product.in_features, ranks)
         return None
 
     @classmethod
@@ -304,7 +305,8 @@ class RowLinear(SwappedModule, nn.Linear):
     def layouts(
         cls, module: nn.Module, ranks: int, *, used: tuple[Runs, ...] | None = None, **options: Any
     ) -> Mapping[str, Layout]:
-        layouts: dict[str, Layout] = {"weight": ShardedLayout(1) if used is None else ExchangedLayout(1)}
+        dim = 0 if cls.computes(module).transposed else 1
+        layouts: dict[str, Layout] = {"weight": ShardedLayout(dim) if used is None else ExchangedLayout(dim)}
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout()
         return layouts
@@ -369,9 +371,5 @@ class RowLinear(SwappedModule, nn.Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         if self.exchange is None:
-            return local_linear(x, self.weight)
+            return local_linear(x, self.weight, transposed=self.transposed)
         return multiply(x, *exchange_rows(self._shard_context.channel, [self.exchange], [self.weight]))
-
-    def extra_repr(self) -> str:
-        """Describe the full linear and the number of ranks."""
-        return f"{super().extra_repr()}, tp={self._shard_context.size}"

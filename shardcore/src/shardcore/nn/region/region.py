@@ -28,7 +28,7 @@ from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, weight_gradient
+from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, flat, weight_gradient
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.contents import needs_gradient
@@ -47,8 +47,9 @@ class _Member(NamedTuple):
     """What this rank uses of a member's parameters while the region is open."""
 
     place: int  # of the weight among the parameters of the region; the bias has the next one
-    weight: Tensor
+    weight: Tensor  # (out/tp, in)
     bias: Tensor | None
+    transposed: bool  # the parameter is (in, out/tp)
 
 
 class _Call(NamedTuple):
@@ -86,7 +87,8 @@ class _Open:
         # The gradient of what was read together is a plain one: the node that read it sums and places it.
         parameters = member.own_parameters if member.reading is None else member.reading.parameters
         used = [_used(parameter) for parameter in parameters]
-        self.members[id(member)] = _Member(len(self.parameters), used[0], used[1] if len(used) > 1 else None)
+        weight, bias = as_out_in(used[0], member.transposed), used[1] if len(used) > 1 else None
+        self.members[id(member)] = _Member(len(self.parameters), weight, bias, member.transposed)
         self.parameters += parameters
 
     def record(self, call: _Call) -> None:
@@ -166,7 +168,8 @@ def _parameter_gradients(
         i = member.place
         x = gathered if kept is None else kept
         if needed[i] and x is not None:
-            grads[i] = _plus(grads[i], weight_gradient(grad, cast(x, weight.dtype), member.weight.dtype))
+            own = weight_gradient(grad, cast(x, weight.dtype), member.weight.dtype, transposed=member.transposed)
+            grads[i] = _plus(grads[i], own)
         if member.bias is not None and needed[i + 1]:
             grads[i + 1] = _plus(grads[i + 1], bias_gradient(grad, member.bias.dtype))
     return [None if g is None else with_spec(g, spec_of(p)) for g, p in zip(grads, region.parameters, strict=True)]

@@ -18,7 +18,7 @@ from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.dtensor_params import held, local_tensor, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.mesh import ShardContext
-from shardcore.nn.linear.functional import autocast, bias_gradient, cast, weight_gradient
+from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, weight_gradient
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.region import Region
 
@@ -33,14 +33,21 @@ class _EnteredLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, context: ShardContext, length: int | None, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        context: ShardContext,
+        length: int | None,
+        transposed: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.context, ctx.length, ctx.dtype, ctx.weight, ctx.bias = context, length, x.dtype, weight, bias
+        ctx.transposed = transposed
         kept = x
         if length is not None:
             x = all_gather_tokens(x, context.channel, length)
             kept = x if context.keeps_gathered else kept
-        w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
+        w, b = as_out_in(local_tensor(weight), transposed), None if bias is None else local_tensor(bias)
         if torch.is_autocast_enabled(x.device.type):
             same = kept is x
             x, w, b = autocast(x, w, b)
@@ -54,7 +61,7 @@ class _EnteredLinear(Function):
         (grad,) = grads
         x, w = ctx.saved_tensors
         context, length, weight, bias = ctx.context, ctx.length, ctx.weight, ctx.bias
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2:]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
         gathering = None
         if length is not None and needs_weight and not context.keeps_gathered:
             gathering = Gathering(x, context.channel, length)
@@ -67,8 +74,8 @@ class _EnteredLinear(Function):
             gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias))
         if needs_weight:
             x = x if gathering is None else cast(gathering.wait(), w.dtype)
-            gw = with_spec(weight_gradient(grad, x, weight.dtype), spec_of(weight))
-        return None, None, None if sending is None else sending.wait(), gw, gb
+            gw = with_spec(weight_gradient(grad, x, weight.dtype, transposed=ctx.transposed), spec_of(weight))
+        return None, None, None, None if sending is None else sending.wait(), gw, gb
 
 
 class SoleRegion(Region):
@@ -99,7 +106,7 @@ class SoleRegion(Region):
             return member.product(x)
         held(member.weight)
         out: Tensor = _EnteredLinear.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-            self.context, length, x, member.weight, member.bias
+            self.context, length, member.transposed, x, member.weight, member.bias
         )
         return out
 
