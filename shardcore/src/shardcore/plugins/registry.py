@@ -40,6 +40,7 @@ Spec = TypeVar("Spec", PolicySpec, ParallelModuleSpec)
 _FIRST_PARTY = {
     "transformers.models.llama.": "shard-llama",
     "transformers.models.bert.": "shard-bert",
+    "transformers.models.gpt2.": "shard-gpt2",
     "transformers.models.vit.": "shard-vit",
     "transformers.models.whisper.": "shard-whisper",
     "transformers.models.qwen2.": "shard-qwen",

@@ -1,0 +1,27 @@
+"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from shardcore.hooks import PolicySpec, hookimpl
+
+_GPT2 = "transformers.models.gpt2.modeling_gpt2"
+_MODELS = (
+    "GPT2Model",
+    "GPT2LMHeadModel",
+    "GPT2DoubleHeadsModel",
+    "GPT2ForSequenceClassification",
+    "GPT2ForTokenClassification",
+    "GPT2ForQuestionAnswering",
+)
+
+
+@hookimpl
+def shardcore_policies() -> list[PolicySpec]:
+    """Serve GPT-2 and its heads."""
+    return [PolicySpec(target=f"{_GPT2}.{name}", policy=f"shard_gpt2.policy:{name}Policy") for name in _MODELS]
+
+
+@hookimpl
+def shardcore_conformance_cases() -> list[str]:
+    """Test every class, and a decoder that attends to an encoder's states."""
+    return ["shard_gpt2.cases:cases"]
