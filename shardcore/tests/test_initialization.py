@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import re
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore.errors import AgreementError, ConfigError
+from shardcore._progress import Progress, in_bytes
+from shardcore.errors import AgreementError, ConfigError, PartlyShardedError
 
 
 class Initialised(TinyLM):
@@ -135,3 +139,57 @@ def differing():
 
 def test_ranks_that_differ(pool):
     pool.run(differing)
+
+
+def failing_half_way():
+    model = shardcore.shard(shardcore.on_meta(Initialised, config_of()), policy=InitialisedPolicy, tp=2)
+    parts = []
+
+    def advance(self, count):
+        parts.append(count)
+        if dist.get_rank() == 1 and len(parts) == 3:
+            raise OSError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "advance", advance)
+        with pytest.raises(PartlyShardedError, match=r"initialising this Initialised failed half-way: .*no memory"):
+            shardcore.initialize(model)
+    for use in (lambda: model(ids=batch(0)), lambda: shardcore.initialize(model)):
+        with pytest.raises(PartlyShardedError, match="The model is unusable; build it anew"):
+            use()
+
+
+def test_a_failure_half_way_is_one_on_all_ranks(pool):
+    pool.run(failing_half_way)
+    pool.run(failing_half_way_alone, world=1)
+
+
+def failing_half_way_alone():
+    model = shardcore.on_meta(Initialised, config_of())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "advance", lambda self, count: 1 / 0)
+        with pytest.raises(PartlyShardedError, match="division by zero"):
+            shardcore.initialize(model)
+    with pytest.raises(PartlyShardedError, match="unusable"):
+        model(ids=batch(0))
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
+def shown(terminal):
+    model = shardcore.shard(shardcore.on_meta(Initialised, config_of()), policy=InitialisedPolicy, tp=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", Stream(terminal))
+        shardcore.initialize(model)
+        return sys.stderr.getvalue(), sum(p.to_local().nbytes for p in model.parameters())
+
+
+def test_a_terminal_shows_how_far_it_is(pool):
+    (first, size), (other, _) = pool.run(shown, True)
+    assert re.search(rf"\rinitialising Initialised: {in_bytes(size)} of {in_bytes(size)}, \S+ \w+/s *\n$", first)
+    assert other == ""
+    assert [text for text, _ in pool.run(shown, False)] == ["", ""]

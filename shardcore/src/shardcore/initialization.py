@@ -8,17 +8,20 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from shardcore._progress import Progress
 from shardcore.agree.agreement import Report, agree
+from shardcore.apply.together import out_of_inference_mode, refuse_broken, together
 from shardcore.errors import ConfigError, NoPolicyError
 from shardcore.mesh import group_of, nearest_context
 from shardcore.mesh.meshes import device_type_here
 from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
 from shardcore.weights.emptying import emptied
-from shardcore.weights.filling import fill
+from shardcore.weights.filling import fill, part_bytes
 from shardcore.weights.lazy import recording
 from shardcore.weights.recipes import Recipe, Source
 
@@ -75,26 +78,31 @@ def initialize(model: Model, seed: int = 0, *, build: Callable[[], nn.Module] | 
 
     Raises:
         ConfigError: nobody knows how the model is built, or ``build`` makes another one.
-        AgreementError: another rank failed, or has another seed.
+        AgreementError: another rank failed, or has another seed; nothing was changed.
+        PartlyShardedError: a rank failed after models were changed; they are unusable on all ranks.
     """
     failure: BaseException | None = None
     recipes: dict[str, Recipe] = {}
     group = _group(model)
     own = Report(items=(("initialize(seed=)", str(seed)), ("the model", type(model).__qualname__)))
     try:
+        refuse_broken(model)
         recipes = _recipes(model, seed, build or _builder(model))
     except BaseException as error:  # what ends this process too: the other ranks wait for a report
         failure, own = error, Report.of_error(error)
     agree(own, failure, group=group)
+    with out_of_inference_mode():
+        work = functools.partial(_fill, model, recipes)
+        together(model, work, group=group, doing="initialising", changing=True)
+    return model
+
+
+def _fill(model: nn.Module, recipes: dict[str, Recipe]) -> None:
     context = nearest_context(model)
     device = torch.device(device_type_here()) if context is None else context.device
-    own = Report()
-    try:
-        fill(model, recipes, device)
-    except BaseException as error:
-        failure, own = error, Report.of_error(error)
-    agree(own, failure, changing=True, group=group)
-    return model
+    shown = not dist.is_initialized() or dist.get_rank() == 0
+    with Progress(part_bytes(model, recipes), f"initialising {type(model).__name__}", shown=shown) as progress:
+        fill(model, recipes, device, progress.advance)
 
 
 def _group(model: nn.Module) -> ProcessGroup | None:

@@ -6,11 +6,9 @@ that a failure on any rank is an error on all of them with nothing changed; the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +21,11 @@ from shardcore.agree.received import check_source, receive, set_modes
 from shardcore.apply.changes import Changes
 from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_sharded
+from shardcore.apply.together import out_of_inference_mode, together
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
-from shardcore.nn import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
@@ -142,7 +139,7 @@ class ModelSharder:
             ShardcoreError: before anything was changed, on every rank, if any rank could not go on or the ranks differ.
             PartlyShardedError: the code of the policy or of a pack failed while the model was being changed.
         """
-        with _out_of_inference_mode():
+        with out_of_inference_mode():
             context = self.agree()
             self._observe("before")
             self._apply(context)
@@ -155,7 +152,7 @@ class ModelSharder:
         Raises:
             PartlyShardedError: it failed on a rank; the model is unusable on all of them.
         """
-        with _out_of_inference_mode():
+        with out_of_inference_mode():
             return self._together(work, changing=True)
 
     def _apply(self, context: ShardContext | None) -> None:
@@ -295,32 +292,7 @@ class ModelSharder:
             PartlyShardedError: it failed, and models are being changed.
             AgreementError: it failed on another rank, and nothing was changed.
         """
-        failure: BaseException | None = None
-        own = Report()
-        results: list[Result] = []
-        try:
-            results.append(work())
-        except BaseException as error:  # what ends this process too: the other ranks wait for a report
-            failure, own = error, Report.of_error(error)
-        try:
-            agree(own, failure, changing=changing, group=self.group)
-        except BaseException as error:
-            if not changing:
-                raise
-            broken = self._half_way(error)
-            _mark_broken(self.model, broken)
-            if broken is error or not isinstance(error, Exception):
-                raise
-            raise broken from error
-        return results[0]
-
-    def _half_way(self, error: BaseException) -> PartlyShardedError:
-        if isinstance(error, PartlyShardedError):
-            return error
-        return PartlyShardedError(
-            f"sharding this {type(self.model).__name__} failed half-way: {type(error).__name__}: {error}. "
-            "The model is unusable; build it anew."
-        )
+        return together(self.model, work, group=self.group, changing=changing)
 
     def _watch(self, context: ShardContext) -> None:
         """Write down which modules have to stay; whoever changes them later is told in the next call of the model."""
@@ -351,29 +323,8 @@ def _made(policy: type[Policy]) -> Policy:
         ) from error
 
 
-def _out_of_inference_mode() -> AbstractContextManager[object]:
-    """Leave inference mode, whose tensors can never be trained."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-
-
 def _group(group: ProcessGroup | None) -> ProcessGroup:
     world = group or dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no process group")
     return world
-
-
-def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
-    model.__dict__["_shardcore_failure"] = str(error)
-    add_behaviour(model, _Broken)
-
-
-class _Broken(SwappedModule):
-    """A model whose sharding failed half-way: it says so whenever it is called."""
-
-    keeps_name = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:  # before any hook of a wrapper that failed as well
-        raise PartlyShardedError(self.__dict__["_shardcore_failure"])
-
-    forward = __call__

@@ -49,9 +49,9 @@ def fill(
     model._apply(lambda tensor: tensor)
 
 
-def part_bytes(model: nn.Module) -> int:
-    """Return the bytes of this rank's parts of all parameters."""
-    return sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+def part_bytes(model: nn.Module, recipes: Mapping[str, Recipe]) -> int:
+    """Return the bytes of this rank's parts of the parameters that `fill` gives values."""
+    return sum(local_tensor(parameter).nbytes for name, parameter in model.named_parameters() if name in recipes)
 
 
 def needs_of(model: nn.Module, recipes: Mapping[str, Recipe]) -> list[Need]:

@@ -60,7 +60,7 @@ class Filling:
         place = "" if files is None else f" {files.place}"
         way = self._way(context)
         shown = not dist.is_initialized() or dist.get_rank() == 0
-        with Progress(part_bytes(self._model), f"loading{place}", shown=shown) as progress:
+        with Progress(part_bytes(self._model, self._weights.recipes), f"loading{place}", shown=shown) as progress:
 
             def done(count: int) -> None:
                 progress.advance(count)

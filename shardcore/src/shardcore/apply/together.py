@@ -1,0 +1,104 @@
+"""Work that every rank does on its model: one error on all of them, which breaks a model that was being changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardcore.agree.agreement import Report, agree
+from shardcore.errors import PartlyShardedError
+from shardcore.nn import SwappedModule
+from shardcore.nn.behaviour import add_behaviour
+
+__all__ = ["out_of_inference_mode", "refuse_broken", "together"]
+
+Result = TypeVar("Result")
+
+_FAILURE = "_shardcore_failure"  # on a model that is broken: why
+
+
+def together(
+    model: nn.Module,
+    work: Callable[[], Result],
+    *,
+    group: ProcessGroup | None,
+    doing: str = "sharding",
+    changing: bool = False,
+) -> Result:
+    """Do ``work`` on every rank of ``group`` and return its result; if it fails on one rank, all of them raise.
+
+    Args:
+        model: what is worked on.
+        work: what is to be done.
+        group: the ranks; None for those of the default process group.
+        doing: what it is, for the error.
+        changing: it changes ``model``, which is broken on all ranks if it fails on one.
+
+    Raises:
+        PartlyShardedError: it failed, and models are being changed.
+        AgreementError: it failed on another rank, and nothing was changed.
+    """
+    failure: BaseException | None = None
+    own = Report()
+    results: list[Result] = []
+    try:
+        results.append(work())
+    except BaseException as error:  # what ends this process too: the other ranks wait for a report
+        failure, own = error, Report.of_error(error)
+    try:
+        agree(own, failure, changing=changing, group=group)
+    except BaseException as error:
+        if not changing:
+            raise
+        broken = _half_way(model, doing, error)
+        _mark_broken(model, broken)
+        if broken is error or not isinstance(error, Exception):
+            raise
+        raise broken from error
+    return results[0]
+
+
+def out_of_inference_mode() -> AbstractContextManager[object]:
+    """Leave inference mode, whose tensors can never be trained."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def refuse_broken(model: nn.Module) -> None:
+    """Raise if work on ``model`` has failed half-way.
+
+    Raises:
+        PartlyShardedError: it has.
+    """
+    if _FAILURE in model.__dict__:
+        raise PartlyShardedError(model.__dict__[_FAILURE])
+
+
+def _half_way(model: nn.Module, doing: str, error: BaseException) -> PartlyShardedError:
+    if isinstance(error, PartlyShardedError):
+        return error
+    return PartlyShardedError(
+        f"{doing} this {type(model).__name__} failed half-way: {type(error).__name__}: {error}. "
+        "The model is unusable; build it anew."
+    )
+
+
+def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
+    model.__dict__[_FAILURE] = str(error)
+    add_behaviour(model, _Broken)
+
+
+class _Broken(SwappedModule):
+    """A model that was left half-way: it says so whenever it is called."""
+
+    keeps_name = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:  # before any hook of a wrapper that failed as well
+        raise PartlyShardedError(self.__dict__[_FAILURE])
+
+    forward = __call__
