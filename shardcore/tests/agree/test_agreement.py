@@ -12,9 +12,10 @@ from torch import nn
 
 import shardcore
 from shardcore.agree import fingerprint
-from shardcore.agree.agreement import Report, agree
+from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import checksum, tensor_items
 from shardcore.errors import AgreementError, ConfigError
+from shardcore.planner import simulated_ranks
 
 SAME = "Start every rank from the same environment, with the same model and the same arguments."
 
@@ -181,3 +182,13 @@ def long_reports():
 
 def test_one_collective_unless_a_report_is_long(pool):
     pool.run(long_reports, world=2)
+
+
+def test_simulated_ranks_are_not_asked():
+    """What a collective among them leaves in its buffers is no report."""
+    own = Report(items=(("one", "1"),), seed=5)
+    with simulated_ranks(4, rank=1):
+        assert is_alone()
+        assert agree(own) == [own]
+        with pytest.raises(ConfigError, match="own"):
+            agree(Report.of_error(ConfigError("own")), ConfigError("own"))

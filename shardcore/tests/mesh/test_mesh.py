@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from tiny import build, shard
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.agree import received
-from shardcore.mesh import device_type_of, meshes, time_limit
+from shardcore.mesh import device_type_of, group_of, meshes, time_limit
 from shardcore.mesh.meshes import _device_type
 
 
@@ -62,3 +64,22 @@ def test_groups_wait_as_long_as_the_default_one(pool):
     assert pool.collective_timeout <= world.total_seconds() < 600  # longer on a busy machine
     assert set(groups) == {world}
     assert tp == world
+
+
+def groups_of_a_part():
+    names = {"mesh_dim_names": ("dp_shard", "tp")}
+    one, other = DeviceMesh("cpu", [[0, 1]], **names), DeviceMesh("cpu", [[1], [0]], **names)  # every rank makes them
+    if dist.get_rank() == 2:
+        return None
+    before = len(dist.distributed_c10d._world.pg_map)
+    (group,) = {group_of(mesh) for mesh in (one, one, other)}
+    total = torch.ones(())
+    dist.all_reduce(total, group=group)
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    return made, dist.get_process_group_ranks(group), total.item(), time_limit(group) == time_limit()
+
+
+def test_meshes_of_some_ranks_share_one_group(pool):
+    """Each new one has its threads and connections, and a name on which its ranks may differ."""
+    assert pool.run(groups_of_a_part, world=3) == [(1, [0, 1], 2.0, True)] * 2 + [None]
+    assert pool.run(groups_of_a_part, world=3) == [(0, [0, 1], 2.0, True)] * 2 + [None]

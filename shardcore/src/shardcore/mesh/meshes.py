@@ -78,6 +78,10 @@ _shared = _SharedMeshes()
 _neighbours: WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 
 
+#: The groups of meshes that hold not all ranks, by the default group and their ranks; they end with it.
+_mesh_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = WeakKeyDictionary()
+
+
 #: The gloo groups for what the hosts of ranks agree on, by the default group and the ranks; they end with it.
 _host_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
 
@@ -115,12 +119,13 @@ def _limit(group: ProcessGroup, limit: datetime.timedelta | None) -> None:
 def shared_groups() -> set[ProcessGroup]:
     """Return the process groups of the meshes that `build_mesh` keeps for the default process group.
 
-    The groups of neighbours on them, and on the default process group, are among them.
+    The groups of neighbours on them, and on the default process group, are among them, and those of `group_of`.
     """
     groups = {group for mesh in _shared.of(default_group()).values() for group in mesh.get_all_groups()}
     neighbours = [channel for group in (*groups, default_group()) for channel in _neighbours.get(group, {}).values()]
     of_hosts = _host_groups.get(default_group(), {}).values()
-    return groups.union((channel.group for channel in neighbours), of_hosts)
+    of_meshes = _mesh_groups.get(default_group(), {}).values()
+    return groups.union((channel.group for channel in neighbours), of_hosts, of_meshes)
 
 
 def default_group() -> ProcessGroup:
@@ -143,17 +148,23 @@ def mesh_of_group(group: ProcessGroup) -> DeviceMesh:
 def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     """Return a process group of all ranks of ``mesh``; None for the default one.
 
-    Every rank of the mesh makes the call: where there is no such group yet, it makes one.
+    Every rank of the mesh makes the call: where there is no such group yet, it makes one for all meshes of them.
     """
     if mesh.size() == dist.get_world_size():
         return None
     if mesh.ndim == 1:
         return mesh.get_group()
-    ranks = [int(rank) for rank in mesh.mesh.flatten()]
+    ranks = tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
     backend = str(get_backend(mesh.get_group(0)))
-    given = None if backend == "undefined" else backend  # groups that were started without one have the default
-    group: ProcessGroup = dist.new_group(ranks, backend=given, use_local_synchronization=True)
-    return group
+    known = _mesh_groups.setdefault(default_group(), {})
+    if (ranks, backend) not in known:
+        given = None if backend == "undefined" else backend  # groups that were started without one have the default
+        # Torch names groups that only their ranks make after these and the number of groups that a rank has made (2.13:
+        # that it is in), so each further one is a chance to find another name on another rank, and to wait for it.
+        group: ProcessGroup = dist.new_group(list(ranks), backend=given, use_local_synchronization=True)
+        _limit(group, time_limit())
+        known[ranks, backend] = group
+    return known[ranks, backend]
 
 
 def host_group(ranks: tuple[int, ...], *, shared: bool = True) -> ProcessGroup:
