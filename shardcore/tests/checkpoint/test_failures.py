@@ -10,24 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from trainings import Training, largest
+from trainings import Training, largest, said
 
 import shardcore
 from shardcore.agree import meeting
 from shardcore.checkpoint import folders
-from shardcore.errors import AgreementError, CheckpointError, ConfigError, MissingRanksError, ShardcoreWarning
+from shardcore.errors import CheckpointError, ConfigError, MissingRanksError, ShardcoreWarning
 
 
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
-
-
-def said(work):
-    with pytest.raises((AgreementError, CheckpointError, ConfigError)) as caught:
-        work()
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, f"{type(caught.value).__name__}: {caught.value}")
-    return found
 
 
 @contextlib.contextmanager
@@ -116,7 +108,7 @@ def test_the_ranks_differ(pool, tmp_path):
 def only_one_calls(folder):
     training, rank = Training({"tp": 2}), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_PATIENCE", 0.5)
+        patch.setattr(meeting, "_timeout", lambda: 0.5)
         for caller, call in ((0, training.save), (1, training.load)):
             if rank == caller:
                 with pytest.raises(MissingRanksError, match=f"called by all 2 ranks.* did not: {1 - caller}") as caught:

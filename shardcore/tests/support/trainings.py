@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from tiny import TinyPolicy, batch, build
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.errors import AgreementError, CheckpointError, ConfigError
 from shardcore.mesh import context_of
 
 ROWS = 4
@@ -91,3 +94,12 @@ def largest(ours, theirs):
 def draws():
     """Return the next numbers of the process's generators."""
     return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def said(work):
+    """Return what each rank says when ``work`` fails on all of them."""
+    with pytest.raises((AgreementError, CheckpointError, ConfigError)) as caught:
+        work()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, f"{type(caught.value).__name__}: {caught.value}")
+    return found

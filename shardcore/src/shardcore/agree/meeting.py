@@ -24,7 +24,6 @@ from shardcore.mesh import time_limit
 
 __all__ = ["Meeting"]
 
-_PATIENCE = 60.0  # seconds to wait for the ranks that have not called
 _POLL = 0.05  # seconds between two looks into the store, at most
 _BEAT = 1.0  # seconds between two signs of life of the writer, at most
 
@@ -47,7 +46,7 @@ class Meeting:
 
     @classmethod
     def hold(cls, ranks: Sequence[int], report: Mapping[str, Any], call: str = "save_pretrained") -> Meeting:
-        """Wait until all ``ranks`` are here, in the same ``call``.
+        """Wait until all ``ranks`` are here, in the same ``call``, as long as a collective would wait for them.
 
         Meetings of the same ranks are numbered in the store. A number ends when all have come or, for all at once, when
         the first rank runs out of patience; whoever comes later meets under the next number.
@@ -57,7 +56,8 @@ class Meeting:
         """
         store = dist.distributed_c10d._get_default_store()  # the only store that every process group has
         base = f"shardcore/{call}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        end = time.monotonic() + _PATIENCE
+        patience = _timeout()
+        end = time.monotonic() + patience
         while True:
             name = f"{base}/{store.add(f'{base}/number', 0)}"
             missing = _attend(store, base, name, ranks, json.dumps(report), end, call)
@@ -65,10 +65,11 @@ class Meeting:
                 brought = ranks if report else ()  # each rank reads those of all others
                 return cls(store, name, {rank: json.loads(store.get(f"{name}/{rank}")) for rank in brought})
             if dist.get_rank() not in missing:
+                names = ", ".join(map(str, missing))
                 raise MissingRanksError(
-                    f"{call} has to be called by all {len(ranks)} ranks of the model, and within "
-                    f"{_PATIENCE:g} s these did not: {', '.join(map(str, missing))}. Nothing was written. Call it on "
-                    "every rank (outside any `if rank == 0`).",
+                    f"{call} has to be called by all {len(ranks)} ranks of the model, and within {patience:g} s (the "
+                    f"timeout of the process group) these did not: {names}. Nothing was written. Call it on every rank "
+                    "(outside any `if rank == 0`).",
                     missing,
                 )
 
