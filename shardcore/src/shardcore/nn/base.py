@@ -147,6 +147,11 @@ class SwappedModule(ParallelModule):
         return True
 
     @classmethod
+    def plan_sums_output(cls) -> bool:
+        """Tell whether the module sums its output over the ranks, so that a region ends there."""
+        return False
+
+    @classmethod
     def plan_on_split_tokens(cls, **options: Any) -> str | None:
         """Say why the module cannot work on activations that are split along the sequence, or return None."""
         return None

@@ -35,6 +35,8 @@ class Replicated(SwappedModule):
 
     keeps_name: ClassVar[bool] = True
     option_names: ClassVar[frozenset[str]] = frozenset({"partial", "with_region"})
+    #: Whether a subclass gives each rank a part of the parameters, not all of them.
+    holds_parts: ClassVar[bool] = False
 
     #: Set where the activations that it sees are split along the sequence.
     _shard_sequence: SequenceShard | None

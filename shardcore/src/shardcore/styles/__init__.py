@@ -18,6 +18,7 @@ from shardcore.styles.conditions import layer_drop, refuse, when_divisible
 from shardcore.styles.heads import head
 from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
 from shardcore.styles.methods import calls
+from shardcore.styles.mixtures import experts
 from shardcore.styles.model_outputs import loss, outputs
 from shardcore.styles.over_heads import norm_over_heads
 from shardcore.styles.randomness import shared_numpy, shared_rng
@@ -29,6 +30,7 @@ __all__ = [
     "calls",
     "col",
     "enter_arg",
+    "experts",
     "head",
     "layer_drop",
     "local_groups",

@@ -313,6 +313,11 @@ class RowLinear(ParallelLinear):
 
     @classmethod
     @override
+    def plan_sums_output(cls) -> bool:
+        return True
+
+    @classmethod
+    @override
     def plan_collectives(cls, site: Site, *, used: Any = None, **options: Any) -> Iterator[Collective]:
         if used is not None:
             yield forward(site.path, "all_to_all", "columns of its weight")

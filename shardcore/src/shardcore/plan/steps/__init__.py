@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
+from shardcore.plan.steps.experts import EnterExperts
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.outputs import GatherOutputs, KeepLogitsSharded, TakeLoss
@@ -21,6 +22,7 @@ __all__ = [
     "Commit",
     "Compile",
     "EnterArgument",
+    "EnterExperts",
     "EnterRegion",
     "FreezeForInference",
     "FuseNorm",

@@ -64,7 +64,7 @@ class Swap(Step):
     @override
     def fuses(self) -> str | None:
         # A pack brings a norm of its own because it is fused.
-        brought = issubclass(self.target, Replicated) and self.target is not Replicated
+        brought = issubclass(self.target, Replicated) and self.target is not Replicated and not self.target.holds_parts
         return f"{self.target.__name__} of a pack" if brought else None
 
     @override

@@ -1,0 +1,137 @@
+"""The block of a mixture of experts: where activations enter and leave its experts.
+
+Router, experts and shared experts are one region. Everything in it is computed from activations that are the same on
+all ranks; each rank multiplies with its slice of every expert, so that what the block returns is a summand, and the
+gradient of whatever is in between is one too: of the input, of the router's weight, of the weights of tokens. The block
+sums its output once, in the forward, and the gradient of its input once, in the backward.
+
+The router's logits are computed by every rank in full, and leave the block for a balancing loss that every rank
+computes in full: that gradient is divided by the number of ranks before it joins the summands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
+from shardcore.comm.experts import share_gradient
+from shardcore.comm.sequence import enter_from_sequence, leave_to_sequence
+from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.region.contents import needs_gradient
+from shardcore.nn.sequence.tokens import SequenceShard
+
+__all__ = ["ExpertsBlock", "RouterLogits"]
+
+
+class ExpertsBlock(SwappedModule):
+    """A module that routes tokens to experts, of which each rank has slices.
+
+    Input (B, S, H), the same on all ranks, or this rank's tokens of it, (B, S/tp, H); output likewise, summed over the
+    ranks. If the native forward returns a tuple, its first element is that output and the others are the same on all
+    ranks (the router's logits).
+
+    Options:
+        argument: name and position of the argument that is the input.
+    """
+
+    keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"argument"})
+
+    #: Set where the activations outside are split along the sequence.
+    _experts_sequence: SequenceShard | None
+    _experts_argument: tuple[str, int]
+    _shard_context: ShardContext
+
+    @override
+    def _take_sequence(self, tokens: SequenceShard | None) -> None:
+        self.__dict__["_experts_sequence"] = tokens
+
+    @classmethod
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, argument: tuple[str, int] = ("", 0), **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
+        new.__dict__.update(_experts_sequence=None, _experts_argument=argument)
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward on all tokens, and sum what it returns."""
+        tokens = self._experts_sequence
+        length = None if tokens is None else tokens.length
+        name, place = self._experts_argument
+        if torch.is_grad_enabled():
+            self._refuse_others(args, kwargs)
+        if name in kwargs:
+            kwargs = {**kwargs, name: self._enter(kwargs[name], length)}
+        else:
+            args = (*args[:place], self._enter(args[place], length), *args[place + 1 :])
+        out = super().forward(*args, **kwargs)
+        if not isinstance(out, tuple):
+            return self._leave(out, length)
+        channel = self._shard_context.channel
+        others = (share_gradient(o, channel.size) if isinstance(o, Tensor) else o for o in out[1:])
+        return (self._leave(out[0], length), *others)
+
+    def _enter(self, x: Tensor, length: int | None) -> Tensor:
+        channel = self._shard_context.channel
+        if length is None or self._experts_sequence is None:
+            return copy_to_tp(x, channel)
+        self._experts_sequence.expect(x, self._experts_sequence.local, type(self).__name__)
+        # Blocks view their tokens as (B * S, H), and cutting the padding off leaves gaps.
+        return enter_from_sequence(x, channel, length).contiguous()
+
+    def _leave(self, out: Tensor, length: int | None) -> Tensor:
+        channel = self._shard_context.channel
+        if length is None or self._experts_sequence is None:
+            return reduce_from_tp(out, channel)
+        self._experts_sequence.expect(out, length, type(self).__name__)
+        return leave_to_sequence(out, channel)
+
+    def _refuse_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse any other argument that needs a gradient: on each rank it would be a summand."""
+        name, place = self._experts_argument
+        named = {f"at position {i}": value for i, value in enumerate(args) if i != place or name in kwargs}
+        named |= {repr(key): value for key, value in kwargs.items() if key != name}
+        for what, value in named.items():
+            if needs_gradient(value) is not None:
+                raise NotSupportedError(
+                    f"{type(self).__name__}: the argument {what} needs a gradient, but only {name!r} enters its "
+                    "experts: the gradient of another would be this rank's summand. Detach it, or keep the module "
+                    "unsharded."
+                )
+
+
+class RouterLogits(SwappedModule):
+    """A router whose logits the model captures for a loss, besides what its block uses.
+
+    Options:
+        captured: their place in the tuple that the router returns. Where it returns one tensor, its block hands it out.
+    """
+
+    keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"captured"})
+
+    _router_captured: int
+    _shard_context: ShardContext
+
+    @classmethod
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, *, captured: int = 0, **options: Any) -> Self:
+        new = super().swap_class(module, context)
+        new.__dict__["_router_captured"] = captured
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward, and let the captured logits carry a whole gradient."""
+        out = super().forward(*args, **kwargs)
+        if not isinstance(out, tuple):
+            return out
+        place, ranks = self._router_captured, self._shard_context.size
+        return (*out[:place], share_gradient(out[place], ranks), *out[place + 1 :])

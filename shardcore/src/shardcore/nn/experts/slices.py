@@ -1,0 +1,112 @@
+"""Modules of a mixture of experts whose parameters are parts: each rank has a slice of every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+from torch import nn
+from typing_extensions import override
+
+from shardcore.comm.dtensor_params import held, read_local
+from shardcore.comm.strided import install, torch_lacks
+from shardcore.mesh import ShardContext
+from shardcore.nn.costs import Collective, Site
+from shardcore.nn.layout import Layout, SegmentedLayout, ShardedLayout, last_rank_is_empty
+from shardcore.nn.replicated import Replicated
+
+__all__ = ["Cut", "Slices"]
+
+
+class Cut(NamedTuple):
+    """How one parameter is split.
+
+    Attributes:
+        parameter: its name in its module.
+        dim: the dim that is split.
+        segments: the equal segments of that dim, each of which is split by itself: 2 for [gate|up].
+    """
+
+    parameter: str
+    dim: int
+    segments: int = 1
+
+
+class Slices(Replicated):
+    """A native module that runs its own forward on this rank's parts of its parameters.
+
+    Its input is the same on all ranks, and its output is whatever the native forward makes of the parts: (..., I/tp) of
+    a column linear, this rank's summand of a row linear or of all experts. Nothing is sent here: the module around it
+    (`shardcore.nn.experts.block.ExpertsBlock`) does that.
+
+    Options:
+        cuts: a `Cut` for each parameter of the module.
+    """
+
+    option_names: ClassVar[frozenset[str]] = frozenset({"cuts"})
+    holds_parts: ClassVar[bool] = True
+
+    @classmethod
+    @override
+    def problem(cls, module: nn.Module, ranks: int, *, cuts: tuple[Cut, ...] = (), **options: Any) -> str | None:
+        if problem := super().problem(module, ranks, **options):
+            return problem
+        kind = type(module).__name__
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        if others := sorted(own.keys() ^ {cut[0] for cut in cuts}):
+            return f"{kind} and the rule disagree about {', '.join(others)}: every parameter has to be split"
+        for name, dim, segments in cuts:
+            size, left = divmod(own[name].size(dim), segments)
+            if left or last_rank_is_empty(size, ranks):
+                what = f"{segments} segments of dim {dim}" if segments > 1 else f"dim {dim}"
+                return (
+                    f"{name} {tuple(own[name].shape)} of {kind} is split along {what}, which leaves the last of "
+                    f"{ranks} ranks without a part"
+                )
+            if segments > 1 and (lack := torch_lacks()):
+                return lack
+        return None
+
+    @classmethod
+    @override
+    def layouts(
+        cls, module: nn.Module, ranks: int, *, cuts: tuple[Cut, ...] = (), **options: Any
+    ) -> Mapping[str, Layout]:
+        return {
+            name: SegmentedLayout(segments, dim) if segments > 1 else ShardedLayout(dim) for name, dim, segments in cuts
+        }
+
+    @classmethod
+    @override
+    def plan_sums_gradients(cls, **options: Any) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        return iter(())
+
+    @classmethod
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, cuts: tuple[Cut, ...] = (), **options: Any
+    ) -> Self:
+        if any(segments > 1 for _, _, segments in cuts):
+            install()
+        new = super().swap_class(module, context)
+        # Products and lookups of rows make the gradients of matrices; that of a bias may be what others hold too.
+        new._fresh = all(p.ndim > 1 for p in new._parameters.values() if p is not None)
+        return new
+
+    @override
+    def _read(self) -> dict[str, Any]:
+        own = {name: p for name, p in self._parameters.items() if p is not None}
+        for parameter in own.values():
+            held(parameter)
+        parts = read_local(*own.values(), fresh=self._fresh)
+        return {**self._parameters, **dict(zip(own, parts, strict=True))}
+
+    def extra_repr(self) -> str:
+        """Describe the parts."""
+        parts = ", ".join(f"{n} {tuple(p.shape)}" for n, p in self._parameters.items() if p is not None)
+        return f"{parts}, tp={self._shard_context.size}"

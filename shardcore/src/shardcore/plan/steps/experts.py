@@ -1,0 +1,108 @@
+"""The step by which activations enter and leave a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from shardcore.errors import Problem
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.costs import Collective, Site, backward, forward
+from shardcore.nn.experts.block import ExpertsBlock, RouterLogits
+from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step
+
+__all__ = ["EnterExperts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterExperts(Step):
+    """The module ``path`` routes tokens to experts, of which each rank has slices.
+
+    Attributes:
+        argument: name and position of the argument that enters.
+        router: the module that scores the experts.
+        captured: the place, in what the router returns, of logits that the model captures; None if it captures none.
+    """
+
+    phase: ClassVar[Phase] = Phase.ENTER
+
+    argument: tuple[str, int]
+    router: str
+    captured: int | None = None
+
+    @property
+    @override
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        routers = () if self.captured is None else ((self.router, RouterLogits),)
+        return ((self.path, ExpertsBlock), *routers)
+
+    @override
+    def describe(self) -> str:
+        return f"enters with {self.argument[0]!r} for slices of its experts, sums what they return"
+
+    @property
+    @override
+    def splits_heads(self) -> bool:
+        return True
+
+    @override
+    def conflict(self, other: Step) -> str | None:
+        if isinstance(other, EnterExperts):
+            return f"two rules say how the experts at {self.path} are entered, so its input gradient is summed twice"
+        return None
+
+    @override
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        for module in plan.model.get_submodule(self.path).modules():
+            for step in plan.at_module(module):
+                if step == self:
+                    continue
+                if step.enters or step.splits_heads:
+                    yield step.problem(
+                        f"it would enter again what entered the experts at {self.path}: gradients are summed twice",
+                        "name its linears by shared_col= and shared_row= of experts()",
+                    )
+                elif any(kind.plan_sums_output() for _, kind in step.behaviours):
+                    yield step.problem(
+                        f"its output would be summed before {self.path}, which sums all that its experts return",
+                        "name its linears by shared_col= and shared_row= of experts()",
+                    )
+                elif not step.sums_gradients:
+                    yield from self._replicated(plan, step)
+
+    def _replicated(self, plan: PlanView, step: Step) -> Iterator[Problem]:
+        for name, _ in plan.model.get_submodule(step.path).named_parameters(recurse=False):
+            full = f"{step.path}.{name}"
+            yield Problem(
+                where=full,
+                rule=plan.rule_of(full) or step.describe(),
+                what=f"it is inside the experts that are entered at {self.path}: its gradient would be this rank's "
+                "summand, and the replicas would drift apart",
+                todo=f"say partial(...) of {step.path}, which sums it",
+            )
+
+    @override
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        if site.split:
+            yield forward(self.path, "all_gather", "(B, S/tp, H) input")
+            yield forward(self.path, "reduce_scatter", "(B, S, H) output")
+            yield backward(self.path, "all_gather", "(B, S/tp, H) output gradient")
+            yield backward(self.path, "reduce_scatter", "(B, S, H) input gradient")
+        else:
+            yield forward(self.path, "all_reduce", "(B, S, H) output")
+            yield backward(self.path, "all_reduce", "(B, S, H) input gradient")
+
+    @override
+    def prepare(self, bench: Bench) -> Commit:
+        module, router = bench.model.get_submodule(self.path), bench.model.get_submodule(self.router)
+        tokens = bench.tokens_at(self.path)
+
+        def commit() -> None:
+            ExpertsBlock.swap_class(module, bench.shared, argument=self.argument)._take_sequence(tokens)
+            if self.captured is not None:
+                RouterLogits.swap_class(router, bench.shared, captured=self.captured)
+
+        return commit

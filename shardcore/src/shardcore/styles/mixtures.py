@@ -1,0 +1,178 @@
+"""The word for mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from shardcore.nn.experts.slices import Cut, Slices
+from shardcore.nn.replicated import Replicated
+from shardcore.plan.steps import EnterExperts
+from shardcore.policy import Rule, Scope
+from shardcore.styles._finding import argument_of
+from shardcore.styles._text import names_of, written
+
+__all__ = ["experts"]
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+
+
+def experts(
+    block: str = "",
+    *,
+    weights: str = "experts",
+    router: str = "gate",
+    captured: int | None = None,
+    col: str | tuple[str, ...] = (),
+    row: str | None = None,
+    shared_col: str | tuple[str, ...] = (),
+    shared_row: str | None = None,
+    optional: bool = False,
+) -> Rule:
+    """A mixture of experts of which each rank has a slice of every expert: its columns, and the rows that follow.
+
+    Activations enter where the block is called, and what it returns is summed there, once for all experts. The router
+    is replicated, its gradients are summed.
+
+    Args:
+        block: the module that routes, whose ``forward`` takes the tokens first and returns what its experts add up, or
+            a tuple that begins with it. It must not contain the residual connection.
+        weights: the module below it that holds the experts: their weights as ``gate_up_proj`` (E, 2I, H) and
+            ``down_proj`` (E, H, I), or both with their last dims exchanged; or a list of one module for each expert.
+        router: the module below it that scores the experts.
+        captured: the place, in the tuple that the router returns, of the logits that the model captures for a balancing
+            loss. The block must not use them.
+        col: of a list of experts: the linears of one that are split over their output features.
+        row: of a list of experts: the linear of one that follows, split over its input features.
+        shared_col: linears of experts that every token visits, named from the block; what is said of ``col``.
+        shared_row: the linear that follows them.
+        optional: the block may be absent.
+    """
+    named = {"captured": captured, "col": col or None, "row": row}
+    shared = {"shared_col": shared_col or None, "shared_row": shared_row}
+    return ExpertsRule(
+        text=written("experts", block, weights=weights, router=router, **named, **shared),
+        optional=optional,
+        block=block,
+        weights=weights,
+        router=router,
+        captured=captured,
+        col=names_of(col),
+        row=row,
+        shared_col=names_of(shared_col),
+        shared_row=shared_row,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsRule(Rule):
+    """`shardcore.styles.experts`."""
+
+    block: str
+    weights: str
+    router: str
+    captured: int | None
+    col: tuple[str, ...]
+    row: str | None
+    shared_col: tuple[str, ...]
+    shared_row: str | None
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        block = scope.find(self.block)
+        if block is None:
+            return
+        weights, router = scope.find(self._below(self.weights)), scope.find(self._below(self.router))
+        if weights is None or router is None:
+            return
+        argument = argument_of(block, None)
+        if argument is None:
+            scope.problem(f"{type(block).__name__}.forward names no argument", "give it one", self.block)
+            return
+        if isinstance(weights, nn.ModuleList):
+            for i in range(len(weights)):
+                self._linears(scope, f"{self.weights}.{i}.", self.col, self.row, ("col=", "row="))
+        else:
+            self._stacked(scope, weights)
+        if self.shared_col or self.shared_row:
+            self._linears(scope, "", self.shared_col, self.shared_row, ("shared_col=", "shared_row="))
+        for below, module in router.named_modules():
+            if any(p is not None for p in module._parameters.values()):
+                scope.swap(self._below(self.router, below), Replicated, partial=True)
+        scope.add(
+            EnterExperts(
+                path=scope.name(self.block),
+                argument=argument,
+                router=scope.name(self._below(self.router)),
+                captured=self.captured,
+            )
+        )
+
+    def _below(self, *names: str) -> str:
+        return ".".join(filter(None, (self.block, *names)))
+
+    def _stacked(self, scope: Scope, weights: nn.Module) -> None:
+        """Split the weights of all experts in one module."""
+        place = self._below(self.weights)
+        gate_up, down = weights._parameters.get(GATE_UP), weights._parameters.get(DOWN)
+        cuts = None if gate_up is None or down is None else _cuts(gate_up, down)
+        own = {name for name, p in weights._parameters.items() if p is not None}
+        if cuts is None or own != {GATE_UP, DOWN}:
+            shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in weights._parameters.items() if p is not None)
+            self._refuse(
+                scope,
+                f"{type(weights).__name__} has the parameters {shapes or 'none'}; wanted {GATE_UP} (E, 2I, H) and "
+                f"{DOWN} (E, H, I), or both with their last dims exchanged, and no others",
+                place,
+                weights,
+            )
+        elif not getattr(weights, "is_concatenated", True):
+            self._refuse(scope, f"{GATE_UP} interleaves gate and up; wanted one after the other", place, weights)
+        else:
+            scope.swap(place, Slices, cuts=cuts)
+
+    def _linears(
+        self, scope: Scope, prefix: str, col: tuple[str, ...], row: str | None, options: tuple[str, str]
+    ) -> None:
+        """Split the linears of one expert."""
+        last = None if row is None else scope.find(self._below(prefix + row))
+        found = {name: scope.find(self._below(prefix + name)) for name in col}
+        if not col or row is None:
+            scope.problem(
+                f"{options[0]} and {options[1]} do not name its linears", "name both", self._below(prefix[:-1])
+            )
+        linears = {name: m for name, m in {**found, row or "": last}.items() if m is not None}
+        for name, linear in linears.items():
+            place = self._below(prefix + name)
+            if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+                what = f"{type(linear).__name__} computes something else than torch.nn.Linear"
+                self._refuse(scope, what, place, linear)
+            elif name == row and linear.bias is not None:
+                what = "its bias would be added on each rank, before the summands are added up"
+                self._refuse(scope, what, place, linear)
+            elif isinstance(last, nn.Linear) and name != row and linear.out_features != last.in_features:
+                what = f"it has out_features {linear.out_features}, but {row} that follows has in_features "
+                self._refuse(scope, what + f"{last.in_features}; both are cut at the same places", place, linear)
+            else:
+                dims = {"weight": 1} if name == row else {"weight": 0, "bias": 0}
+                own = [n for n, p in linear._parameters.items() if p is not None]
+                scope.swap(place, Slices, cuts=tuple(Cut(n, dims.get(n, 0)) for n in own))
+
+    def _refuse(self, scope: Scope, what: str, place: str, module: nn.Module) -> None:
+        scope.problem(what, "correct the rule, or say replicate of the whole block in its place", place)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                scope.claim(place, name, None)  # said already: not "covered by no rule" too
+
+
+def _cuts(gate_up: Tensor, down: Tensor) -> tuple[Cut, ...] | None:
+    """Return where the weights of all experts are split along I, or None if their shapes do not fit together."""
+    if gate_up.ndim != 3 or down.ndim != 3 or gate_up.size(0) != down.size(0):
+        return None
+    if gate_up.size(1) == 2 * down.size(2) and gate_up.size(2) == down.size(1):
+        return Cut(GATE_UP, 1, 2), Cut(DOWN, 2)
+    if gate_up.size(2) == 2 * down.size(1) and gate_up.size(1) == down.size(2):
+        return Cut(GATE_UP, 2, 2), Cut(DOWN, 1)
+    return None

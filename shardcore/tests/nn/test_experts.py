@@ -1,0 +1,156 @@
+"""Slices of every expert on each rank: values, gradients, routing, collectives, and trainings that go on elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts_net import KINDS, MixturePolicy, balance, batch, build, captured, twins
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardcore
+from shardcore import NotSupportedError
+from shardcore.comm.strided import torch_lacks
+from shardcore.mesh import context_of
+from shardcore.testing.observing import Collectives
+from shardcore.testing.parity import (
+    assert_close,
+    assert_gradients_own_storage,
+    assert_same_gradients,
+    assert_same_parameters,
+    whole,
+)
+
+pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="weights of [gate|up] need torch 2.12")
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+FIELDS = {
+    "plain": {},
+    "sequence": SEQUENCE,
+    "gathered again": {**SEQUENCE, "sequence_keep_gathered": False},
+    "deferred": {"partial_gradients": "deferred"},
+}
+
+
+def compares(kind, fields):
+    reference, model = twins(kind, **fields)
+    ranks = dist.get_world_size()
+    of_reference, of_model = captured(reference), captured(model)
+    for step in range(2):  # gradients accumulate
+        wanted, got = reference(batch(step)), model(batch(step))
+        assert_close(wanted, got, "output")
+        for theirs, ours in zip(of_reference, of_model, strict=True):
+            assert_close(theirs, ours, "logits")
+        (wanted.pow(3).sum() + balance(of_reference)).backward()
+        (got.pow(3).sum() + balance(of_model)).backward()
+        of_reference.clear(), of_model.clear()
+    shardcore.reduce_partial_gradients(model)
+    assert_same_gradients(reference, model)
+    assert_gradients_own_storage(model)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            assert isinstance(parameter, DTensor)
+            assert parameter.to_local().numel() <= -(-parameter.numel() * 3 // (2 * ranks)), name
+    assert_close(reference(batch(2)), model.eval()(batch(2)).detach(), "another forward")
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_compute_what_experts_do(pool, kind, fields):
+    for world in (2, 4):
+        pool.run(compares, kind, fields, world=world)
+
+
+def recomputes(kind):
+    for fields in ({}, SEQUENCE):
+        for reentrant in (False, True):
+            if fields and reentrant:
+                continue  # refused: see test_token_net
+            reference, model = twins(kind, **fields)
+            model.recomputed = reentrant
+            for net in (reference, model):
+                x = batch().requires_grad_()
+                net(x).pow(3).sum().backward()
+            assert_same_gradients(reference, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_recomputed(pool, kind):
+    pool.run(recomputes, kind)
+
+
+def sends(kind, fields):
+    _, model = twins(kind, **fields)
+    loss = None
+    with Collectives() as forward:
+        loss = model(batch()).sum()
+    with Collectives() as backward:
+        loss.backward()
+    return forward.counts, backward.counts
+
+
+def test_each_mixture_sums_once_each_way(pool):
+    counts = {kind: pool.run(sends, kind, {})[0] for kind in KINDS}
+    # Backward: the input's gradient, and those of the router and of the shared expert's gate.
+    for forward, backward in counts.values():
+        assert sum(forward.values()) == 2
+        assert sum(backward.values()) == 2 * 3
+
+
+def trains(kind, folder, fields, source):
+    reference = build(kind)
+    model = shardcore.shard(build(kind, seed=0 if source is None else 9), policy=MixturePolicy, **fields)
+    both = reference, model
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4) for net in both]
+    context = context_of(model)
+    parts, part = context.sizes.replicas, context.replica
+    for step in range(4):
+        if source is not None and step == 2:
+            shardcore.load_checkpoint(source, model, optimizers[1])
+        norms = []
+        for net, optimizer in zip(both, optimizers, strict=True):
+            if net is model and source is not None and step < 2:
+                continue
+            x = batch(step, rows=4)
+            net(x if net is reference else x.chunk(parts)[part]).pow(3).mean().backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(net.parameters(), 0.05)).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        if len(norms) == 2:
+            assert_close(norms[0], norms[1], "norm of all gradients")
+            assert_same_parameters(reference, model)
+        if source is None and step == 1:
+            shardcore.save_checkpoint(folder, model, optimizers[1])
+
+
+MESHES = {"tp2": (2, {"tp": 2}), "tp4": (4, {"tp": 4}), "tp2 dp2": (4, {"tp": 2, "dp": 2})}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainings_go_on_on_other_meshes(pool, kind, tmp_path):
+    names = list(MESHES)
+    for name in names:
+        world, fields = MESHES[name]
+        pool.run(trains, kind, str(tmp_path / name), fields, None, world=world)
+    for at, name in enumerate(names):
+        world, fields = MESHES[names[at - 1]]
+        pool.run(trains, kind, "", fields, str(tmp_path / name), world=world)
+
+
+def loads_whole_tensors(kind):
+    _, model = twins(kind, tp=2)
+    other = build(kind, seed=4)
+    model.load_state_dict(other.state_dict())
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(whole(model.state_dict()[name]), tensor), name
+    with pytest.raises(NotSupportedError, match=r"argument 'scale' needs a gradient, but only 'hidden' enters"):
+        model.blocks[0].mixture(batch(), scale=torch.ones((), requires_grad=True))
+    with torch.no_grad():
+        model.blocks[0].mixture(batch(), scale=torch.ones((), requires_grad=True))
+    return repr(model.blocks[0].mixture.experts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_tensors_are_split_and_other_arguments_refused(pool, kind):
+    assert "tp=2" in pool.run(loads_whole_tensors, kind)[0]

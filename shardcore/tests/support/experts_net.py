@@ -1,0 +1,166 @@
+"""A small stack with mixtures of experts, in the forms that their weights take, and its policy."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from tiny import randomize
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardcore
+from shardcore import Policy
+from shardcore.policy import Stages
+from shardcore.styles import experts, norm, partial, replicate, sequence
+
+WIDTH, INNER, EXPERTS, TOP = 6, 11, 5, 2  # 11 columns divide by no number of ranks
+#: How the weights lie: one tensor for all experts, the same transposed, or a list of modules.
+KINDS = ("stacked", "transposed", "list")
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x, self.weight)
+        return logits, *routed(logits)
+
+
+def routed(logits: Tensor) -> tuple[Tensor, Tensor]:
+    top, places = logits.softmax(-1).topk(TOP, -1)
+    return top / top.sum(-1, keepdim=True), places
+
+
+class Stacked(nn.Module):
+    def __init__(self, transposed: bool, inner: int = INNER) -> None:
+        super().__init__()
+        shapes = (EXPERTS, 2 * inner, WIDTH), (EXPERTS, WIDTH, inner)
+        self.is_transposed = transposed
+        up, down = ((e, b, a) for e, a, b in shapes) if transposed else shapes
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.empty(up)), nn.Parameter(torch.empty(down))
+
+    def forward(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i in range(EXPERTS):
+            tokens, place = torch.where(places == i)
+            up, down = self.gate_up_proj[i], self.down_proj[i]
+            if self.is_transposed:
+                up, down = up.T, down.T
+            gate, value = F.linear(x[tokens], up).chunk(2, -1)
+            out.index_add_(0, tokens, F.linear(F.silu(gate) * value, down) * weights[tokens, place, None])
+        return out
+
+
+class Expert(nn.Module):
+    def __init__(self, biased: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER, bias=False)
+        self.w2 = nn.Linear(INNER, WIDTH, bias=biased)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Mixture(nn.Module):
+    """Routes as the releases of transformers do: experts in one module get the routing, a list is walked through."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        listed = kind == "list"
+        self.gate = nn.Linear(WIDTH, EXPERTS) if listed else Router()
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS)) if listed else Stacked(kind == "transposed")
+        self.shared_expert, self.shared_gate = Expert(), nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        x = hidden.view(-1, WIDTH)
+        shared = self.shared_gate(x).sigmoid() * self.shared_expert(x)
+        if isinstance(self.experts, Stacked):
+            _, weights, places = self.gate(x)
+            return (self.experts(x, places, weights) + shared).view(hidden.shape)
+        logits = self.gate(x)
+        weights, places = routed(logits)
+        for i, expert in enumerate(self.experts):
+            tokens, place = torch.where(places == i)
+            shared = shared.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
+        return shared.view(hidden.shape), logits
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.mixture(self.norm(x))
+        return x + (out[0] if isinstance(out, tuple) else out)
+
+
+class Stack(nn.Module):
+    recomputed: bool | None = None  # reentrant or not; None: nothing is
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks, self.last = nn.ModuleList(Block(kind) for _ in range(2)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.recomputed is None else checkpoint(block, x, use_reentrant=self.recomputed)
+        return self.last(x)
+
+
+class MixturePolicy(Policy):
+    stages = Stages(first="first", blocks="blocks", last="last")
+    rule = experts(
+        "mixture",
+        captured=0,
+        col=("w1", "w3"),
+        row="w2",
+        shared_col=("shared_expert.w1", "shared_expert.w3"),
+        shared_row="shared_expert.w2",
+    )
+    of_shared_gate = partial("mixture.shared_gate")
+
+    def module_policy(self):
+        return {
+            "Stack": [replicate("first"), norm("last"), sequence(scatter="blocks[0]", gather="last")],
+            "Block": [norm("norm"), self.rule, self.of_shared_gate],
+        }
+
+
+def build(kind: str, seed: int = 0) -> Stack:
+    model = Stack(kind).double()
+    randomize(model, seed)
+    return model
+
+
+def twins(kind: str, **fields) -> tuple[Stack, Stack]:
+    reference = build(kind)
+    return reference, shardcore.shard(copy.deepcopy(reference), policy=MixturePolicy, **fields)
+
+
+def captured(model: Stack) -> list[Tensor]:
+    """Return the list to which forwards add the logits of all routers."""
+    found: list[Tensor] = []
+    for block in model.blocks:
+        listed = isinstance(block.mixture.experts, nn.ModuleList)
+        module, place = (block.mixture, 1) if listed else (block.mixture.gate, 0)
+        module.register_forward_hook(lambda _, __, out, place=place: found.append(out[place]))
+    return found
+
+
+def batch(step: int = 0, rows: int = 3, length: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(50 + step)
+    return torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def balance(logits: list[Tensor]) -> Tensor:
+    """Return a balancing loss, which needs the routing of all tokens at once."""
+    scores = torch.cat(logits).softmax(-1)
+    chosen = F.one_hot(scores.topk(TOP, -1).indices, EXPERTS).sum(1).to(scores.dtype)
+    return (scores.mean(0) * chosen.mean(0)).sum() * 20
