@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kit_net import CASE
+from local_net import CASE as LOCAL
 
 from shardcore.testing import PolicyConformance
 
 
 class TestNet(PolicyConformance):
-    cases = (CASE,)
+    cases = (CASE, LOCAL)

@@ -67,6 +67,11 @@ class PlanBuilder(PlanView):
         claims = self.claims.get(parameter)
         return claims[0].rule if claims else None
 
+    @override
+    def layout_of(self, parameter: str) -> Layout | None:
+        claims = self.claims.get(parameter)
+        return claims[0].layout if claims else None
+
     def add(self, step: Step) -> list[str]:
         """Add a step, unless one at its path says the same; return why it cannot be carried out beside others."""
         others = self.steps_at.setdefault(step.path, [])

@@ -24,7 +24,7 @@ from shardcore.nn.loss.head import VocabHead
 from shardcore.nn.loss.logits import VocabParallelLogits
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.nn.randomness.shared import SharedNumpy, SharedRandom
-from shardcore.nn.replicated import Replicated
+from shardcore.nn.replicated import HeadParameters, Replicated
 
 __all__ = [
     "ColumnLinear",
@@ -32,6 +32,7 @@ __all__ = [
     "FusedColumnLinear",
     "FusedRMSNorm",
     "GroupShardedLayout",
+    "HeadParameters",
     "Layout",
     "ParallelModule",
     "Replicated",

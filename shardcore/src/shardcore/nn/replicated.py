@@ -1,4 +1,4 @@
-"""Modules that keep their own forward on replicated DTensor parameters."""
+"""Modules that keep their own forward on DTensor parameters: whole ones, or those of this rank's heads or channels."""
 
 from __future__ import annotations
 
@@ -7,40 +7,47 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from shardcore.comm.dtensor_params import read_local, read_partial
+from shardcore._torch import backward_task
+from shardcore.comm.dtensor_params import read_local, read_partial, spec_of
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward
-from shardcore.nn.layout import Layout, ReplicatedLayout
+from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout
 from shardcore.nn.linear.together import Reading
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["Replicated"]
+__all__ = ["HeadParameters", "Replicated"]
 
 
 class Replicated(SwappedModule):
     """A native module that runs its own forward while its parameters are DTensors.
 
     While its forward runs, the module's own parameters are replaced by local tensors; at all other times they are the
-    DTensors. That is enough for norms, classification heads and position tables.
+    DTensors. A module above it that reads one of them in its own forward (``self.embed.weight``) is given the local
+    tensor too. That is enough for norms, classification heads and position tables.
 
     Options:
         partial: each rank applies the module to its part of the activations (norms on queries and keys), so gradients
             are partial, and are summed over the ranks.
         with_region: the entry of the region around it reads the parameters, so that their gradients are summed with
             others; the module reads them itself where it is called outside of the region.
+        names: the parameters that are meant; by default all of the module's own. Several rules may each name some.
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"partial", "with_region"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"names", "partial", "with_region"})
     #: Whether a subclass gives each rank a part of the parameters, not all of them.
     holds_parts: ClassVar[bool] = False
 
     #: Set where the activations that it sees are split along the sequence.
     _shard_sequence: SequenceShard | None
-    _partial: bool
+    #: The parameters whose gradients are summed, wherever the module is called.
+    _summed: frozenset[str]
+    #: Those of which this rank has a part: their gradients are its own.
+    _split: frozenset[str]
     #: While its region is open: what the region's entry has read for it.
     _shard_reading: Reading | None
     #: Whether each gradient is a tensor that nobody else holds.
@@ -50,10 +57,24 @@ class Replicated(SwappedModule):
 
     @classmethod
     @override
-    def layouts(cls, module: nn.Module, ranks: int, *, partial: bool = False, **options: Any) -> Mapping[str, Layout]:
-        return {
-            name: ReplicatedLayout(partial_gradient=partial) for name, p in module._parameters.items() if p is not None
-        }
+    def problem(cls, module: nn.Module, ranks: int, *, names: tuple[str, ...] = (), **options: Any) -> str | None:
+        if problem := super().problem(module, ranks):
+            return problem
+        missing = [name for name in names if module._parameters.get(name) is None]
+        return f"{type(module).__name__} has no parameter {', '.join(missing)}" if missing else None
+
+    @classmethod
+    @override
+    def layouts(
+        cls,
+        module: nn.Module,
+        ranks: int,
+        *,
+        partial: bool = False,
+        names: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Mapping[str, Layout]:
+        return dict.fromkeys(names or _own(module), ReplicatedLayout(partial_gradient=partial))
 
     @classmethod
     @override
@@ -74,15 +95,43 @@ class Replicated(SwappedModule):
 
     @classmethod
     @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, *, partial: bool = False, **options: Any) -> Self:
+    def swap_class(
+        cls,
+        module: nn.Module,
+        context: ShardContext,
+        *,
+        partial: bool = False,
+        names: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Self:
         native = type(module)
         new = super().swap_class(module, context)
-        new.__dict__["_shard_sequence"] = new.__dict__["_shard_reading"] = None
-        new._partial = partial
-        # A lookup makes the gradient of its table, which may be large; so it is not copied.
-        new._fresh = native.forward is nn.Embedding.forward
-        new._native_class = native
+        state = new.__dict__
+        if "_summed" not in state:  # else another rule has named other parameters
+            # A lookup makes the gradient of its table, which may be large; so it is not copied.
+            state |= {"_summed": frozenset(), "_shard_sequence": None, "_native_class": native}
+            state["_shard_reading"] = None
+            state["_fresh"] = native.forward is nn.Embedding.forward
+            state["_split"] = frozenset(name for name in _own(new) if _is_split(new._parameters[name]))
+        state["_summed"] |= frozenset(names or _own(new) if partial else ())
         return new
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, a buffer or a child; a parameter as its local tensor while the model runs.
+
+        So a module above this one reads what this one would.
+        """
+        found = super().__getattr__(name)
+        if not isinstance(found, DTensor) or not self._model_runs():
+            return found
+        # What others do with a table is no lookup.
+        return self._read({name: found}, fresh=False)[name]
+
+    def _model_runs(self) -> bool:
+        # In a backward a checkpoint recomputes a part of the forward, after the model's call has ended; hooks of the
+        # backward run without gradients.
+        recomputes = torch.is_grad_enabled() and backward_task() != -1
+        return torch.compiler.is_compiling() or self._shard_context.random.in_use or recomputes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on the local tensors of the parameters."""
@@ -109,33 +158,80 @@ class Replicated(SwappedModule):
         """The parameters that the module holds itself, in their order."""
         return tuple(p for p in self._parameters.values() if p is not None)
 
-    def _read(self) -> dict[str, Any]:
-        own = self._parameters
-        shared = {name: p for name, p in own.items() if p is not None}
+    def _read(self, own: Mapping[str, Any], *, fresh: bool) -> dict[str, Any]:
+        """Return ``own``, parameters by name, with local tensors in place of DTensors; ``fresh`` as `read_local`."""
+        context, tokens = self._shard_context, self._shard_sequence
+        alike = tokens is None or tokens.length is None  # every rank sees the same tokens
+        shared = [name for name, parameter in own.items() if parameter is not None]
         reading = None if torch.compiler.is_compiling() else self._shard_reading
-        if reading is not None and reading.is_of(list(shared.values())):
-            return {**own, **dict(zip(shared, reading.parameters, strict=True))}
-        partial = self._partial or (self._shard_sequence is not None and self._shard_sequence.length is not None)
-        if partial:
-            local = read_partial(self._shard_context.channel, *shared.values(), deferred=self._shard_context.defers)
-        else:
-            local = read_local(*shared.values(), fresh=self._fresh)
-        return {**own, **dict(zip(shared, local, strict=True))}
+        if reading is not None and reading.is_of(self._shard_parameters):
+            names = [name for name, parameter in self._parameters.items() if parameter is not None]
+            found = dict(zip(names, reading.parameters, strict=True))
+            return {**own, **{name: found[name] for name in shared}}
+        summed = [name for name in shared if name in self._summed or not (alike or name in self._split)]
+        local = dict(own)
+        if summed:
+            read = read_partial(context.channel, *(own[name] for name in summed), deferred=context.defers)
+            local.update(zip(summed, read, strict=True))
+        if rest := [name for name in shared if name not in summed]:
+            local.update(zip(rest, read_local(*(own[name] for name in rest), fresh=fresh), strict=True))
+        return local
 
     def _exchange(self) -> dict[str, Any]:
         """Replace the parameters by local tensors, unless they are, and return what was there before."""
         own: dict[str, Any] = self._parameters
         if not isinstance(own, _Local):
             # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
-            self.__dict__["_parameters"] = _Local(self._read())
+            self.__dict__["_parameters"] = _Local(self._read(own, fresh=self._fresh))
         return own
 
     def _stand_in(self) -> Any:
         # A checkpoint in a compiled graph may not change what was there before it, so a stand-in holds the parameters.
         stand_in = object.__new__(self._native_class)
         stand_in.__dict__.update(self.__dict__)
-        stand_in.__dict__["_parameters"] = self._read()
+        stand_in.__dict__["_parameters"] = self._read(self._parameters, fresh=self._fresh)
         return stand_in
+
+
+class HeadParameters(Replicated):
+    """A native module with parameters that belong to heads or channels: each rank has those of its own.
+
+    Tables of biases (..., heads), scales (heads, 1, 1), state matrices (channels, N). Their gradients are this rank's
+    own and never summed. Whatever else the module holds is read as a `Replicated` reads it.
+
+    Options:
+        dim: the dim along which heads or channels lie; it may count from the end.
+        names: the parameters that are meant; by default all of the module's own.
+    """
+
+    option_names: ClassVar[frozenset[str]] = frozenset({"dim", "names"})
+
+    @classmethod
+    @override
+    def layouts(
+        cls, module: nn.Module, ranks: int, *, dim: int = 0, names: tuple[str, ...] = (), **options: Any
+    ) -> Mapping[str, Layout]:
+        ndims = {name: parameter.ndim for name, parameter in _own(module).items()}
+        return {name: ShardedLayout(dim % ndims[name]) for name in names or ndims}
+
+    @classmethod
+    @override
+    def plan_sums_gradients(cls, **options: Any) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        return iter(())
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def _is_split(parameter: Tensor | None) -> bool:
+    spec = None if parameter is None else spec_of(parameter)
+    return spec is not None and not all(placement.is_replicate() for placement in spec.placements)
 
 
 class _Local(dict[str, Any]):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardcore.errors import WrapError
 from shardcore.nn.intact import Intact
+from shardcore.nn.mixed import explained
 from shardcore.nn.randomness.guard import RngScope
 
 __all__ = ["ShardedModel"]
@@ -28,10 +29,16 @@ class ShardedModel(RngScope):
 
         Raises:
             WrapError: a module or parameter was put into the model, or replaced, where activations are split.
+            NotSupportedError: a module computes with a split parameter of another one.
         """
         if self._shard_intact is not None and not torch.compiler.is_compiling():
             self._shard_intact.check(self)
-        return super().forward(*args, **kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        except RuntimeError as error:
+            if (told := explained(self, error)) is None:
+                raise
+            raise told from error
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

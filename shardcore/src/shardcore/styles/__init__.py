@@ -17,6 +17,7 @@ from shardcore.styles.attributes import attribute, local_groups, local_heads, lo
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
 from shardcore.styles.heads import head
 from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
+from shardcore.styles.local import by_heads
 from shardcore.styles.methods import calls
 from shardcore.styles.mixtures import experts
 from shardcore.styles.model_outputs import loss, outputs
@@ -27,6 +28,7 @@ from shardcore.styles.sequences import sequence
 
 __all__ = [
     "attribute",
+    "by_heads",
     "calls",
     "col",
     "enter_arg",

@@ -61,13 +61,13 @@ def replicate(*names: str, optional: bool = False) -> Rule:
 
 
 def partial(*names: str, optional: bool = False) -> Rule:
-    """Replicated modules inside of regions: each rank's gradient is partial there, so gradients are summed.
+    """Replicated modules or bare parameters inside of regions: gradients are partial there, so they are summed.
 
-    For norms on queries and keys, learned activations, and norms between the entry of a region and its column linears.
-    If a region is entered at the named module, the parameters that the module owns itself are meant.
+    For norms on queries and keys, learned activations, norms between the entry of a region and its column linears, and
+    tables that all local heads read. If a region is entered at the named module, the parameters that the module owns
+    itself are meant.
     """
-    options = (("partial", True),)
-    return SwapRule(text=written("partial", *names), optional=optional, names=names, target=Replicated, options=options)
+    return PartialRule(text=written("partial", *names), optional=optional, names=names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +139,22 @@ class NormRule(Rule):
 
 def _has_a_weight_only(module: nn.Module) -> bool:
     return {name for name, p in module._parameters.items() if p is not None} == {"weight"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRule(Rule):
+    """`shardcore.styles.partial`."""
+
+    names: tuple[str, ...]
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        for name in self.names:
+            owner, _, parameter = name.rpartition(".")
+            if is_parameter(scope.module, owner, parameter):
+                scope.swap(owner, Replicated, partial=True, names=(parameter,))
+            elif scope.find(name) is not None:
+                scope.swap(name, Replicated, partial=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from shardcore.errors import Problem
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site
+from shardcore.nn.layout import Layout
 from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan.digest import to_data
 
@@ -62,6 +63,9 @@ class PlanView(Protocol):
 
     def rule_of(self, parameter: str) -> str | None:
         """Return the line of the policy that claims a parameter, as its author wrote it."""
+
+    def layout_of(self, parameter: str) -> Layout | None:
+        """Return how a parameter lies; None if no line claims it, or a user's callable decides."""
 
 
 class Bench(Protocol):

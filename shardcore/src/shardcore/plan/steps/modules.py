@@ -13,7 +13,7 @@ from shardcore.nn.base import SwappedModule
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.randomness.guard import RngScope
-from shardcore.nn.replicated import Replicated
+from shardcore.nn.replicated import HeadParameters, Replicated
 from shardcore.nn.views import with_value
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step
@@ -64,7 +64,8 @@ class Swap(Step):
     @override
     def fuses(self) -> str | None:
         # A pack brings a norm of its own because it is fused.
-        brought = issubclass(self.target, Replicated) and self.target is not Replicated and not self.target.holds_parts
+        own = self.target in (Replicated, HeadParameters)
+        brought = issubclass(self.target, Replicated) and not own and not self.target.holds_parts
         return f"{self.target.__name__} of a pack" if brought else None
 
     @override

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from shardcore.errors import Problem
 from shardcore.nn.costs import Collective, Site, backward, forward
+from shardcore.nn.layout import ReplicatedLayout
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.linear.together import shared_parameters
 from shardcore.nn.randomness.dropout import DropoutSites
@@ -115,7 +116,9 @@ class EnterRegion(Step):
     def _replicated(self, plan: PlanView, step: Step, module: nn.Module) -> Iterator[Problem]:
         for name, parameter in module._parameters.items():
             full = ".".join(filter(None, (step.path, name)))
-            if parameter is not None and full not in self.after:
+            # Another rule may say what becomes of single parameters of the module.
+            alike = plan.layout_of(full) == ReplicatedLayout()
+            if parameter is not None and alike and full not in self.after:
                 yield Problem(
                     where=full,
                     rule=plan.rule_of(full) or step.describe(),
