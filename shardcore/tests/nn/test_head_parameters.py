@@ -129,19 +129,6 @@ def test_blocks_that_read_others_parameters_are_recomputed(pool, reentrant):
     pool.run(recomputed, reentrant, world=2)
 
 
-def compiled():
-    native, x = mixers(), torch.randn(2, 7, WIDTH, dtype=torch.float64)
-    sharded = shardcore.shard(copy.deepcopy(native), policy=MixerPolicy, tp=2)
-    for block in sharded.blocks:
-        block.compile(backend="aot_eager")
-    _compare(native, sharded, x)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
-def test_blocks_that_read_others_parameters_are_compiled(pool):
-    pool.run(compiled, world=2)
-
-
 class Conv(nn.Module):
     def __init__(self, groups=8):
         super().__init__()
