@@ -61,8 +61,8 @@ class ByHeadsRule(Rule):
         for name in self.names:
             owner, _, parameter = name.rpartition(".")
             if is_parameter(scope.module, owner, parameter):
-                module = scope.module.get_submodule(owner)
-                self._split(scope, owner, {parameter: module._parameters[parameter]})
+                held = scope.module.get_submodule(owner)._parameters
+                self._split(scope, owner, {parameter: held[parameter]})
             elif (module := scope.find(name)) is not None:
                 own = {short: p for short, p in module._parameters.items() if p is not None}
                 if problem := self._unfit(module, own, scope.ranks):
