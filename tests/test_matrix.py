@@ -99,7 +99,7 @@ def test_limits(packs):
 
 def test_the_packs_of_this_workspace_say_what_they_are_tested_against():
     names = {pack.name for pack in find_packs(ROOT)}
-    assert names >= {"shard-bert", "shard-gpt2", "shard-llama", "shard-vit", "shard-whisper"}
+    assert names >= {"shard-bert", "shard-gpt2", "shard-llama", "shard-mistral", "shard-vit", "shard-whisper"}
     for cell in cells_of(find_packs(ROOT), "torch"):
         assert cell.name
 

@@ -138,6 +138,22 @@ def test_trainings_go_on_on_other_meshes(pool, kind, tmp_path):
         pool.run(trains, kind, "", fields, str(tmp_path / name), world=world)
 
 
+def visits_few():
+    for kind in KINDS:
+        reference, model = twins(kind, tp=2, dp=2)
+        x = batch(rows=2, length=1)  # each replica has one token, which two of five experts see
+        reference(x).pow(3).mean().backward()
+        model(x.chunk(2)[context_of(model).replica]).pow(3).mean().backward()
+        for parameter in reference.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        assert_same_gradients(reference, model)
+
+
+def test_replicas_that_visit_other_experts(pool):
+    pool.run(visits_few, world=4)
+
+
 def loads_whole_tensors(kind):
     _, model = twins(kind, tp=2)
     other = build(kind, seed=4)

@@ -39,6 +39,8 @@ Spec = TypeVar("Spec", PolicySpec, ParallelModuleSpec)
 # Start of a class's full name -> the pack of this project that serves the family.
 _FIRST_PARTY = {
     "transformers.models.llama.": "shard-llama",
+    "transformers.models.mistral.": "shard-mistral",
+    "transformers.models.mixtral.": "shard-mistral",
     "transformers.models.bert.": "shard-bert",
     "transformers.models.gpt2.": "shard-gpt2",
     "transformers.models.vit.": "shard-vit",

@@ -42,8 +42,10 @@ def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:
     if s.rank == 0:
         reference.save_pretrained(folder, max_shard_size=30_000)
     s.gathered(None)
-    # The attention is no part of a checkpoint, and some releases have one that cannot compute in float64.
+    # How attention and experts compute is no part of a checkpoint, and some ways cannot compute in float64.
     options = {"dtype": torch.float64, "attn_implementation": reference.config._attn_implementation}
+    if experts := getattr(reference.config, "_experts_implementation", None):
+        options["experts_implementation"] = experts
     native = type(reference).from_pretrained(folder, **options)
     policy = s.policy(native)
     return native, shardcore.from_pretrained(type(reference), folder, policy=policy, tp=s.tp, **s.fields, **options)

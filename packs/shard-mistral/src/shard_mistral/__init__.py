@@ -1,0 +1,1 @@
+"""Mistral and Mixtral of transformers for shardcore: policies, found through the entry point ``shardcore.packs``."""

@@ -1,0 +1,26 @@
+"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from shardcore.hooks import PolicySpec, hookimpl
+
+_KINDS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+@hookimpl
+def shardcore_policies() -> list[PolicySpec]:
+    """Serve Mistral and Mixtral, with all their heads."""
+    return [
+        PolicySpec(
+            target=f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{kind}",
+            policy=f"shard_mistral.policy:{family}{kind}Policy",
+        )
+        for family in ("Mistral", "Mixtral")
+        for kind in _KINDS
+    ]
+
+
+@hookimpl
+def shardcore_conformance_cases() -> list[str]:
+    """Test every class, and what experts add to a decoder."""
+    return ["shard_mistral.cases:cases"]

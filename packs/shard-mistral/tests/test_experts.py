@@ -1,0 +1,135 @@
+"""What the kit does not try on experts: the balancing loss, how experts compute, replicas, and files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file
+
+import shardcore
+from shard_mistral.cases import build, inputs
+from shardcore.mesh import context_of
+from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+from shardcore.testing.subject import checkpointing
+
+BEFORE5 = Version(transformers.__version__) < Version("5.0.0")
+#: The balancing loss counts as much as the other.
+BALANCED = {"router_aux_loss_coef": 1.0, "num_key_value_heads": 2}
+SEQUENCE = {"enable_sequence_parallelism": True}
+
+
+def pair(fields, **options):
+    reference = build("MixtralForCausalLM", **{**BALANCED, **options}).double()
+    return reference, shardcore.shard(copy.deepcopy(reference), **fields)
+
+
+def balanced(fields, experts, recomputes):
+    reference, model = pair(fields, experts=experts)
+    if recomputes:
+        checkpointing(model, {"use_reentrant": False})
+        model.train(), reference.train()
+    for step in range(2):
+        batch = inputs(reference, step)
+        wanted = reference(**batch, output_router_logits=True)
+        got = model(**batch, output_router_logits=True)
+        for name in ("loss", "aux_loss"):
+            assert_close(wanted[name], got[name], name)
+        for theirs, ours in zip(wanted.router_logits, got.router_logits, strict=True):
+            assert_close(theirs, ours, "router logits")
+        wanted.loss.backward()
+        got.loss.backward()
+    assert_same_gradients(reference, model)
+
+
+IMPLEMENTATIONS = ("eager",) if BEFORE5 else ("eager", "batched_mm")
+
+
+@pytest.mark.parametrize("experts", IMPLEMENTATIONS)
+@pytest.mark.parametrize("fields", [{}, SEQUENCE, {"parallel_output": True}], ids=["tp", "sequence", "split logits"])
+def test_the_balancing_loss_is_exact(pool, fields, experts):
+    for world in (2, 4):
+        pool.run(balanced, fields, experts, False, world=world)
+
+
+def test_the_balancing_loss_of_recomputed_blocks(pool):
+    for fields in ({}, SEQUENCE):
+        pool.run(balanced, fields, "eager", True)
+
+
+def grouped(dtype):
+    reference = build("MixtralForCausalLM", **BALANCED, experts="grouped_mm", hidden_size=64, intermediate_size=48)
+    reference = reference.to(dtype)
+    model = shardcore.shard(copy.deepcopy(reference))
+    batch = inputs(reference, 0)
+    wanted, got = (net(**batch, output_router_logits=True) for net in (reference, model))
+    assert_close(wanted.loss, got.loss, "loss", 1e-5 if dtype is torch.float32 else 2e-2)
+    for out in (wanted, got):
+        out.loss.backward()
+    assert_same_gradients(reference, model, 2e-5 if dtype is torch.float32 else 5e-2)
+
+
+@pytest.mark.skipif(BEFORE5, reason="transformers 5 brought them")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products(pool, dtype):
+    pool.run(grouped, dtype)
+
+
+def replicas():
+    reference, model = pair({"tp": 2, "dp": 2})
+    part = context_of(model).replica
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4) for net in (reference, model)]
+    for step in range(3):
+        ids = torch.randint(1, 97, (4, 7), generator=torch.Generator().manual_seed(step))
+        norms = []
+        for net, mine in ((reference, ids), (model, ids.chunk(2)[part])):
+            net(input_ids=mine, labels=mine).loss.backward()
+        assert_same_gradients(reference, model)
+        for net, optimizer in zip((reference, model), optimizers, strict=True):
+            norms.append(whole(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(*norms, "norm of all gradients")
+        assert_same_parameters(reference, model)
+
+
+@pytest.mark.newest
+def test_replicas_average_experts(pool):
+    pool.run(replicas, world=4)
+
+
+def same_files(folder, fields):
+    reference, model = pair(fields, max_position_embeddings=32)
+    ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
+    model.save_pretrained(ours, max_shard_size=30_000)
+    if dist.get_rank() == 0:
+        reference.save_pretrained(theirs, max_shard_size=30_000)
+        names = sorted(path.name for path in theirs.iterdir())
+        assert sorted(path.name for path in ours.iterdir()) == names
+        tensors = {}
+        for name in names:
+            if name.endswith(".safetensors"):
+                mine, wanted = load_file(ours / name), load_file(theirs / name)
+                assert mine.keys() == wanted.keys()
+                assert all(torch.equal(mine[key], wanted[key]) for key in wanted)
+                tensors |= wanted
+            else:
+                assert (ours / name).read_text() == (theirs / name).read_text(), name
+        # In files each expert's matrices are by themselves, whatever they are in the model.
+        assert "model.layers.1.block_sparse_moe.experts.4.w3.weight" in tensors
+    dist.barrier()
+    again = shardcore.from_pretrained(type(reference), str(ours), dtype=torch.float64, **fields)
+    assert_same_parameters(reference, again, 0.0)
+    for name, parameter in again.named_parameters():
+        if ".experts." in name:
+            assert parameter.to_local().numel() < parameter.numel() * 2 // 3, name
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"tp": 2, "dp": 2}], ids=["tp2", "tp4", "tp2-dp2"])
+def test_files_are_those_of_the_unsharded_model(pool, tmp_path, fields):
+    pool.run(same_files, str(tmp_path), fields, world=2 if fields == {"tp": 2} else 4)
