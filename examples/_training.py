@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,12 +73,42 @@ def resume(
     checkpoints: Path, model: nn.Module, optimizer: Optimizer, *, schedule: LambdaLR, loader: ShardedDataLoader[Any]
 ) -> int:
     """Go on from the newest complete checkpoint, on any number of ranks; return how many steps were taken before."""
-    newest = [shardcore.latest(checkpoints) if is_first() else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(newest)  # hosts may not see a shared folder alike at one instant
-    if newest[0] is None:
-        return 0
-    return shardcore.load_checkpoint(newest[0], model, optimizer, scheduler=schedule, loader=loader).step
+    loaded = shardcore.load_checkpoint(
+        checkpoints, model, optimizer, scheduler=schedule, loader=loader, missing_ok=True
+    )
+    return 0 if loaded is None else loaded.step
+
+
+def save(
+    checkpoints: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    schedule: LambdaLR,
+    loader: ShardedDataLoader[Any],
+    step: int,
+    settings: Any,
+    wait: bool,
+) -> None:
+    """Write a checkpoint, in the background or, before the process ends, at once; keep the last ones."""
+    shardcore.save_checkpoint(
+        checkpoints,
+        model,
+        optimizer,
+        scheduler=schedule,
+        loader=loader,
+        step=step,
+        extra={"settings": asdict(settings)},
+        keep_last=settings.keep,
+        asynchronous=not wait,
+    )
+
+
+def export(model: Any, folder: Path) -> None:
+    """Write the trained model as a standard checkpoint, which transformers reads without shardcore."""
+    shardcore.wait_for_checkpoint(model)
+    model.save_pretrained(folder)
+    say(f"the trained model is in {folder}")
 
 
 def whole(value: torch.Tensor) -> float:

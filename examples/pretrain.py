@@ -11,7 +11,7 @@ and ends. `examples/README.md` has the lines for several hosts and for SLURM.
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,10 +22,12 @@ from _training import (
     adamw,
     computing_in,
     endlessly,
+    export,
     leave,
     mean_over_ranks,
     memory,
     resume,
+    save,
     say,
     warm_up_then_cosine,
     whole,
@@ -139,7 +141,7 @@ def main() -> None:
     """Train until all steps are taken, or until the job is told to stop."""
     settings = read(Settings, __doc__)
     output = Path(settings.output)
-    checkpoints, trained = output / "checkpoints", output / "model"
+    checkpoints = output / "checkpoints"
 
     # 1. The ranks, the model on them, and the data of each replica.
     former = ShardFormer(ShardConfig(tensor_parallel_size=settings.tp, enable_sequence_parallelism=settings.sp))
@@ -183,25 +185,22 @@ def main() -> None:
                 log.write(step, held_out_loss=evaluate(model, held_out, settings, device))
             stop = preemption.requested()  # on every rank after every step
             if stop or step % settings.save_every == 0 or step == settings.steps:
-                shardcore.save_checkpoint(
+                save(
                     checkpoints,
                     model,
                     optimizer,
-                    scheduler=schedule,
+                    schedule=schedule,
                     loader=loader,
                     step=step,
-                    extra={"settings": asdict(settings)},
-                    keep_last=settings.keep,
-                    asynchronous=not stop,
+                    settings=settings,
+                    wait=stop,
                 )
             if stop:
                 say(f"saved after step {step} because of {preemption.reason}; start again to go on")
                 return
 
     # 5. A standard checkpoint, which transformers reads without shardcore.
-    shardcore.wait_for_checkpoint(model)
-    model.save_pretrained(trained)
-    say(f"the trained model is in {trained}")
+    export(model, output / "model")
 
 
 if __name__ == "__main__":

@@ -187,6 +187,18 @@ def test_compiled_parts_have_the_names_of_the_whole(tmp_path):
     assert torch.equal(plain[1].weight, model[1].weight)
 
 
+@pytest.mark.parametrize("given", [list, tuple, lambda found: {"one": found[0]}])
+def test_several_optimizers(tmp_path, given):
+    model = nn.Linear(2, 2)
+    optimizer = given([torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias])])
+    message = (
+        "and a checkpoint holds one optimizer. Make one with several parameter groups, or save and load each further"
+    )
+    with pytest.raises(ConfigError, match=message):
+        shardcore.save_checkpoint(tmp_path, model, optimizer)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_moments_of_another_optimizer(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)

@@ -27,6 +27,7 @@ __all__ = [
     "complete",
     "discard",
     "find",
+    "find_any",
     "latest",
     "problem",
     "prune",
@@ -56,6 +57,9 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Newer ones that are not complete, because a save was cut short or files were lost since, are skipped, each with a
     `ShardcoreWarning` that names it and what is wrong. Looks at names and sizes of files only.
 
+    For one process: hosts may see a shared folder differently at one instant, so ranks must not decide by it each for
+    themselves. `load_checkpoint` with ``missing_ok=True`` decides for all of them.
+
     Args:
         folder: what was given to `save_checkpoint`; it need not exist.
     """
@@ -72,17 +76,27 @@ def find(where: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: it is not complete, or the folder has none that is.
     """
+    if (found := find_any(where)) is None:
+        raise CheckpointError(
+            f"{where} holds no complete checkpoint, nor is it one; nothing was loaded. Pass a folder that "
+            "save_checkpoint has written to. A training that may be the first one of its folder passes "
+            "load_checkpoint(..., missing_ok=True)."
+        )
+    return found
+
+
+def find_any(where: str | os.PathLike[str]) -> Path | None:
+    """Return what `find` does, and None for a folder without a complete checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint that was named is not complete.
+    """
     path = Path(where)
     if _NAME.fullmatch(path.name) or (path / INDEX).exists() or (path / ".metadata").exists():
         if (wrong := problem(path)) is not None:
             raise CheckpointError(f"checkpoint {path} cannot be loaded: {wrong}. Nothing was loaded.")
         return path
-    if (newest := latest(path)) is None:
-        raise CheckpointError(
-            f"{path} holds no complete checkpoint, nor is it one; nothing was loaded. Pass a folder that "
-            "save_checkpoint has written to, and start without loading where shardcore.latest(folder) is None."
-        )
-    return newest
+    return latest(path)
 
 
 def problem(path: Path) -> str | None:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardcore.checkpoint.folders import find
+from shardcore.checkpoint.folders import find, find_any
 from shardcore.checkpoint.generators import set_generators
 from shardcore.checkpoint.ranks import Ranks
 from shardcore.checkpoint.reading import Checkpoint
@@ -38,6 +38,7 @@ class Loaded:
     extra: Any
 
 
+@overload
 def load_checkpoint(
     where: str | os.PathLike[str],
     model: nn.Module,
@@ -45,7 +46,31 @@ def load_checkpoint(
     *,
     scheduler: Any = None,
     loader: Any = None,
-) -> Loaded:
+    missing_ok: Literal[False] = False,
+) -> Loaded: ...
+
+
+@overload
+def load_checkpoint(
+    where: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    missing_ok: bool,
+) -> Loaded | None: ...
+
+
+def load_checkpoint(
+    where: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    missing_ok: bool = False,
+) -> Loaded | None:
     """Load what `save_checkpoint` wrote, into objects that were made as they were made then.
 
     Called on every rank of the model. The mesh may be another one: each rank reads what it holds. On the same mesh the
@@ -59,6 +84,11 @@ def load_checkpoint(
         optimizer: of the same parameters; its groups get the saved options, such as ``lr``.
         scheduler: as it was saved. Anything that is not given here is left out.
         loader: as it was saved.
+        missing_ok: a folder without a complete checkpoint, or that is not there, is none to go on from: return None.
+            The first rank looks, so that all ranks do the same on a file system that shows them different things.
+
+    Returns:
+        What was loaded, or None.
 
     Raises:
         CheckpointError: it is not complete or damaged, is of another model, or lacks what is asked for. Unless the
@@ -70,13 +100,21 @@ def load_checkpoint(
     model = unwrapped(model)
     Saves.of(model).wait()
     ranks = Ranks.of(model, "load_checkpoint")
-    path = ranks.first(lambda: str(find(where)))
+    path = ranks.first(lambda: _found(where, missing_ok=missing_ok))
+    if path is None:  # on all ranks alike
+        ranks.together(lambda: None, items=lambda _: [("the argument missing_ok", str(missing_ok))])
+        return None
     restoring = ranks.together(lambda: _Restoring(Checkpoint(path), ranks, model, optimizer, scheduler, loader))
     ranks.together(restoring.place)
     ranks.together(restoring.fill, changing=True)
     ranks.together(restoring.finish, changing=True)
     checkpoint = restoring.checkpoint
     return Loaded(path=checkpoint.path, step=checkpoint.step, extra=checkpoint.value("extra"))
+
+
+def _found(where: str | os.PathLike[str], *, missing_ok: bool) -> str | None:
+    path = find_any(where) if missing_ok else find(where)
+    return None if path is None else str(path)
 
 
 class _Restoring:

@@ -144,13 +144,16 @@ class Ranks:
         return found
 
     def gathered(self, value: Value) -> list[Value]:
-        """Return on the first rank the values of all; on the others an empty list."""
+        """Return on the first rank the values of all, in the order of `ranks`; on the others an empty list."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * len(self.ranks) if self.is_first else None
         with _naming_the_lost():
             dist.gather_object(value, found, self.ranks[0], group=self.group)
-        return found or []
+        if not found:
+            return []
+        values = dict(zip(sorted(self.ranks), found, strict=True))  # torch orders the ranks of a group by number
+        return [values[rank] for rank in self.ranks]
 
 
 class _naming_the_lost:  # noqa: N801  # reads as what it does
