@@ -90,6 +90,40 @@ def test_the_files_are_those_of_the_unsharded_model(pool, tmp_path, kind):
         assert all(torch.equal(one[key], other[key]) for key in other)
 
 
+def modes(folder):
+    return {path.name: path.stat().st_mode & 0o777 for path in Path(folder).iterdir()}
+
+
+def save_with_a_mask(folder, mask):
+    old = os.umask(mask)
+    try:
+        model = shardcore.shard(build("untied"), tp=2)
+        model.save_pretrained(f"{folder}/standard", max_shard_size="50KB")
+        return shardcore.checkpoint.Checkpoint(shardcore.save_checkpoint(f"{folder}/run", model)).index["about"]
+    finally:
+        os.umask(old)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_files_may_be_read_as_the_umask_says(pool, tmp_path, mask):
+    about, _ = pool.run(save_with_a_mask, str(tmp_path), mask, world=2)
+    assert about["libraries"].keys() >= {
+        "shardcore",
+        "torch",
+        "transformers",
+        "shard-llama",
+    }  # and the pack that served
+    old = os.umask(mask)
+    try:
+        convert(tmp_path / "run", tmp_path / "converted", "--max-shard-size", "50KB")
+    finally:
+        os.umask(old)
+    for folder in (tmp_path / "standard", tmp_path / "converted"):
+        found = modes(folder)
+        assert any(name.endswith(".safetensors") for name in found)
+        assert set(found.values()) == {0o666 & ~mask}, found
+
+
 def test_another_dtype_and_two_replicas(pool, tmp_path):
     pool.run(save, "tied", str(tmp_path / "checkpoints"), {"dp": 2}, world=2)
     convert(tmp_path / "checkpoints" / "step-3", tmp_path / "converted", "--dtype", "bfloat16")

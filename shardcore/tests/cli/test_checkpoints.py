@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 
@@ -45,6 +46,8 @@ def test_what_is_in_it_as_json(tmp_path):
     assert found["model"] == f"{Net.__module__}.Net"
     assert found["config"] is None
     assert found["libraries"] == {"torch": torch.__version__, "shardcore": shardcore.__version__}
+    assert found["installed"].keys() == found["libraries"].keys()
+    assert found["installed"]["torch"] == torch.__version__
     assert found["bytes"] == sum(file.stat().st_size for file in path.iterdir() if file.name != "shardcore.json")
     tensors = {row["name"]: row for row in found["tensors"]}
     weight = tensors["model.one.weight"]
@@ -68,6 +71,18 @@ def test_what_is_in_it_as_text(tmp_path):
     assert "model.other.weight\t3x3\tfloat32\t36 B\t= model.one.weight" in done.stdout
     assert "AdamW, group 0: 4 parameters, lr 0.5, " in done.stdout
     assert "extra: {'note': [1, 2]}" in done.stdout
+
+
+def test_versions_that_are_not_installed_here(tmp_path):
+    index = saved(tmp_path) / "shardcore.json"
+    text = json.loads(index.read_text())
+    text["about"]["libraries"] = {"shard-none": "0.7", "click": "0.1"}
+    index.write_text(json.dumps(text))
+    click = importlib.metadata.version("click")
+    done = inspect(tmp_path)
+    assert done.exit_code == 0, done.output
+    assert f"torch {torch.__version__}, shard-none 0.7 (here none), click 0.1 (here {click})\n" in done.stdout
+    assert json.loads(inspect(tmp_path, "--json").stdout)["installed"]["shard-none"] is None
 
 
 def wrapped(folder):

@@ -30,6 +30,7 @@ __all__ = [
     "Item",
     "checksum",
     "in_words",
+    "libraries",
     "model_items",
     "optimizer_items",
     "tensor_items",
@@ -65,13 +66,18 @@ _SQUARES = 16
 
 
 def versions(model: nn.Module) -> list[Item]:
-    """Return the versions of shardcore, of torch and of the libraries that define the class of ``model``."""
-    libraries = dict.fromkeys(cls.__module__.partition(".")[0] for cls in type(model).__mro__)
+    """Return what `libraries` says as what ranks compare."""
+    return [(f"the version of {name}", version) for name, version in libraries(model).items()]
+
+
+def libraries(model: nn.Module) -> dict[str, str]:
+    """Return the versions of shardcore, of torch and of the libraries that define the class of ``model``, by name."""
+    names = dict.fromkeys(cls.__module__.partition(".")[0] for cls in type(model).__mro__)
     found = {"shardcore": shardcore.__version__, "torch": torch.__version__}
-    for library in libraries:
+    for library in names:
         if library not in ("builtins", "torch") and (version := _version(library)):
             found[library] = version
-    return [(f"the version of {name}", version) for name, version in found.items()]
+    return found
 
 
 def _version(library: str) -> str:

@@ -198,6 +198,7 @@ class ModelSharder:
             seed=reports[0].seed,
             partial_gradients=config.partial_gradients,
             keeps_gathered=config.sequence_keep_gathered,
+            origin=self._origin,
         )
         return self.context
 

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-import shardcore
+from shardcore.agree.fingerprint import libraries
+from shardcore.mesh import context_of
 from shardcore.nn.behaviour import native_class
 
 __all__ = ["described"]
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """Return the class of ``model`` as it was before it was sharded, its configurations, and the libraries, as JSON."""
+    """Return the class of ``model`` as it was before it was sharded, its configurations, and versions, as JSON.
+
+    The versions are those of the libraries, and of the pack whose policy the model was sharded by.
+    """
     kinds = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
     cls = native_class(next(kinds))
-    library = cls.__module__.partition(".")[0]
-    version = getattr(sys.modules.get(library), "__version__", None)
+    context = context_of(model)
+    pack, _, version = ("" if context is None else context.origin).partition(" ")
     return {
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "config": _as_data(getattr(model, "config", None)),
         "generation_config": _as_data(getattr(model, "generation_config", None)),
-        "libraries": {"shardcore": shardcore.__version__, **({library: str(version)} if version else {})},
+        "libraries": {**libraries(model), **({pack: version} if pack else {})},
     }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
+import shardcore
 from shardcore._progress import in_bytes
 from shardcore.checkpoint import Checkpoint
 from shardcore.cli.tables import show_table
@@ -24,6 +26,7 @@ def contents(path: Path) -> dict[str, Any]:
     checkpoint = Checkpoint(path)
     index = checkpoint.index
     about = index.get("about") or {}
+    libraries = {"torch": index["torch"], **about.get("libraries", {})}
     files: dict[str, set[str]] = {}
     for place, info in checkpoint.metadata.storage_data.items():
         files.setdefault(place.fqn, set()).add(info.relative_path)
@@ -44,7 +47,8 @@ def contents(path: Path) -> dict[str, Any]:
         "step": checkpoint.step,
         "model": about.get("class"),
         "config": about.get("config"),
-        "libraries": {"torch": index["torch"], **about.get("libraries", {})},
+        "libraries": libraries,
+        "installed": {name: _installed(name) for name in libraries},
         "ranks": index["world"],
         "mesh": index["axes"],
         "bytes": sum(index["files"].values()),
@@ -53,6 +57,17 @@ def contents(path: Path) -> dict[str, Any]:
         "scheduler": index.get("scheduler"),
         "extra": index.get("extra"),
     }
+
+
+def _installed(library: str) -> str | None:
+    """Return the version of ``library`` that is installed here, without importing it; None if it is not."""
+    known = {"torch": torch.__version__, "shardcore": shardcore.__version__}  # also from a tree
+    if library in known:
+        return str(known[library])
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _optimizer(saved: Any) -> dict[str, Any] | None:
@@ -66,7 +81,11 @@ def show(found: dict[str, Any]) -> None:
     """Print what `contents` has found."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items()) or "no mesh"
     click.echo(f"{found['path']}: step {found['step']}, {in_bytes(found['bytes'])}")
-    click.echo(f"saved by {found['ranks']} ranks ({mesh}), {_listed(found['libraries'])}")
+    others = {name: version for name, version in found["installed"].items() if version != found["libraries"][name]}
+    notes = {
+        name: f"{saved} (here {others[name] or 'none'})" for name, saved in found["libraries"].items() if name in others
+    }
+    click.echo(f"saved by {found['ranks']} ranks ({mesh}), {_listed({**found['libraries'], **notes})}")
     click.echo(f"model: {found['model'] or 'unknown'}")
     columns = ("tensor", "shape", "dtype", "size", "files")
     rows = [

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ class Staging:
             _move(self.rest, self.path)
             shutil.rmtree(self.rest)
         files = _files_in(self.path)
+        self._take_modes(files)
         for file in sorted(files):
             _sync(self.path / file)
         if Path(self.weights) in files:
@@ -101,6 +103,17 @@ class Staging:
             _move(self.path, self.folder, files)
         self.discard()
         _sync(self.folder)
+
+    def _take_modes(self, files: Iterable[Path]) -> None:
+        """Let others read the weights as far as any new file: safetensors makes files for their owner alone."""
+        probe = self.path / "mode"
+        probe.touch()  # the umask cannot be read without changing it for all threads
+        mode = stat.S_IMODE(probe.stat().st_mode)
+        probe.unlink()
+        for file in files:
+            path = self.path / file
+            if file.suffix == _SUFFIX and stat.S_IMODE(path.stat().st_mode) != mode:
+                path.chmod(mode)
 
     def _place_one(self) -> None:
         _sync(self.folder)

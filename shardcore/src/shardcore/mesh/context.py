@@ -40,6 +40,7 @@ class ShardContext:
         fuses_regions: whether the entry of a region computes the parameter gradients of its members beside its own
             collective. False where each node has to compute its own gradient (schedules that split a backward).
         neighbours: between this rank and so many neighbours on ``tp``, as far as `join_neighbours` made it.
+        origin: the distribution that brought the model's policy, and its version; empty for a policy that was given.
     """
 
     mesh: DeviceMesh
@@ -50,6 +51,7 @@ class ShardContext:
     keeps_gathered: bool = True
     fuses_regions: bool = True
     neighbours: dict[int, Channel] = field(default_factory=dict)
+    origin: str = ""
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class ShardContext:
         fuses_regions: bool = True,
         forks: bool = True,
         transport: type[Channel] = Channel,
+        origin: str = "",
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
 
@@ -80,6 +83,7 @@ class ShardContext:
             keeps_gathered=keeps_gathered,
             fuses_regions=fuses_regions,
             neighbours=neighbours_on(channel.group),
+            origin=origin,
         )
         context.reseed(seed)
         return context
