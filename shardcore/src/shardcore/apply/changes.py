@@ -14,7 +14,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.layout import GroupShardedLayout, Layout, Specs, distribute
 from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Bench, Commit
+from shardcore.plan.steps import Bench, Commit, above
 
 __all__ = ["Changes"]
 
@@ -58,6 +58,7 @@ class _Bench(Bench):
         self.draws: dict[type[nn.Module], frozenset[str]] = {}
         # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
         self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if step.splits_tokens]
+        self._gathered = {path for step in plan.steps for path in step.gathers_tokens}
 
     @property
     @override
@@ -68,6 +69,8 @@ class _Bench(Bench):
 
     @override
     def tokens_at(self, path: str) -> SequenceShard | None:
+        if not self._gathered.isdisjoint((path, *above(path))):
+            return None
         return next((tokens for step, tokens in self._tokens[::-1] if step.splits_tokens_of(path)), None)
 
     @override

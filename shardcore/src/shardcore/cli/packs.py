@@ -66,8 +66,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     show_table("installed packs", columns, [_cells(row) for row in rows])
     if not rows:
         click.echo(
-            "no pack is installed, so no model is served: install one (shard-llama, shard-bert, ...; the README lists all "
-            "of them), or write one: shardcore new-pack --help",
+            "no pack is installed, so no model is served: install one (shard-llama, shard-bert, ...; the README lists "
+            "all of them), or write one: shardcore new-pack --help",
             err=True,
         )
 

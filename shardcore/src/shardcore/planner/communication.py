@@ -9,7 +9,7 @@ from typing_extensions import override
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Step
+from shardcore.plan.steps import Step, above
 
 __all__ = ["Collective", "collectives"]
 
@@ -30,6 +30,7 @@ class _Surroundings:
 
     layouts: dict[str, Layout | None]
     splits: tuple[Step, ...]
+    gathered: frozenset[str]
     split_heads: frozenset[str]
     sums_at_once: bool
     keeps_gathered: bool
@@ -39,6 +40,7 @@ class _Surroundings:
         return cls(
             layouts={name: p.layout for p in plan.parameters for name in (p.name, *p.aliases)},
             splits=tuple(step for step in plan.steps if step.splits_tokens),
+            gathered=frozenset(path for step in plan.steps for path in step.gathers_tokens),
             split_heads=frozenset(head for step in plan.steps for head in step.splits_logits),
             sums_at_once=plan.config.partial_gradients == "in_backward",
             keeps_gathered=plan.config.sequence_keep_gathered,
@@ -50,7 +52,8 @@ class _Site(Site):
 
     def __init__(self, path: str, surroundings: _Surroundings) -> None:
         self.path, self._surroundings = path, surroundings
-        self.split = any(step.splits_tokens_of(path) for step in surroundings.splits)
+        gathered = not surroundings.gathered.isdisjoint((path, *above(path)))
+        self.split = not gathered and any(step.splits_tokens_of(path) for step in surroundings.splits)
         self.sums_at_once = surroundings.sums_at_once
         self.keeps_gathered = surroundings.keeps_gathered
         self.splits_logits = path in surroundings.split_heads

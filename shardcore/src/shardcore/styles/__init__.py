@@ -13,7 +13,9 @@ A new word is a constructor with its `shardcore.policy.Rule`, both in one module
 
 from __future__ import annotations
 
+from shardcore.styles.arguments import slice_arg
 from shardcore.styles.attributes import attribute, local_groups, local_heads, local_kv_heads, per_rank
+from shardcore.styles.biases import bias_net
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
 from shardcore.styles.heads import head
 from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
@@ -28,6 +30,7 @@ from shardcore.styles.sequences import sequence
 
 __all__ = [
     "attribute",
+    "bias_net",
     "by_heads",
     "calls",
     "col",
@@ -52,6 +55,7 @@ __all__ = [
     "sequence",
     "shared_numpy",
     "shared_rng",
+    "slice_arg",
     "vocab",
     "when_divisible",
 ]

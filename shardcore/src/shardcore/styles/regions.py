@@ -10,6 +10,7 @@ from typing_extensions import override
 from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import Product, product_of
+from shardcore.nn.linear.inside import InnerRowLinear
 from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter, number_of
@@ -30,6 +31,9 @@ def region(
     enter: str | None = None,
     arg: str | None = None,
     also: str | tuple[str, ...] = (),
+    local: str | tuple[str, ...] = (),
+    at: str | tuple[str, ...] = (),
+    inside: str | tuple[str, ...] = (),
     after: str | tuple[str, ...] = (),
     partial: str | tuple[str, ...] = (),
     kv: str | tuple[str, ...] = (),
@@ -47,6 +51,15 @@ def region(
             itself, with an all-reduce of its own.
         arg: the argument of that module's ``forward`` that enters; by default the first.
         also: further arguments that the region uses, and that an `enter_arg` of a module above has entered.
+        local: further arguments that hold this rank's heads when they arrive: a `slice_arg` at the same module has cut
+            them, or they were made inside of a region, of parameters that are split by heads. Their gradient stays on
+            the rank.
+        at: modules inside of the module ``enter`` whose outputs enter, in place of its argument: replicated linears
+            from which several ways lead to the heads, as the low-rank projections of latent attention do. What runs
+            before them is computed alike on all ranks and needs no `partial`. A linear of ``col`` enters with its
+            input.
+        inside: row linears in the middle of the region, whose outputs each rank's channels read again, as the steps of
+            Mamba are made of all channels. Their outputs are summed over the ranks, and the gradients of these too.
         after: modules or bare parameters inside the module ``enter`` that act on the output of ``row``, such as a norm
             or a scale at its end. It is summed already, so they need no `partial`.
         partial: modules inside the module ``enter`` that each rank applies to its heads, such as norms of queries and
@@ -62,6 +75,9 @@ def region(
         enter=enter,
         arg=arg,
         also=also or None,
+        local=local or None,
+        at=at or None,
+        inside=inside or None,
         after=after or None,
         partial=partial or None,
         col=col,
@@ -77,6 +93,9 @@ def region(
         enter=enter,
         arg=arg,
         also=names_of(also),
+        local=names_of(local),
+        at=names_of(at),
+        inside=names_of(inside),
         after=names_of(after),
         partial=names_of(partial),
         col=tuple(Projection(c) if isinstance(c, str) else c for c in columns),
@@ -142,6 +161,9 @@ class RegionRule(Rule):
     row: str
     unit: str
     also: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    at: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     heads: str | None = None
@@ -153,7 +175,7 @@ class RegionRule(Rule):
 
     @override
     def plan(self, scope: Scope) -> None:
-        found = {name: scope.find(name) for name in (*(c.name for c in self.columns), self.row)}
+        found = {name: scope.find(name) for name in (*(c.name for c in self.columns), *self.inside, self.row)}
         modules = {name: m for name, m in found.items() if m is not None}
         linears = {name: p for name, m in modules.items() if isinstance(p := product_of(m), Product)}
         for name, module in found.items():
@@ -175,12 +197,15 @@ class RegionRule(Rule):
             return
         entry = self._entry(scope)
         self._check_after(scope)
+        self._check_at(scope)
         for name in self.partial:
             if scope.find(name) is not None:
                 scope.swap(name, Replicated, partial=True, with_region=self.enter is not None and entry is not None)
         for column in self.columns:
             target, options = column.target(linears[column.name], cut)
             scope.swap(column.name, target, enters=entry is None, **options)
+        for name in self.inside:
+            scope.swap(name, InnerRowLinear)
         target, options = row_target(linears[self.row], cut)
         scope.swap(self.row, target, **options)
         if entry is not None:
@@ -208,6 +233,10 @@ class RegionRule(Rule):
         if cut.heads is not None and cut.width % cut.heads.query:
             what = f"its {cut.width} input features are not whole heads: the configuration counts {cut.heads.query}"
             misfits.append((self.row, what, "check Heads(...) in the policy's checks, or unit="))
+        for name in self.inside:
+            if (size := linears[name].in_features) != cut.width:
+                what = f"it has in_features {size}, but {self.row} at the end of its region has {cut.width}"
+                misfits.append((name, f"{what}; both read the same channels", "correct inside="))
         for name, what, todo in misfits:
             scope.problem(what, todo, name)
         return None if misfits or (by_heads and cut.heads is None) else cut
@@ -231,15 +260,21 @@ class RegionRule(Rule):
     def _entry(self, scope: Scope) -> Step | None:
         """Return where the region is entered, or None if its several column linears enter by themselves.
 
-        Under ``inference_only`` no region is entered, unless tokens are gathered at its entry: the forward sends
-        nothing there. Users may still call backward; linears that enter by themselves stay correct, and cost nothing in
-        the forward.
+        Under ``inference_only`` no region is entered, unless tokens are gathered at its entry, or more than its linears
+        depends on it: the forward sends nothing there. Users may still call backward; linears that enter by themselves
+        stay correct, and cost nothing in the forward.
         """
         members = tuple(scope.name(column.name) for column in self.columns)
         place = self.enter if self.enter is not None else self.col[0].name
         if self.enter is None and len(members) > 1:
+            if self.local or self.also or self.inside:
+                todo = "leave them out, or name the module with enter="
+                scope.problem(
+                    "also=, local= and inside= are for a region that is entered at the module of enter=", todo
+                )
             return None
-        if _needs_no_entry(scope):
+        # Linears that enter by themselves would not sum what else leads to the heads, or sum it twice.
+        if _needs_no_entry(scope) and not self.at and not self.inside:
             return None
         module = scope.find(place)
         argument = None if module is None else argument_of(module, self.arg)
@@ -253,22 +288,41 @@ class RegionRule(Rule):
             )
         if argument is None:
             return None
-        also = []
-        for name in self.also:
-            if module is not None and (found := argument_of(module, name)):
-                also.append(found)
-            else:
-                scope.problem(f"{type(module).__name__}.forward has no argument {name!r}", "correct also=", place)
         return EnterRegion(
             path=scope.name(place),
             argument=argument,
             members=members,
             row=scope.name(self.row),
             block=scope.name(""),
-            also=tuple(also),
+            also=self._arguments(scope, place, "also", self.also),
+            local=self._arguments(scope, place, "local", self.local),
+            at=tuple(scope.name(name) for name in self.at),
             after=tuple(scope.name(name) for name in self.after),
             beside=() if self.enter is None else tuple(map(scope.name, self.partial)),
         )
+
+    def _arguments(self, scope: Scope, place: str, word: str, names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+        """Return the further arguments that the policy names; record those that the module does not take."""
+        module = scope.find(place)
+        found = {} if module is None else {name: argument_of(module, name) for name in names}
+        for name in (name for name, argument in found.items() if argument is None):
+            scope.problem(f"{type(module).__name__}.forward has no argument {name!r}", f"correct {word}=", place)
+        return tuple(argument for argument in found.values() if argument is not None)
+
+    def _check_at(self, scope: Scope) -> None:
+        """Record what cannot be meant by ``at=``."""
+        todo = "name modules inside the module of enter=, on the way from its input to the column linears"
+        if self.at and self.enter is None:
+            scope.problem("at= without enter=: nothing says where tokens are gathered", todo)
+            return
+        for name in self.at:
+            below = f"{scope.name(name)}.".startswith(f"{scope.name(self.enter or '')}.".lstrip("."))
+            if scope.find(name) is None:
+                continue  # recorded
+            if not below or name == self.enter:
+                scope.problem(f"at={name!r} is not inside of {self.enter!r}, where the region is entered", todo)
+            elif name in (*(c.name for c in self.kv), *self.inside, *self.after, self.row):
+                scope.problem(f"at={name!r} is a part of the region behind its entry", todo)
 
     def _check_after(self, scope: Scope) -> None:
         """Record what cannot be meant by ``after=``."""
@@ -279,7 +333,8 @@ class RegionRule(Rule):
         for name in self.after:
             owner, _, parameter = name.rpartition(".")
             below = f"{scope.name(name)}.".startswith(f"{scope.name(self.enter or '')}.".lstrip("."))
-            own = [n for n in (*(c.name for c in self.columns), self.row) if f"{n}.".startswith(f"{name}.")]
+            linears = (*(c.name for c in self.columns), *self.inside, self.row)
+            own = [n for n in linears if f"{n}.".startswith(f"{name}.")]
             if not is_parameter(scope.module, owner, parameter) and scope.find(name) is None:
                 continue  # recorded
             if not below or name == self.enter:

@@ -99,12 +99,12 @@ class Slices(Replicated):
         return new
 
     @override
-    def _read(self) -> dict[str, Any]:
-        own = {name: p for name, p in self._parameters.items() if p is not None}
-        for parameter in own.values():
+    def _read(self, own: Mapping[str, Any], *, fresh: bool) -> dict[str, Any]:
+        shared = {name: p for name, p in own.items() if p is not None}
+        for parameter in shared.values():
             held(parameter)
-        parts = read_local(*own.values(), fresh=self._fresh)
-        return {**self._parameters, **dict(zip(own, parts, strict=True))}
+        parts = read_local(*shared.values(), fresh=fresh)
+        return {**own, **dict(zip(shared, parts, strict=True))}
 
     def extra_repr(self) -> str:
         """Describe the parts."""

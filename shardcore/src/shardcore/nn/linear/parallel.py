@@ -45,6 +45,9 @@ def _empty_part(module: nn.Module, name: str, size: int, ranks: int) -> str:
     )
 
 
+_TRANSPOSED = "the heads of a weight of (in, out) have to be the parts that ranks hold: use a size that divides them"
+
+
 def _divides(rows: int, ranks: int) -> bool:
     """Tell whether the rows of a linear divide evenly by ``ranks``, so that no part has rows of two heads."""
     return rows % ranks == 0
@@ -110,7 +113,7 @@ class ColumnLinear(ParallelLinear):
         if ranks % replication or product.out_features % (ranks // replication) * (replication > 1):
             return f"out_features {product.out_features} cannot be shared by groups of {replication} of {ranks} ranks"
         if (replication > 1 or used is not None) and product.transposed:
-            return "the heads of a weight of (in, out) have to be the parts that ranks hold; use a size that divides them"
+            return _TRANSPOSED
         if replication == 1 and last_rank_is_empty(product.out_features, ranks):
             return _empty_part(module, "out_features", product.out_features, ranks)
         return None
@@ -293,7 +296,7 @@ class RowLinear(ParallelLinear):
         if used is not None and not parallel_input:
             return "used= says which columns each rank multiplies with, and parallel_input=False that parts are equal"
         if used is not None and product.transposed:
-            return "the heads of a weight of (in, out) have to be the parts that ranks hold; use a size that divides them"
+            return _TRANSPOSED
         if problem := misused(used, "in_features", product.in_features, ranks):
             return problem
         if last_rank_is_empty(product.in_features, ranks):

@@ -26,12 +26,11 @@ from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of, with_spec
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
-from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, flat, weight_gradient
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.randomness.dropout import DropoutSites
-from shardcore.nn.region.contents import needs_gradient
+from shardcore.nn.region.others import OtherArguments
 from shardcore.nn.sequence.tokens import SequenceShard
 
 if TYPE_CHECKING:
@@ -228,7 +227,8 @@ class Region:
         dropouts: where numbers may be drawn for split activations; None if no row linear ends the region. From entry to
             row linear the random stream is forked: always in eager mode; in compiled code, where forking breaks the
             graph, only while a dropout at one of the places is active.
-        also: names and positions of arguments that have entered elsewhere (`EnteredArgument`).
+        also: names and positions of further arguments that have entered elsewhere (`EnteredArgument`).
+        local: names and positions of those that hold what this rank alone has.
         beside: modules inside of the region whose gradients are partial, and are summed with those of the members.
     """
 
@@ -239,6 +239,7 @@ class Region:
         members: Sequence[ColumnLinear],
         dropouts: DropoutSites | None,
         also: Sequence[tuple[str, int]] = (),
+        local: Sequence[tuple[str, int]] = (),
         beside: Sequence[Replicated] = (),
     ) -> None:
         self.context = context
@@ -251,8 +252,7 @@ class Region:
         self._dropouts = dropouts
         #: Set while the stream is forked by an entry in eager mode; the row linear may be in a compiled graph.
         self._is_forked = False
-        self._also = {name for name, _ in also}
-        self._also_at = {position for _, position in also}
+        self._others = OtherArguments(argument, also, local)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -265,7 +265,7 @@ class Region:
             self._fork()  # where tokens are split, the whole block is forked
         if torch.is_grad_enabled():
             if len(args) + len(kwargs) > 1:
-                self._refuse_others(module, args, kwargs)
+                self._others.check(module, args, kwargs)
         elif length is None:
             return args, kwargs
         if self._name in kwargs:
@@ -287,25 +287,6 @@ class Region:
             member.reading = Reading(member.own_parameters, parameters)
         for module, own, parameters in zip(beside, others, found[len(ready) :], strict=True):
             module.__dict__["_shard_reading"] = Reading(own, parameters)
-
-    def _refuse_others(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse any other argument that needs a gradient: on each rank it would be partial."""
-        for i, value in enumerate(args):
-            if (i != self._position or self._name in kwargs) and i not in self._also_at:
-                self._refuse(module, f"at position {i}", needs_gradient(value))
-        for name, value in kwargs.items():
-            if name != self._name and name not in self._also:
-                self._refuse(module, repr(name), needs_gradient(value))
-
-    def _refuse(self, module: nn.Module, other: str, place: str | None) -> None:
-        if place is None:
-            return
-        inside = f" (its {place})" if place else ""
-        raise NotSupportedError(
-            f"{type(module).__name__}: the argument {other} needs a gradient{inside}, but only {self._name!r} enters "
-            "its tensor-parallel region: the gradient of another would be this rank's summand. Detach it, or keep this "
-            "module unsharded."
-        )
 
     def leave(self) -> None:
         """End the region, as the row linear does: from here on all ranks draw the same random numbers again."""

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+from shardcore.plan.steps.arguments import RefuseGradients, SliceArgument
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 from shardcore.plan.steps.experts import EnterExperts
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
@@ -31,12 +32,14 @@ __all__ = [
     "Phase",
     "PlanView",
     "Recompute",
+    "RefuseGradients",
     "ReplaceMethods",
     "ReplaceModule",
     "ReplaceParameters",
     "ScopeRandomness",
     "SetAttribute",
     "ShardSequence",
+    "SliceArgument",
     "Step",
     "Swap",
     "TakeLoss",

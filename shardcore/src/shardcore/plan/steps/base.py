@@ -130,6 +130,11 @@ class Step(ABC):
         return not {path, *above(path)}.isdisjoint(self.splits_tokens)
 
     @property
+    def gathers_tokens(self) -> tuple[str, ...]:
+        """The modules that see all tokens though they are below one of `splits_tokens`."""
+        return ()
+
+    @property
     def splits_logits(self) -> tuple[str, ...]:
         """The heads whose logits stay split over the vocabulary, by their full names."""
         return ()

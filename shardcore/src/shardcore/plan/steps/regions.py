@@ -16,6 +16,7 @@ from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.linear.together import shared_parameters
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.argument import EnteredArgument
+from shardcore.nn.region.inner import InnerRegion
 from shardcore.nn.region.region import Region
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.replicated import Replicated
@@ -34,6 +35,8 @@ class EnterRegion(Step):
         row: the row linear that ends the region; None if the region ends in its only member.
         block: the module that the region was declared for.
         also: names and positions of arguments that an `EnterArgument` has entered.
+        local: names and positions of arguments that hold this rank's heads when they arrive.
+        at: modules below ``path`` whose outputs enter in place of the argument; members enter with their input.
         after: modules and bare parameters below ``path`` that act on what the row linear returns.
         beside: modules inside whose partial gradients are summed with those of the members.
     """
@@ -45,6 +48,8 @@ class EnterRegion(Step):
     row: str | None
     block: str
     also: tuple[tuple[str, int], ...] = ()
+    local: tuple[tuple[str, int], ...] = ()
+    at: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
@@ -52,13 +57,20 @@ class EnterRegion(Step):
     def describe(self) -> str:
         end = f", leaves at {self.short(self.row)}" if self.row else ""
         end += f" before {', '.join(map(self.short, self.after))}" if self.after else ""
-        also = f" beside {', '.join(repr(name) for name, _ in self.also)}" if self.also else ""
-        return f"enters with {self.argument[0]!r}{also} for {', '.join(map(self.short, self.members))}{end}"
+        beside = [repr(name) for name, _ in self.also] + [f"{name!r} of this rank's heads" for name, _ in self.local]
+        also = f" beside {', '.join(beside)}" if beside else ""
+        what = f"at {', '.join(map(self.short, self.at))}" if self.at else f"with {self.argument[0]!r}"
+        return f"enters {what}{also} for {', '.join(map(self.short, self.members))}{end}"
 
     @property
     @override
     def splits_heads(self) -> bool:
         return self.row is not None
+
+    @property
+    @override
+    def gathers_tokens(self) -> tuple[str, ...]:
+        return self.at
 
     def short(self, name: str) -> str:
         """Return a full name relative to the block."""
@@ -106,7 +118,7 @@ class EnterRegion(Step):
         """
         entry = model.get_submodule(self.path)
         if self.path not in self.members:
-            own = (*self.members, self.row or "")
+            own = (*self.members, *self.at, self.row or "")
             known = [m for name in (*own, *self.after) if (m := _module(model, name)) is not None]
             outside = {id(m) for module in known for m in module.modules()}
             return [m for m in entry.modules() if id(m) not in outside]
@@ -132,11 +144,15 @@ class EnterRegion(Step):
     def collectives(self, site: Site) -> Iterator[Collective]:
         if site.split:
             yield forward(self.path, "all_gather", "(B, S/tp, H) input")
-            if not site.keeps_gathered:
+            if not site.keeps_gathered and not self.at:
                 yield backward(self.path, "all_gather", "(B, S/tp, H) input, again")
-            yield backward(self.path, "reduce_scatter", "(B, S, H) input gradient")
-        else:
+            if not self.at:
+                yield backward(self.path, "reduce_scatter", "(B, S, H) input gradient")
+        elif not self.at:
             yield backward(self.path, "all_reduce", "(B, S, H) input gradient")
+        for place in self.at:
+            what = "input" if place in self.members else "output"
+            yield backward(place, "all_reduce", f"(B, S, ...) {what} gradient")
         yield from shared_parameters(self.path, [site.member(path) for path in self.members], self.beside)
 
     @override
@@ -146,18 +162,24 @@ class EnterRegion(Step):
         members = [model.get_submodule(name) for name in self.members]
         last = model.get_submodule(self.row) if self.row else None
         inside = [model.get_submodule(name) for name in self.beside]
+        inner = [(model.get_submodule(name), name in self.members) for name in self.at]
 
         def commit() -> None:
             # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
             trees = [] if isinstance(module, ColumnLinear) else [module]
             dropouts = DropoutSites(trees, [block], bench.draws) if last is not None else None
             columns = [m for m in members if isinstance(m, ColumnLinear)]
+            others = self.also, self.local
             region: Region
-            if isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
+            if inner:
+                region = InnerRegion(bench.shared, self.argument, columns, dropouts, *others)
+                module.register_forward_pre_hook(region, with_kwargs=True)
+                region.enter_at(inner)
+            elif isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
                 region = module.sole_region = SoleRegion(bench.shared, module, dropouts)
             else:
                 beside = [m for m in inside if isinstance(m, Replicated)]
-                region = Region(bench.shared, self.argument, columns, dropouts, self.also, beside)
+                region = Region(bench.shared, self.argument, columns, dropouts, *others, beside)
                 module.register_forward_pre_hook(region, with_kwargs=True)
             region.sequence = tokens
             if isinstance(last, RowLinear):

@@ -1,0 +1,64 @@
+"""The last linear of a network that makes a bias for each head of coordinates, not of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext
+from shardcore.nn.costs import Collective, Site
+from shardcore.nn.linear.parallel import ColumnLinear
+from shardcore.nn.region.contents import needs_gradient
+
+__all__ = ["BiasLinear", "refuse_gradients"]
+
+
+class BiasLinear(ColumnLinear):
+    """A column linear inside of a region whose input did not enter it: weight (out/tp, in).
+
+    Input (..., in), the same on all ranks, made by modules whose gradients are summed over them; output (..., out/tp).
+    Nothing is sent.
+    """
+
+    @classmethod
+    @override
+    def plan_enters(cls, **options: Any) -> bool:
+        return False
+
+    @classmethod
+    @override
+    def plan_on_split_tokens(cls, **options: Any) -> str | None:
+        return None
+
+    @classmethod
+    @override
+    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        return iter(())
+
+    @classmethod
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        return super().swap_class(module, context, enters=False)
+
+    @override
+    def _local_forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+def refuse_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse, as a forward pre-hook, arguments that need a gradient: it would be this rank's summand.
+
+    Raises:
+        NotSupportedError: an argument does.
+    """
+    for name, value in [*((f"at position {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
+        if needs_gradient(value) is not None:
+            raise NotSupportedError(
+                f"{type(module).__name__}: the argument {name} of a network of biases needs a gradient, which would be "
+                "this rank's summand; bias_net is for networks of coordinates. Detach it, or make its linears a region "
+                "of their own in the policy"
+            )
