@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -117,7 +118,10 @@ class Scope(Protocol):
         """Return a submodule; if there is none, record a problem (unless the rule is optional) and return None."""
 
     def above(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the full name of the module and the module, then the same of its parents, up to the model."""
+        """Yield the full name of the module and the module, then the same of its parents.
+
+        The last is the model, or the submodule that has been delegated to the policy (`shardcore.styles.delegate`).
+        """
 
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
         """Plan that a submodule becomes a ``target``, and claim its parameters with the layouts that it gives them.
@@ -276,6 +280,8 @@ class Policy(ABC):
     checks: ClassVar[tuple[Check, ...]] = ()
     #: Where the model can be cut into blocks and stages.
     stages: ClassVar[Stages | None] = None
+    #: The policies of the submodules that its rules delegate, by path; compiling a plan sets them.
+    parts: Mapping[str, Policy] = MappingProxyType({})
     #: The names in ``ShardConfig.extra_kwargs`` that the policy reads.
     extra_kwargs: ClassVar[frozenset[str]] = frozenset()
 

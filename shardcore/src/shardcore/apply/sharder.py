@@ -23,6 +23,7 @@ from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_sharded
 from shardcore.apply.together import out_of_inference_mode, together
 from shardcore.compile import compile_plan
+from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
@@ -111,9 +112,7 @@ class ModelSharder:
         """
         if self._policy is None:
             registry = default_registry()
-            match = registry.resolve(type(self.model))
-            self._origin = f"{match.pack.distribution} {match.pack.version}"
-            self._policy = match.load()()
+            self._policy, self._origin = registry.policy_for(type(self.model))
             self._registry = registry
         return self._policy
 
@@ -160,7 +159,7 @@ class ModelSharder:
             self._prepare(None).commit()
             set_alone(self.model)
             return
-        if type(self.policy).preprocess is not Policy.preprocess:
+        if any(type(policy).preprocess is not Policy.preprocess for policy in self._policies):
             self._together(self._preprocess, changing=True)
             changes = self._together(functools.partial(self._prepare, context), changing=True)
         else:
@@ -215,7 +214,10 @@ class ModelSharder:
         model_class, *others = model_items(self.model)
         yield model_class
         yield "the policy's origin", f"{plan.policy} of {self._origin or 'no pack'}"
-        yield from versions(self.model)
+        for part in plan.parts:
+            yield f"the policy of {part.path}", f"{part.policy} of {part.origin or 'no pack'}"
+        models = [self.model, *(self.model.get_submodule(part.path) for part in plan.parts)]
+        yield from dict.fromkeys(item for model in models for item in versions(model))
         yield "the packs that bring modules or observe", self._active_packs()
         yield from ((f"ShardConfig.{name}", str(value)) for name, value in to_data(plan.config).items())
         yield "the argument sync_from", str(self._sync_from)
@@ -232,21 +234,24 @@ class ModelSharder:
         """Swap the class of this one model for the one that the policy provides, and mark the model as sharded."""
         if self.context is None:
             return
-        self._give_class(self.model, self.policy.new_model_class(), "new_model_class")
-        for part in [module for module in self.model.modules() if module is not self.model]:
-            if self._give_class(part, self.policy.new_part_class(part), "new_part_class"):
+        self._give_class(self.model, self.policy, "new_model_class")
+        for path, part in [(path, module) for path, module in self.model.named_modules() if path]:
+            policy = policy_at(self.policy, path)
+            given = (policy, "new_model_class") if path in self.policy.parts else (policy, "new_part_class", part)
+            if self._give_class(part, *given):
                 set_part_of(part, self.context)
         set_context(self.model, self.context)
         ShardedModel.swap_class(self.model, self.context)
         if self.context.partial_gradients == "deferred":
             require_sums(self.model)
 
-    def _give_class(self, module: nn.Module, new: type[nn.Module] | None, method: str) -> bool:
+    def _give_class(self, module: nn.Module, policy: Policy, method: str, *arguments: nn.Module) -> bool:
+        new: type[nn.Module] | None = getattr(policy, method)(*arguments)
         if new is None:
             return False
         if not issubclass(new, type(module)):
             raise PartlyShardedError(
-                f"{type(self.policy).__name__}.{method} returned {new.__qualname__}, which is not a subclass of "
+                f"{type(policy).__name__}.{method} returned {new.__qualname__}, which is not a subclass of "
                 f"{type(module).__qualname__}; derive it from that class"
             )
         module.__class__ = new
@@ -266,15 +271,28 @@ class ModelSharder:
         packs = self._registry.active if self._registry else ()
         return ", ".join(map(str, packs)) or "none"
 
+    @property
+    def _policies(self) -> list[Policy]:
+        """The policies of all parts, those of inner ones before those of the modules around them."""
+        return [*list(self.policy.parts.values())[::-1], self.policy]
+
     def _preprocess(self) -> None:
         """Let the policy change the model, and compile again for what it has become."""
-        self._run_users_code(self.policy.preprocess)
+        for policy in self._policies:
+            self._run_users_code(policy.preprocess)
         if self.plan is not None:
             self.plan = self._compile(self.policy, self.plan.config)
 
     def _compile(self, policy: Policy, config: ShardConfig) -> ShardPlan:
         modules = self._registry.modules_for(config) if self._registry else None
-        return compile_plan(policy, self.model, config, origin=self._origin, modules=modules)
+        return compile_plan(
+            policy,
+            self.model,
+            config,
+            origin=self._origin,
+            modules=modules,
+            delegates=lambda cls: default_registry().policy_for(cls),  # of a policy that was given too
+        )
 
     def _prepare(self, context: ShardContext | None) -> Changes:
         return Changes() if self.plan is None else Changes.of(self.model, self.plan, context)
@@ -283,7 +301,8 @@ class ModelSharder:
         self.replace_model_class()
         changes.commit()
         take_full_tensors(self.model)
-        self._run_users_code(self.policy.postprocess)
+        for policy in self._policies:
+            self._run_users_code(policy.postprocess)
         self._watch(context)
 
     def _together(self, work: Callable[[], Result], *, changing: bool = False) -> Result:
@@ -308,7 +327,8 @@ class ModelSharder:
             function()
         except Exception as error:
             raise PartlyShardedError(
-                f"{type(self.policy).__name__}.{getattr(function, '__name__', function)} failed while the "
+                f"{type(getattr(function, '__self__', self.policy)).__name__}."
+                f"{getattr(function, '__name__', function)} failed while the "
                 f"{type(self.model).__name__} was being sharded: {type(error).__name__}: {error}. The model is "
                 "unusable; build it anew."
             ) from error

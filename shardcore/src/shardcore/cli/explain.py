@@ -65,11 +65,16 @@ def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = (), devic
     """
     native = meta_model(model)
     registry = default_registry()
-    match = registry.resolve(type(native))
+    policy, origin = registry.policy_for(type(native))
     config = ShardConfig.of(ShardConfig.of(tp=tp, dp=dp), **parse_settings(settings)).resolve(tp * dp)
-    origin = f"{match.pack.distribution} {match.pack.version}"
     plan = compile_plan(
-        match.load(), native, config, origin=origin, modules=registry.modules_for(config), device_type=device
+        policy,
+        native,
+        config,
+        origin=origin,
+        modules=registry.modules_for(config),
+        delegates=registry.policy_for,
+        device_type=device,
     )
     return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan))
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from shardcore.compile.parts import Part
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, SwappedModule
@@ -39,9 +40,7 @@ class PlanBuilder(PlanView):
     model: nn.Module
     config: ShardConfig
     ranks: int
-    heads: HeadCounts | None = None
     claims: dict[str, list[ParameterClaim]] = field(default_factory=dict)  # by the parameter's full name
-    heads_failed: bool = False  # a check of heads was reported already
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
     named: dict[str, nn.Module] = field(init=False)  # the modules by all of their names
@@ -118,6 +117,7 @@ class RuleScope(Scope):
     """`shardcore.policy.Scope` for one rule and one module."""
 
     builder: PlanBuilder
+    part: Part
     rule: Rule
     path: str
     module: nn.Module
@@ -135,10 +135,10 @@ class RuleScope(Scope):
     @property
     @override
     def heads(self) -> HeadCounts | None:
-        if self.builder.heads is None and not self.builder.heads_failed:
+        if self.part.heads is None and not self.part.heads_failed:
             what = "the rule needs the numbers of heads, which the policy does not declare"
             self.problem(what, "add Heads(...) to the policy's checks")
-        return self.builder.heads
+        return self.part.heads
 
     @property
     @override
@@ -172,10 +172,10 @@ class RuleScope(Scope):
     @override
     def above(self) -> Iterator[tuple[str, nn.Module]]:
         path = self.path
-        while path:
+        while path != self.part.path:
             yield path, self.builder.model.get_submodule(path)
             path = path.rpartition(".")[0]
-        yield "", self.builder.model
+        yield path, self.part.module
 
     @override
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:

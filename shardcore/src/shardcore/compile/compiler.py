@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import nn
 
 from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
+from shardcore.compile.parts import Delegates, Part, PartFinder, joined_stages, matches
 from shardcore.compile.stage_checks import check_stages
 from shardcore.compile.switches import optimize
 from shardcore.compile.tensor_checks import report_tensors
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh import device_type_here
-from shardcore.plan import Choice, ParameterPlan, ShardPlan, Stages
+from shardcore.plan import Choice, ParameterPlan, PartPlan, ShardPlan, Stages
 from shardcore.plan.steps import ScopeRandomness, Step
 from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy
 from shardcore.styles.shardformer import rules_of
@@ -29,6 +31,7 @@ def compile_plan(
     origin: str = "",
     device_type: str | None = None,
     modules: Modules | None = None,
+    delegates: Delegates | None = None,
 ) -> ShardPlan:
     """Compile ``policy`` against ``model``; nothing is changed, and the model may be on the meta device.
 
@@ -39,20 +42,24 @@ def compile_plan(
         origin: the distribution and version that the policy comes from.
         device_type: where the model will run, ``"cuda"`` or ``"cpu"``; by default where `shardcore.shard` would.
         modules: what packs bring in place of parallel modules (`shardcore.Registry.modules_for`).
+        delegates: finds the policies of submodules that rules delegate without one (`shardcore.Registry.policy_for`).
 
     Raises:
+        NoPolicyError: no pack serves a delegated submodule.
         PlanError: the policy does not fit; carries every problem.
     """
     policy = policy() if isinstance(policy, type) else policy
     config = config.resolve(config.ranks)
-    policy.set_model(model)
-    policy.set_shard_config(config)
     builder = PlanBuilder(model, config, config.tensor_parallel_size or 1, modules=modules)
-    _check_heads(builder, policy)
-    _plan_rules(builder, policy)
+    rules_of = functools.partial(_module_policy, builder)
+    finder = PartFinder(model, config, builder.paths, builder.problems, rules_of, delegates, policy.parts)
+    parts = finder.find(policy, origin)
+    for part in parts:
+        _check_heads(builder, part)
+    _plan_rules(builder, policy, parts)
     builder.check()
     report_tensors(builder)
-    stages = check_stages(builder, policy)
+    stages = check_stages(builder, policy, joined_stages(parts, builder.problems))
     for path in stages.around if stages and config.ranks > 1 else ():
         builder.add_late(ScopeRandomness(path=path))
     choices = _optimize(builder, policy, stages, device_type or device_type_here())
@@ -60,15 +67,23 @@ def compile_plan(
     if builder.problems:
         raise _failure(builder, policy, builder.problems)
     return ShardPlan(
-        model=f"{type(model).__module__}.{type(model).__qualname__}",
-        policy=f"{type(policy).__module__}.{type(policy).__qualname__}",
+        model=_full_name(model),
+        policy=_full_name(policy),
         origin=origin,
         config=config,
         parameters=parameters,
         steps=_ordered(builder.carried_out),
         stages=stages,
         choices=choices,
+        parts=tuple(
+            PartPlan(path=p.path, model=_full_name(p.module), policy=_full_name(p.policy), origin=p.origin)
+            for p in parts[1:]
+        ),
     )
+
+
+def _full_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> tuple[Choice, ...]:
@@ -83,15 +98,15 @@ def _optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, devic
     return tuple(choices)
 
 
-def _check_heads(builder: PlanBuilder, policy: Policy) -> None:
+def _check_heads(builder: PlanBuilder, part: Part) -> None:
     """Ask the policy's checks, which know the numbers of heads that rules go by."""
-    rule = f"{type(policy).__qualname__}.checks"
-    for check in policy.checks:
-        if problem := check.problem(builder.model, builder.ranks):
-            builder.problems.append(Problem(where="", rule=rule, what=problem[0], todo=problem[1]))
-            builder.heads_failed |= isinstance(check, Heads)
+    rule = f"{type(part.policy).__qualname__}.checks"
+    for check in part.policy.checks:
+        if problem := check.problem(part.module, builder.ranks):
+            builder.problems.append(Problem(where=part.path, rule=rule, what=problem[0], todo=problem[1]))
+            part.heads_failed |= isinstance(check, Heads)
         elif isinstance(check, Heads):
-            builder.heads = check.counts(builder.model, builder.ranks)
+            part.heads = check.counts(part.module, builder.ranks)
 
 
 def _module_policy(builder: PlanBuilder, policy: Policy) -> ModulePolicy:
@@ -113,19 +128,26 @@ def _failure(builder: PlanBuilder, policy: Policy, problems: Sequence[Problem]) 
     return PlanError(f"{fit} at tensor_parallel_size {builder.ranks}", problems)
 
 
-def _plan_rules(builder: PlanBuilder, policy: Policy) -> None:
-    """Let every rule plan, at every module of its class."""
+def _plan_rules(builder: PlanBuilder, policy: Policy, parts: Sequence[Part]) -> None:
+    """Let every rule of every part plan, at every module of its class there."""
     checked = list(builder.problems)
     modules = list(builder.model.named_modules())
-    for key, value in _module_policy(builder, policy).items():
+    for part in parts:
+        _plan_part(builder, part, [(path, module) for path, module in modules if part.holds(path)])
+    if builder.refusals:
+        raise _failure(builder, policy, [*checked, *builder.refusals])
+
+
+def _plan_part(builder: PlanBuilder, part: Part, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    for key, value in part.rules.items():
         rules = rules_of(value) if isinstance(value, ModulePolicyDescription) else list(value)
-        matching = [(path, module) for path, module in modules if _matches(module, key)]
+        matching = [(path, module) for path, module in modules if matches(module, key)]
         name = key if isinstance(key, str) else key.__qualname__
         if not matching and not all(rule.optional for rule in rules):
             kinds = sorted({type(module).__name__ for _, module in modules})
             builder.problems.append(
                 Problem(
-                    where="",
+                    where=part.path,
                     rule=f"{name!r}: [{', '.join(rule.text for rule in rules)}]",
                     what=f"no module of class {name!r}; the model has {', '.join(kinds)}",
                     todo="correct the class name for this version of the model, or make the rules optional=True",
@@ -133,13 +155,7 @@ def _plan_rules(builder: PlanBuilder, policy: Policy) -> None:
             )
         for rule in rules:
             for path, module in matching:
-                rule.plan(RuleScope(builder, rule, path, module))
-    if builder.refusals:
-        raise _failure(builder, policy, [*checked, *builder.refusals])
-
-
-def _matches(module: nn.Module, key: str | type[nn.Module]) -> bool:
-    return any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
+                rule.plan(RuleScope(builder, part, rule, path, module))
 
 
 def _parameters(builder: PlanBuilder, stages: Stages | None) -> tuple[ParameterPlan, ...]:

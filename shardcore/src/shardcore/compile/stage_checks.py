@@ -17,9 +17,8 @@ __all__ = ["check_stages"]
 _MISSING = object()
 
 
-def check_stages(builder: PlanBuilder, policy: Policy) -> Stages | None:
-    """Return the stages of ``policy`` with the names that this model has, and report what does not fit."""
-    stages = policy.stages
+def check_stages(builder: PlanBuilder, policy: Policy, stages: Stages | None) -> Stages | None:
+    """Return ``stages`` of ``policy`` with the names that this model has, and report what does not fit."""
     if stages is None:
         return None
     rule = f"{type(policy).__qualname__}.stages"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardcore import _env
+from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
@@ -126,15 +127,17 @@ def _recompute(policy: Policy, found: Blocks | None, switch: GradientCheckpointC
         # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
         for name, blocks in found.items():
             for index, block in blocks[: switch.blocks(len(blocks))]:
-                yield policy.recompute(f"{name}.{index}", block)
+                path = f"{name}.{index}"
+                yield policy_at(policy, path).recompute(path, block)
     except (ConfigError, NotSupportedError) as error:
         yield Problem(where=where, rule=rule, what=str(error), todo="change or remove gradient_checkpoint_config")
 
 
 def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:
     """Report settings that nothing would read."""
-    for name in sorted(set(config.extra_kwargs) - policy.extra_kwargs, key=str):
-        known = ", ".join(sorted(policy.extra_kwargs)) or "none"
+    read = policy.extra_kwargs.union(*(part.extra_kwargs for part in policy.parts.values()))
+    for name in sorted(set(config.extra_kwargs) - read, key=str):
+        known = ", ".join(sorted(read)) or "none"
         yield Problem(
             where="",
             rule=f"ShardConfig.extra_kwargs[{name!r}]",

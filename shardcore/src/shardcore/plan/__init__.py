@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardcore.plan.choice import Choice
-from shardcore.plan.shard_plan import ParameterPlan, ShardPlan
+from shardcore.plan.shard_plan import ParameterPlan, PartPlan, ShardPlan
 from shardcore.plan.stages import Stages
 
-__all__ = ["Choice", "ParameterPlan", "ShardPlan", "Stages"]
+__all__ = ["Choice", "ParameterPlan", "PartPlan", "ShardPlan", "Stages"]

@@ -21,7 +21,7 @@ def render(plan: ShardPlan) -> str:
     ranks = plan.config.tensor_parallel_size or 1
     origin = f" ({plan.origin})" if plan.origin else ""
     head = f"{plan.model.rpartition('.')[2]} by {plan.policy}{origin}, tp {ranks}, digest {plan.digest[:12]}"
-    return "\n".join([head, *map(str, plan.choices), *_lines(_said(plan, ranks))])
+    return "\n".join([head, *map(str, plan.parts), *map(str, plan.choices), *_lines(_said(plan, ranks))])
 
 
 def _said(plan: ShardPlan, ranks: int) -> dict[str, list[str]]:

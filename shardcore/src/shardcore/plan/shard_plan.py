@@ -17,7 +17,7 @@ from shardcore.plan.render import render
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Step
 
-__all__ = ["ParameterPlan", "ShardPlan"]
+__all__ = ["ParameterPlan", "PartPlan", "ShardPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,27 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlan:
+    """A submodule that another policy serves, because a rule has delegated it.
+
+    Attributes:
+        path: its full name in the model.
+        model: qualified name of its class.
+        policy: qualified name of the policy's class.
+        origin: the distribution and version that the policy comes from; empty if the rule gave it.
+    """
+
+    path: str
+    model: str
+    policy: str
+    origin: str
+
+    def __str__(self) -> str:
+        origin = f" ({self.origin})" if self.origin else ""
+        return f"{self.path}: {self.model.rpartition('.')[2]} by {self.policy}{origin}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
     """A policy compiled against one model and one configuration: pure data, printable, hashable, comparable.
 
@@ -55,6 +76,7 @@ class ShardPlan:
         steps: what is done to the model, in order. At a tensor-parallel size of 1, only steps that split nothing.
         stages: where the model can be cut, by names that it has.
         choices: how the switches of the configuration that leave a choice were decided.
+        parts: the submodules that other policies serve, outer ones first.
     """
 
     model: str
@@ -65,6 +87,7 @@ class ShardPlan:
     steps: tuple[Step, ...]
     stages: Stages | None
     choices: tuple[Choice, ...] = ()
+    parts: tuple[PartPlan, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON data, the same in every process."""

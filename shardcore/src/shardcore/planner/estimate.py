@@ -173,13 +173,19 @@ def _config(config: ShardConfig, workload: Workload) -> ShardConfig:
 
 
 def _plan(model: nn.Module, config: ShardConfig, policy: type[Policy] | None = None) -> ShardPlan:
-    if policy is not None:
-        return compile_plan(policy, model, config, device_type="cpu")
+    if policy is not None:  # the packs are looked at only if it delegates
+        delegates = lambda cls: default_registry().policy_for(cls)  # noqa: E731  # called late
+        return compile_plan(policy, model, config, delegates=delegates, device_type="cpu")
     registry = default_registry()
-    match = registry.resolve(type(model))
-    origin = f"{match.pack.distribution} {match.pack.version}"
+    found, origin = registry.policy_for(type(model))
     return compile_plan(
-        match.load(), model, config, origin=origin, modules=registry.modules_for(config), device_type="cpu"
+        found,
+        model,
+        config,
+        origin=origin,
+        modules=registry.modules_for(config),
+        delegates=registry.policy_for,
+        device_type="cpu",
     )
 
 

@@ -153,6 +153,17 @@ class Registry:
             return Match(spec=spec, pack=pack, cls=base)
         raise NoPolicyError("\n".join(self._nothing_found(cls)))
 
+    def policy_for(self, cls: type) -> tuple[Any, str]:
+        """Return a new instance of the policy for a model class, and the distribution and version that it is from.
+
+        Raises:
+            AmbiguousPolicyError: different policies are offered for the same class with equal priority.
+            NoPolicyError: no loaded pack serves the class.
+            PackError: what `Match.load` raises.
+        """
+        match = self.resolve(cls)
+        return match.load()(), f"{match.pack.distribution} {match.pack.version}"
+
     def parallel_module(self, native: type, replaces: type, enabled: Callable[[str], bool]) -> type | None:
         """Find the class that a pack brings for a native module, or return None if there is none.
 

@@ -17,6 +17,7 @@ from shardcore.styles.arguments import slice_arg
 from shardcore.styles.attributes import attribute, local_groups, local_heads, local_kv_heads, per_rank
 from shardcore.styles.biases import bias_net
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
+from shardcore.styles.delegation import delegate
 from shardcore.styles.heads import head
 from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
 from shardcore.styles.local import by_heads
@@ -34,6 +35,7 @@ __all__ = [
     "by_heads",
     "calls",
     "col",
+    "delegate",
     "enter_arg",
     "experts",
     "head",

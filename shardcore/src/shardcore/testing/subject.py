@@ -121,7 +121,7 @@ class Subject:
             registry = default_registry()
             policy = registry.resolve(type(model)).load()()
             modules = registry.modules_for(config.resolve(config.ranks))
-        return compile_plan(policy, model, config, modules=modules, device_type=device_type)
+        return compile_plan(policy, model, config, modules=modules, delegates=_delegates, device_type=device_type)
 
     def inputs(self, model: Any, seed: int = 0) -> dict[str, Any]:
         """Return the arguments of one call, in float64 where they are not integers."""
@@ -204,3 +204,7 @@ def meta_copy(model: nn.Module) -> Any:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to("meta")
     return copy.deepcopy(model, memo)
+
+
+def _delegates(cls: type[nn.Module]) -> tuple[Any, str]:
+    return default_registry().policy_for(cls)  # discovered only where something is delegated

@@ -12,7 +12,6 @@ from typing_extensions import override
 from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
 from shardcore.comm.dtensor_params import read_local
 from shardcore.nn.costs import Collective, Site, backward, forward
-from shardcore.nn.linear.functional import local_linear
 from shardcore.nn.linear.parallel import RowLinear
 from shardcore.nn.sequence.tokens import SequenceShard
 
@@ -39,7 +38,7 @@ class InnerRowLinear(RowLinear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
         """Return (..., out), the same on all ranks."""
         channel = self._shard_context.channel
-        out = reduce_from_tp(local_linear(input, self.weight), channel, fresh=True)
+        out = reduce_from_tp(self._product(input), channel, fresh=True)
         if self.bias is not None:
             (bias,) = read_local(self.bias)
             out = out + bias.to(out.dtype)

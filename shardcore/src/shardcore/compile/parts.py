@@ -1,0 +1,218 @@
+"""The parts of a model that different policies serve: the model itself, and the submodules that rules delegate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from shardcore.config import ShardConfig
+from shardcore.errors import NoPolicyError, Problem, ShardcoreError
+from shardcore.plan import Stages
+from shardcore.policy import HeadCounts, ModulePolicy, ModulePolicyDescription, Policy
+from shardcore.styles.delegation import DelegateRule
+
+__all__ = ["Delegates", "Part", "PartFinder", "joined_stages", "matches", "policy_at"]
+
+#: Returns the policy for a class of models, and the distribution and version that it comes from.
+Delegates = Callable[[type[nn.Module]], tuple[Policy, str]]
+
+
+@dataclass
+class Part:
+    """A submodule that a policy of its own serves; the path of the whole model is ``""``.
+
+    Attributes:
+        inner: the paths of the parts that its rules delegate.
+        heads: what the policy's checks count, if they can be split.
+        heads_failed: a check of heads was reported already.
+    """
+
+    path: str
+    module: nn.Module
+    policy: Policy
+    origin: str
+    rules: ModulePolicy
+    inner: list[str] = field(default_factory=list)
+    heads: HeadCounts | None = None
+    heads_failed: bool = False
+
+    def holds(self, path: str) -> bool:
+        """Tell whether the module ``path`` is this part's own, and no inner part's."""
+        return _is_in(path, self.path) and not any(_is_in(path, inner) for inner in self.inner)
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return not outer or f"{path}.".startswith(f"{outer}.")
+
+
+def _nested(path: str, other: str) -> bool:
+    return _is_in(path, other) or _is_in(other, path)
+
+
+def matches(module: nn.Module, key: str | type[nn.Module]) -> bool:
+    """Tell whether ``key`` of a `ModulePolicy` means the module."""
+    return any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
+
+
+def policy_at(policy: Policy, path: str) -> Policy:
+    """Return the policy that serves the module ``path`` of the model of ``policy``."""
+    outer = [part for part in policy.parts if _is_in(path, part)]
+    return policy.parts[max(outer, key=len)] if outer else policy
+
+
+@dataclass
+class PartFinder:
+    """Finds the parts of a model.
+
+    Attributes:
+        model: the whole model.
+        config: the resolved configuration.
+        paths: the first name of each module, by identity.
+        problems: where problems are recorded.
+        rules_of: returns the rules of a policy.
+        delegates: finds the policies that no rule gives.
+        known: the policies that an earlier search has found, by path: they may have changed the model meanwhile.
+    """
+
+    model: nn.Module
+    config: ShardConfig
+    paths: dict[int, str]
+    problems: list[Problem]
+    rules_of: Callable[[Policy], ModulePolicy]
+    delegates: Delegates | None
+    known: Mapping[str, Policy]
+
+    def find(self, policy: Policy, origin: str) -> list[Part]:
+        """Return all parts, the whole model first, outer ones before inner ones, and set ``policy.parts``.
+
+        Raises:
+            NoPolicyError: no pack serves a delegated submodule.
+        """
+        parts = [self._part("", self.model, policy, origin)]
+        for part in parts:  # grows while it is gone through
+            for found, rule in self._inner(part):
+                known = next((other for other in parts if other.path == found.path), None)
+                if known is None:
+                    part.inner.append(found.path)
+                    parts.append(found)
+                elif type(known.policy) is not type(found.policy):  # a module under two names is one part
+                    both = f"{type(known.policy).__qualname__} and {type(found.policy).__qualname__}"
+                    what = f"it is delegated to two policies, {both}"
+                    self.problems.append(Problem(where=found.path, rule=rule.text, what=what, todo="keep one of them"))
+        policy.parts = {part.path: part.policy for part in parts[1:]}
+        return parts
+
+    def _part(self, path: str, module: nn.Module, policy: Policy, origin: str) -> Part:
+        policy.set_model(module)
+        policy.set_shard_config(self.config)
+        return Part(path=path, module=module, policy=policy, origin=origin, rules=self.rules_of(policy))
+
+    def _inner(self, part: Part) -> Iterator[tuple[Part, DelegateRule]]:
+        """Yield the parts that the rules of ``part`` delegate, from the outside to the inside."""
+        rules = [
+            (key, rule)
+            for key, value in part.rules.items()
+            if not isinstance(value, ModulePolicyDescription)
+            for rule in value
+            if isinstance(rule, DelegateRule)
+        ]
+        if not rules:
+            return
+        for path, module in part.module.named_modules(prefix=part.path):
+            for rule in (rule for key, rule in rules if part.holds(path) and matches(module, key)):
+                found = self._delegated(path, module, rule)
+                around = next((p for p in part.inner if found and p != found.path and _nested(p, found.path)), None)
+                if around is not None and found is not None:
+                    what, todo = f"it and {around} are delegated, and one is inside of the other", "keep one of them"
+                    self.problems.append(Problem(where=found.path, rule=rule.text, what=what, todo=todo))
+                elif found is not None:
+                    yield found, rule
+
+    def _delegated(self, path: str, owner: nn.Module, rule: DelegateRule) -> Part | None:
+        module: nn.Module | None = owner
+        for name in rule.name.split("."):
+            module = getattr(module, name, None) if name else None
+        where = ".".join(filter(None, (path, rule.name)))
+        if module is None and rule.optional:
+            return None
+        if not isinstance(module, nn.Module):
+            children = ", ".join(name for name, _ in owner.named_children()) or "none"
+            what = f"{type(owner).__name__} has no submodule {rule.name!r}; its children are {children}"
+            todo = "correct the name for this version of the model, or say optional=True"
+            if not rule.name:
+                what, todo = "it would delegate the module to its own policy again", "name a submodule"
+            self.problems.append(Problem(where=where, rule=rule.text, what=what, todo=todo))
+            return None
+        where = self.paths.get(id(module), where)
+        policy, origin = self._policy(where, module, rule)
+        return self._part(where, module, policy, origin)
+
+    def _policy(self, path: str, module: nn.Module, rule: DelegateRule) -> tuple[Policy, str]:
+        if rule.policy is not None:
+            known = self.known.get(path)
+            if isinstance(rule.policy, type):
+                return (known if type(known) is rule.policy else rule.policy()), ""
+            return rule.policy, ""
+        said = f"{type(self.model).__name__} delegates its part {path!r}, a {type(module).__name__}, to the pack for it"
+        if self.delegates is None:
+            raise NoPolicyError(f"{said}, and compile_plan was given no delegates=; pass Registry.policy_for")
+        try:
+            policy, origin = self.delegates(type(module))
+        except NoPolicyError as error:
+            way = f"  way out: say delegate({rule.name!r}, policy=...) in the policy of {type(self.model).__name__}"
+            raise NoPolicyError(f"{said}:\n{error}\n{way}") from None
+        except ShardcoreError as error:
+            error.add_note(f"{said}.")
+            raise
+        known = self.known.get(path)
+        return (known if type(known) is type(policy) else policy), origin
+
+
+def joined_stages(parts: Sequence[Part], problems: list[Problem]) -> Stages | None:
+    """Return the stages of the whole model, with those of its parts where their names stand in ``blocks``."""
+    by_path = {part.path: part for part in parts}
+
+    def joined(part: Part) -> Stages | None:
+        stages = part.policy.stages
+        if not isinstance(stages, Stages) or not any(_under(part.path, name) in by_path for name in stages.lists):
+            return stages
+        pieces = [by_path.get(_under(part.path, name), name) for name in stages.lists]
+        found: dict[str, list[str]] = {name: list(_names(getattr(stages, name))) for name in _ORDER}
+        found["blocks"] = []
+        for place, piece in enumerate(pieces):
+            if isinstance(piece, str):
+                found["blocks"].append(piece)
+                continue
+            inner = joined(piece)
+            if not isinstance(inner, Stages):
+                rule = f"{type(piece.policy).__qualname__}.stages"
+                what = "stages of the whole model name this part in blocks, but its own policy has no stages"
+                todo = "give that policy stages, or name the part in another place than blocks"
+                problems.append(Problem(where=piece.path, rule=rule, what=what, todo=todo))
+                continue
+            moved = inner.mapped(functools.partial(_under, piece.path.removeprefix(_prefix(part.path))))
+            for name in _ORDER:
+                first, last = name == "first" and place > 0, name == "last" and place < len(pieces) - 1
+                target = "between" if first or last else name
+                found[target] += _names(getattr(moved, name))
+        return replace(stages, **{name: tuple(names) for name, names in found.items()})
+
+    return joined(parts[0])
+
+
+_ORDER = ("first", "blocks", "between", "last", "everywhere", "optional")
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _prefix(path: str) -> str:
+    return f"{path}." if path else ""
+
+
+def _under(path: str, name: str) -> str:
+    return f"{_prefix(path)}{name}"
