@@ -55,9 +55,9 @@ class MixerPolicy(Policy):
             "Net": [norm("norm"), sequence(scatter="blocks[0]", gather="norm")],
             "Block": [norm("norm"), replicate("gamma"), region(enter="mixer", col="mixer.up", row="mixer.down")],
             "Mixer": [
+                partial("all"),  # the rules after it name other parameters of the same module
                 by_heads("decay", "filter", "scales"),
                 by_heads("gain", "shift", dim=-1),
-                partial("all"),
             ],
         }
 
