@@ -143,7 +143,7 @@ class RuleScope(Scope):
     @property
     @override
     def known_heads(self) -> HeadCounts | None:
-        return self.builder.heads
+        return self.part.heads
 
     @override
     def name(self, suffix: str) -> str:
