@@ -111,7 +111,7 @@ OTHERS = {
     "finetune.py": NAMES["Booster"].release,
     "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
-    "GPT2ForSequenceClassification": "0.5",
+    "BLOOM": "0.5",
     "ALBERT": "0.5",
     "GLM": "0.5",
     "nn.MultiheadAttention": "0.5",

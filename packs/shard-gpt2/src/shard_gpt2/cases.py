@@ -117,12 +117,19 @@ def cases() -> list[Case]:
     """Return a case for every class, and one for a decoder that attends to an encoder's states."""
     generates = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
     crosses = Supports(sequence=True, captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
+    whole = Supports(captured=("attentions", "hidden_states"))
     scaled = {"scale_attn_by_inverse_layer_idx": (False, True), "scale_attn_weights": (True, False)}
     both = {"attn_implementation": ("sdpa", "eager")}
     return [
         _case("model", "GPT2Model", outputs=("last_hidden_state",), loss=hidden_loss, layers="h"),
         _case("causal_lm", "GPT2LMHeadModel", options={**both, **scaled}, supports=generates),
-        _case("untied", "GPT2LMHeadModel", usual={"tie_word_embeddings": False}, sharded=("lm_head.weight",)),
+        _case(
+            "untied",
+            "GPT2LMHeadModel",
+            usual={"tie_word_embeddings": False},
+            sharded=("lm_head.weight",),
+            supports=generates,
+        ),
         _case(
             "cross_attention",
             "GPT2LMHeadModel",
@@ -131,7 +138,9 @@ def cases() -> list[Case]:
             collectives=(3, 5),  # of each fused linear the gradient of the bias, which is whole, is summed
             supports=crosses,
         ),
-        _case("double_heads", "GPT2DoubleHeadsModel", outputs=("logits", "mc_logits"), loss=both_losses),
+        _case(
+            "double_heads", "GPT2DoubleHeadsModel", outputs=("logits", "mc_logits"), loss=both_losses, supports=whole
+        ),
         _case("sequence_classification", "GPT2ForSequenceClassification"),
         _case("token_classification", "GPT2ForTokenClassification"),
         _case("question_answering", "GPT2ForQuestionAnswering", outputs=("start_logits", "end_logits")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shardcore.integrations.transformers import PretrainedPolicy
-from shardcore.policy import Heads, ModulePolicy, Stages
+from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
     enter_arg,
@@ -29,6 +29,8 @@ class GPT2ModelPolicy(PretrainedPolicy):
 
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first=("wte", "wpe", "drop"), blocks="h", last="ln_f")
+    #: Where tokens may be split.
+    tokens: ClassVar[tuple[Rule, ...]] = (sequence(scatter="h[0]", gather="ln_f"),)
     #: What a head adds.
     rules: ClassVar[ModulePolicy] = {}
 
@@ -40,7 +42,7 @@ class GPT2ModelPolicy(PretrainedPolicy):
                 replicate("wpe"),
                 norm("ln_f"),
                 enter_arg("", "encoder_hidden_states"),
-                sequence(scatter="h[0]", gather="ln_f"),
+                *self.tokens,
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
             ],
             "GPT2Block": [
@@ -70,8 +72,9 @@ class GPT2LMHeadModelPolicy(GPT2ModelPolicy):
 
 
 class GPT2DoubleHeadsModelPolicy(GPT2ModelPolicy):
-    """The next word, and which of several choices is right."""
+    """The next word, and which of several choices is right; its last hidden states have choices before tokens."""
 
+    tokens = ()
     stages = GPT2ModelPolicy.stages.under("transformer", then=("lm_head", "multiple_choice_head"))
     rules: ClassVar[ModulePolicy] = {"GPT2DoubleHeadsModel": [head("lm_head"), replicate("multiple_choice_head")]}
 
