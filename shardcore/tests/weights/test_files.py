@@ -47,6 +47,45 @@ def test_places(tmp_path, way):
     files.close()
 
 
+def test_what_is_kept_outlives_the_files(tmp_path):
+    write(tmp_path)
+    files = Files.at(tmp_path)
+    kept, again = (files.keep("a", ((1, 3), (0, 4))) for _ in range(2))
+    lent = files.read("a", ((0, 3), (0, 2)))
+    assert kept.untyped_storage().data_ptr() == again.untyped_storage().data_ptr() != lent.untyped_storage().data_ptr()
+    files.close()
+    kept += 1
+    assert torch.equal(kept, A[1:3] + 1)
+    assert torch.equal(files.read("a", ((0, 3), (0, 4))), A), "another mapping, and the file is as it was"
+
+
+def test_a_file_is_mapped_anew_after_some_bytes(tmp_path, monkeypatch):
+    write(tmp_path)
+    files = Files.at(tmp_path)
+    monkeypatch.setattr("shardcore.weights.files._LENT", A.nbytes)
+    seen = [files.read("a", ((0, 3), (0, 1))) for _ in range(4)]  # three rows each, however few of their columns
+    assert [len({t.untyped_storage().data_ptr() for t in seen[:n]}) for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
+
+
+def test_tensors_that_are_not_aligned_are_not_kept(tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (1 - len(header) % 4 + 4)
+    values = torch.tensor([1.5, -2.0])
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    files = Files.at(tmp_path)
+    assert files.tensors["a"].begin % 4 == 1
+    assert files.source("a").keep is None
+    assert torch.equal(files.read("a", ((0, 2),)), values)
+
+
+def test_a_file_that_became_shorter(tmp_path):
+    write(tmp_path)
+    files = Files.at(tmp_path)
+    cut(tmp_path)
+    with pytest.raises(ConfigError, match="has become shorter than its header says"):
+        files.read("b", ((0, 5),))
+
+
 def test_variant_of_one_file(tmp_path):
     save_file({"a": A}, tmp_path / "model.fp16.safetensors")
     save_file({"b": B}, tmp_path / "model.safetensors")

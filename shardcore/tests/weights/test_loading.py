@@ -230,20 +230,24 @@ def test_one_rank_sees_something_else(pool, tmp_path, what):
 
 def fails_while_reading(folder):
     model = empty(TinyLM, config_of())
-    native, count = Files.read, []
+    count = []
 
-    def read(self, key, box):
-        count.append(key)
-        if dist.get_rank() == 1 and len(count) == 5:
-            raise ConfigError(f"{key} is gone")
-        return native(self, key, box)
+    def failing(native):
+        def read(self, key, box):
+            count.append(key)
+            if dist.get_rank() == 1 and len(count) == 5:
+                raise ConfigError(f"{key} is gone")
+            return native(self, key, box)
 
-    Files.read = read
+        return read
+
+    native = Files.read, Files.keep
+    Files.read, Files.keep = map(failing, native)
     try:
         with pytest.raises(PartlyShardedError, match="is gone"):
             shardcore.shard(model, policy=TinyPolicy, tp=2, weights=folder)
     finally:
-        Files.read = native
+        Files.read, Files.keep = native
     with pytest.raises(PartlyShardedError):
         model(ids=batch(0))
 

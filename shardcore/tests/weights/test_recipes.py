@@ -234,3 +234,42 @@ def test_what_cannot_be_followed_is_made_once():
         assert torch.equal(reader.read(recipe, box), (FULL.flip(0) * 2)[slices(box)])
     assert len(reads) == 1
     assert torch.equal(evaluate(recipe), FULL.flip(0) * 2)
+
+
+KEPT = {
+    "itself": lambda x: x,
+    "parameter": lambda x: nn.Parameter(x.detach()),
+    "copied": lambda x: torch.empty(x.shape).copy_(x),
+    "expert": lambda x: x[1],
+    "other dtype": lambda x: x.double(),
+    "computed": lambda x: x * 2,
+    "joined": lambda x: torch.cat([x, x.clone()]),
+    "turned": lambda x: x.transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_where_it_lies(name):
+    """A part in one piece of a mapped file stays there; whatever has to be made is not, and nothing is looked at."""
+    looked: list[object] = []
+
+    def look(box):
+        looked.append(box)
+        return FULL[slices(box)]
+
+    with recording(0):
+        made = KEPT[name](LazyTensor.of(Source(tuple(FULL.shape), FULL.dtype, look, "", lambda box: FULL[slices(box)])))
+    first = ((0, 1), *((0, size) for size in made.shape[1:]))
+    kept = Reader().kept(made.recipe, first)
+    assert looked == []
+    if name in ("itself", "parameter", "copied", "expert", "joined"):  # of joined ones this part is in the first
+        assert kept is not None
+        assert kept.untyped_storage().data_ptr() == FULL.untyped_storage().data_ptr()
+        assert torch.equal(kept, KEPT[name](FULL)[:1])
+    else:
+        assert kept is None
+    middle = (*((0, size) for size in made.shape[:-1]), (1, 2))
+    assert Reader().kept(made.recipe, middle) is None, "columns lie in pieces"
+    unmapped = LazyTensor.of(Source(tuple(FULL.shape), FULL.dtype, look))
+    assert Reader().kept(unmapped.recipe, whole_box(FULL.shape)) is None
+    assert looked == []

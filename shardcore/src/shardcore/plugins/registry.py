@@ -13,7 +13,7 @@ import importlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import importlib_metadata
@@ -30,7 +30,7 @@ from shardcore.errors import (
 from shardcore.hooks import ParallelModuleSpec, PolicySpec
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.plugins.loading import GROUP, Pack, as_text, complaint, load_packs
-from shardcore.plugins.versions import installed, is_met, tested
+from shardcore.plugins.versions import Tested, installed, is_met, tested
 
 __all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry", "first_party"]
 
@@ -64,11 +64,13 @@ class Match:
         spec: the spec that won.
         pack: the pack that offers it.
         cls: the class that the spec names: the model's own, or the nearest of its bases that is served.
+        tested: returns what a distribution was tested with.
     """
 
     spec: PolicySpec
     pack: Pack
     cls: type
+    tested: Callable[[str], list[Tested]] = field(default=tested, compare=False, repr=False)
 
     def load(self) -> type:
         """Import the policy class.
@@ -79,7 +81,7 @@ class Match:
             PackError: there is no such class, or it is no `shardcore.Policy`; or, under `SHARDCORE_STRICT=1`, a
                 library is outside of that range.
         """
-        found = _load_class(self.pack, "policy", self.spec.policy)
+        found = _load_class(self.pack, "policy", self.spec.policy, self.tested)
         from shardcore.policy import Policy  # not above: finding a policy must not import torch
 
         if not issubclass(found, Policy):
@@ -108,6 +110,7 @@ class Registry:
         # Full name of a native class, name of what is replaced -> who brings what.
         self._brought: dict[tuple[str, str], list[tuple[ParallelModuleSpec, Pack]]] = {}
         self._classes: dict[str, type] = {}
+        self._tested = functools.cache(tested)  # what is installed is read once, as the packs are
         for pack in self.packs:
             for spec in pack.specs:
                 self._offers.setdefault(spec.target, []).append((spec, pack))
@@ -150,7 +153,7 @@ class Registry:
             if len({spec.policy for spec, _ in best}) > 1:
                 raise AmbiguousPolicyError(_ambiguous("policies serve", cls, [(s, s.policy, p) for s, p in best]))
             spec, pack = best[0]
-            return Match(spec=spec, pack=pack, cls=base)
+            return Match(spec=spec, pack=pack, cls=base, tested=self._tested)
         raise NoPolicyError("\n".join(self._nothing_found(cls)))
 
     def policy_for(self, cls: type) -> tuple[Any, str]:
@@ -230,7 +233,7 @@ class Registry:
 
     def _load_module(self, spec: ParallelModuleSpec, pack: Pack, replaces: type) -> type:
         if spec.module not in self._classes:
-            self._classes[spec.module] = _load_class(pack, "parallel module", spec.module)
+            self._classes[spec.module] = _load_class(pack, "parallel module", spec.module, self._tested)
         found = self._classes[spec.module]
         if not issubclass(found, replaces):
             raise PackError(
@@ -281,9 +284,9 @@ def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _load_class(pack: Pack, what: str, reference: str) -> type:
+def _load_class(pack: Pack, what: str, reference: str, tested: Callable[[str], list[Tested]]) -> type:
     """Import a class that a pack names, after a look at what the pack was tested with."""
-    _check_tested(pack)
+    _check_tested(pack, tested)
     module, _, qualname = reference.partition(":")
     try:
         found = attempt(lambda: operator.attrgetter(qualname)(importlib.import_module(module)), reference)
@@ -294,7 +297,7 @@ def _load_class(pack: Pack, what: str, reference: str) -> type:
     return found
 
 
-def _check_tested(pack: Pack) -> None:
+def _check_tested(pack: Pack, tested: Callable[[str], list[Tested]]) -> None:
     """Warn of libraries outside of the range that the pack's tests prove; under strict, raise."""
     outside = [t for t in tested(pack.distribution) if t.installed is not None and not t.inside]
     if not outside:

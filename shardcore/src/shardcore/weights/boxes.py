@@ -25,29 +25,51 @@ class Reader:
 
     def __init__(self) -> None:
         self._full: dict[int, tuple[Recipe, Tensor]] = {}  # with the recipe, so that no id is used twice
-        self._mapped: set[int] = set()  # addresses of storages
+        self._keeps = False  # what is read is to be kept where it lies
 
     def read(self, recipe: Recipe, box: Box) -> Tensor:
         """Return the part ``box`` of the tensor; it may be a view of memory that nobody may write to."""
         with torch.no_grad(), _disable_current_modes():
             return self._read(recipe, box)
 
-    def keeps(self, part: Tensor) -> bool:
-        """Tell whether ``part``, which was read, may be kept as it is: a piece of a file that is mapped."""
-        return part.is_contiguous() and part.untyped_storage().data_ptr() in self._mapped
+    def kept(self, recipe: Recipe, box: Box) -> Tensor | None:
+        """Return the part ``box`` if it lies in one piece in a mapped file, where it can be kept; nothing is looked at.
+
+        None if it lies elsewhere, in pieces, or in another dtype.
+        """
+        self._keeps = True
+        try:
+            with torch.no_grad(), _disable_current_modes():
+                part = self._read(recipe, box)
+        except _NotKeptError:
+            return None
+        finally:
+            self._keeps = False
+        return part if part.is_contiguous() else None
 
     def _read(self, recipe: Recipe, box: Box) -> Tensor:
         if id(recipe) in self._full:
             return self._full[id(recipe)][1][slices(box)]
         if isinstance(recipe, Source):
-            part = recipe.read(box)
-            if recipe.mapped:
-                self._mapped.add(part.untyped_storage().data_ptr())
-            return part
-        if isinstance(recipe, Constant):
-            return recipe.tensor[slices(box)]
+            if not self._keeps:
+                return recipe.read(box)
+            if recipe.keep is not None:
+                return recipe.keep(box)
         followed = self._followed(recipe, box)
-        return self._made(recipe)[slices(box)] if followed is None else followed
+        if followed is not None:
+            return followed
+        self._look()
+        return recipe.tensor[slices(box)] if isinstance(recipe, Constant) else self._made(recipe)[slices(box)]
+
+    def _look(self) -> None:
+        """Say that values are needed now."""
+        if self._keeps:
+            raise _NotKeptError
+
+    def _as(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        if part.dtype != dtype:
+            self._look()
+        return part.to(dtype)
 
     def _made(self, recipe: Recipe) -> Tensor:
         self._full[id(recipe)] = recipe, evaluate(recipe)
@@ -66,7 +88,11 @@ class Reader:
         if recipe.views or recipe.call.function is not _aten.copy_.default or len(recipe.tensors) != 1:
             return None
         (source,) = recipe.tensors
-        return self._read(source, box).to(recipe.dtype) if source.shape == recipe.shape else None
+        return self._as(self._read(source, box), recipe.dtype) if source.shape == recipe.shape else None
+
+
+class _NotKeptError(Exception):
+    """A part has to be made."""
 
 
 #: What makes a box of the result of a function; None where the function cannot be followed with these arguments.
@@ -80,7 +106,7 @@ def _argument(call: Applied, at: int, name: str, default: Any) -> Any:
 def _same(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
     """A copy, or the same tensor again; its dtype may be another."""
     (source,) = recipe.of.tensors
-    return reader._read(source, box).to(recipe.dtype) if source.shape == recipe.shape else None
+    return reader._as(reader._read(source, box), recipe.dtype) if source.shape == recipe.shape else None
 
 
 def _permuted(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
@@ -158,9 +184,11 @@ def _joined(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
         elif left < right:
             parts.append(reader._read(source, (*box[:dim], (left - at, right - at), *box[dim + 1 :])))
         at += size
+    if len(parts) != 1:
+        reader._look()
     if not parts:
         return torch.empty([stop - start for start, stop in box], dtype=recipe.dtype)
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).to(recipe.dtype)
+    return reader._as(parts[0] if len(parts) == 1 else torch.cat(parts, dim), recipe.dtype)
 
 
 _FOLLOWED: dict[Any, _Follow] = {

@@ -35,9 +35,13 @@ def emptied(model: nn.Module) -> dict[str, Recipe]:
         for name, buffer in module._buffers.items():
             module._buffers[name] = made.real(buffer)
         for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if type(value) in _HOLDERS and name not in ("_parameters", "_buffers", "_modules"):
                 module.__dict__[name] = made.real(value)
     return recipes
+
+
+#: What a tensor without values may be found in, and such a tensor itself.
+_HOLDERS = frozenset({LazyTensor, dict, list, tuple})
 
 
 class _Made:

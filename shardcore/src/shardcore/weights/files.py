@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,9 @@ __all__ = ["Files", "Stored"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+_LENGTH = 8  # bytes at the start of a file, which say how long its header is
+_LENT = 16 * 2**20  # bytes that are looked at before a file is mapped anew
 
 #: Dtypes by the names that safetensors files use.
 _DTYPES = {
@@ -50,21 +54,31 @@ class Stored:
         file: the file.
         shape: of the tensor.
         dtype: of the tensor.
+        begin: where it begins in the file, in bytes.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    begin: int
 
     @property
     def nbytes(self) -> int:
         """Its bytes in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether its values can be used where they lie; the safetensors library writes them so, others may not."""
+        return self.begin % self.dtype.itemsize == 0
+
 
 @dataclass(slots=True)
 class Files:
-    """The tensors of one checkpoint; files are opened when they are read, and closed with `close`.
+    """The tensors of one checkpoint. Files are mapped when they are read, and given up with `close`.
+
+    A file is mapped twice: once for what is kept where it lies, and once for what is copied, anew after some bytes,
+    since pages that were looked at count as this process's as long as their mapping is there.
 
     Attributes:
         place: what the user named, for messages.
@@ -73,7 +87,8 @@ class Files:
 
     place: str
     tensors: dict[str, Stored]
-    _open: tuple[Path, Any] | None = field(default=None, repr=False)
+    _kept: dict[Path, Tensor] = field(default_factory=dict, repr=False)
+    _lent: _Lent | None = field(default=None, repr=False)
 
     @classmethod
     def at(cls, place: str | Path | Sequence[str | Path], *, variant: str | None = None) -> Files:
@@ -116,30 +131,77 @@ class Files:
     def source(self, key: str) -> Source:
         """Return the tensor ``key`` as a recipe."""
         stored = self.tensors[key]
-        return Source(stored.shape, stored.dtype, lambda box: self.read(key, box), key, mapped=True)
+        keep = functools.partial(self.keep, key) if stored.is_aligned else None
+        return Source(stored.shape, stored.dtype, functools.partial(self.read, key), key, keep)
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of a tensor, as a view of the mapped file: valid until the next file is read, or `close`.
+        """Return a box of a tensor to be copied: a view of the file, whose pages count until it is given up.
 
         Raises:
             ConfigError: the file cannot be read any more.
         """
         stored = self.tensors[key]
-        try:
-            part = self._handle(stored.file).get_slice(key)
-            read: Tensor = part[slices(box)] if stored.shape else part[...]
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{stored.file} could not be read while {key} was loaded: {error}") from error
-        return read
+        if self._lent is None or self._lent.file != stored.file or self._lent.looked_at > _LENT:
+            self._lent = None  # before the next one: nobody else may hold it
+            self._lent = _Lent(stored.file, _mapped(stored.file, key))
+        rows = (box[0][1] - box[0][0]) / max(stored.shape[0], 1) if box else 1
+        self._lent.looked_at += int(rows * stored.nbytes)
+        return _box(self._lent.bytes, stored, box)
 
-    def _handle(self, file: Path) -> Any:
-        if self._open is None or self._open[0] != file:
-            self._open = file, safe_open(file, framework="pt", device="cpu")
-        return self._open[1]
+    def keep(self, key: str, box: Box) -> Tensor:
+        """Return a box of an aligned tensor as a view of the file that can be kept, and written to.
+
+        Nothing of it is looked at.
+
+        Raises:
+            ConfigError: the file cannot be read any more.
+        """
+        stored = self.tensors[key]
+        if stored.file not in self._kept:
+            self._kept[stored.file] = _mapped(stored.file, key)
+        return _box(self._kept[stored.file], stored, box)
 
     def close(self) -> None:
-        """Close the file that is open: the pages of it that were read count as this process's until then."""
-        self._open = None
+        """Give up the files; what was kept of them stays."""
+        self._kept.clear()
+        self._lent = None
+
+
+@dataclass(slots=True)
+class _Lent:
+    """A file that is mapped to be copied from.
+
+    Attributes:
+        file: the file.
+        bytes: all of it.
+        looked_at: the bytes that were read since, at most.
+    """
+
+    file: Path
+    bytes: Tensor
+    looked_at: int = 0
+
+
+def _mapped(file: Path, key: str) -> Tensor:
+    """Return the bytes of a file in a private mapping: writing to them changes this process's copy of the page."""
+    try:
+        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{file} could not be read while {key} was loaded: {error}") from error
+
+
+def _box(file: Tensor, stored: Stored, box: Box) -> Tensor:
+    stop = stored.begin + stored.nbytes
+    if stop > file.numel():
+        raise ConfigError(
+            f"{stored.file} has become shorter than its header says: {file.numel()} bytes, and a tensor ends at "
+            f"{stop}. Leave the files of a checkpoint alone while it is loaded"
+        )
+    values = file[stored.begin : stop]
+    if not stored.is_aligned:
+        values = values.clone()
+    values = values.view(stored.dtype).view(stored.shape)
+    return values[slices(box)] if box else values
 
 
 def _files(
@@ -205,15 +267,23 @@ def _indexed(index: Path) -> dict[str, frozenset[str]]:
 def _header(file: Path) -> list[tuple[str, Stored]]:
     """Return the tensors of a file, which is complete."""
     try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            parts = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118  # it is no mapping
-            return [(key, Stored(file, tuple(p.get_shape()), _dtype(p.get_dtype(), key))) for key, p in parts.items()]
-    except (OSError, SafetensorError) as error:
+        with safe_open(file, framework="pt", device="cpu") as handle:  # refuses what is damaged or cut short
+            keys = handle.keys()
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(_LENGTH), "little")
+            header = json.loads(opened.read(length))
+        return [(key, _stored(file, key, header[key], _LENGTH + length)) for key in keys]
+    except (OSError, SafetensorError, ValueError, LookupError) as error:
         size = f"{file.stat().st_size} bytes" if file.is_file() else "not there"
         raise ConfigError(
             f"{file} ({size}) cannot be read as a safetensors file: {error}. It has to be whole, and to be seen by "
             "every rank; download or copy it again"
         ) from error
+
+
+def _stored(file: Path, key: str, told: Mapping[str, Any], begin: int) -> Stored:
+    """Return what the header of ``file``, whose tensors begin after so many bytes, tells of the tensor ``key``."""
+    return Stored(file, tuple(told["shape"]), _dtype(told["dtype"], key), begin + told["data_offsets"][0])
 
 
 def _dtype(name: str, key: str) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.dtensor_params import local_tensor, spec_of
+from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.parts import blocks_of
 from shardcore.weights.boxes import Reader
 from shardcore.weights.recipes import Recipe, reads_files, whole_box
@@ -81,10 +81,9 @@ def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device, way
     """Return this rank's part of a tensor that lies as ``like`` does, in the form of ``local``."""
     places = list(_places(like))
     if way.keeps_mapped and device.type == "cpu" and len(places) == 1:
-        reader = Reader()
-        part = reader.read(recipe, places[0][0])
         # What lies in the file as it is needed stays there; that is what transformers does too.
-        if part.dtype == local.dtype and part.shape == local.shape and reader.keeps(part):
+        part = Reader().kept(recipe, places[0][0])
+        if part is not None and part.dtype == local.dtype and part.shape == local.shape:
             return _by_itself(part)
     new = torch.empty(local.shape, dtype=local.dtype, device=device)
     way.write(recipe, places, new)
@@ -102,12 +101,7 @@ def _by_itself(part: Tensor) -> Tensor:
 
 def _as(like: Tensor, local: Tensor) -> Tensor:
     """Return the part ``local`` as the tensor that ``like`` is, which may be on another device."""
-    if not isinstance(like, DTensor):
-        return local
-    spec = spec_of(like)
-    return DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
-    )
+    return with_spec(local, spec_of(like)) if isinstance(like, DTensor) else local
 
 
 def _places(like: Tensor) -> Iterator[Place]:

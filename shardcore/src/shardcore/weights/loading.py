@@ -61,13 +61,11 @@ class Filling:
         way = self._way(context)
         shown = not dist.is_initialized() or dist.get_rank() == 0
         with Progress(part_bytes(self._model, self._weights.recipes), f"loading{place}", shown=shown) as progress:
-
-            def done(count: int) -> None:
-                progress.advance(count)
+            try:
+                fill(self._model, self._weights.recipes, device, progress.advance, way)
+            finally:
                 if files is not None:
-                    files.close()  # pages of it count as this process's as long as it is open
-
-            fill(self._model, self._weights.recipes, device, done, way)
+                    files.close()
 
     def _way(self, context: ShardContext | None) -> Slices:
         files = self._weights.files

@@ -103,13 +103,13 @@ class Source(Recipe):
     Attributes:
         read: returns a box of it, which may be a view of memory that others read too.
         name: for messages.
-        mapped: what `read` returns is a view of a file that this process has mapped for itself: it can be kept, and
-            written to, and takes no memory until then.
+        keep: returns a box of it as a view of a file that this process has mapped for itself: it can be kept, and
+            written to, and takes no memory until it is looked at. None where there is no such file.
     """
 
     read: Callable[[Box], Tensor]
     name: str = ""
-    mapped: bool = False
+    keep: Callable[[Box], Tensor] | None = None
 
     @property
     @override
