@@ -9,7 +9,7 @@ import pytest
 # The models that several test modules share; the workers of the pool inherit the path.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from packs import installed  # from support/
+from given_packs import installed  # from support/
 
 
 @pytest.fixture

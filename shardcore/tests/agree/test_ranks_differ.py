@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch.distributed as dist
-from packs import hook, install, installed, serves
+from given_packs import hook, install, installed, serves
 from tiny import build
 from torch.distributed.tensor import DTensor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from packs import HEAD, hook, install, installed, offers, serves
+from given_packs import HEAD, hook, install, installed, offers, serves
 from tiny import TinyPolicy, batch, build
 from torch.distributed.tensor import DTensor
 

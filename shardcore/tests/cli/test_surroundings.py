@@ -13,7 +13,7 @@ import importlib_metadata
 import pytest
 import torch
 from click.testing import CliRunner
-from packs import install, offers
+from given_packs import install, offers
 
 import shardcore
 from shardcore import _planned

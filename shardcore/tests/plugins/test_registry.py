@@ -8,7 +8,7 @@ import sys
 
 import importlib_metadata
 import pytest
-from packs import hook
+from given_packs import hook
 from sites import Site, model, plugin, serves, status
 
 from shardcore.errors import NoPolicyError, PackError

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from packs import hook, install, installed, offers, serves
+from given_packs import hook, install, installed, offers, serves
 
 import shardcore
 from shardcore.cli import main

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from packs import HEAD, hook, install, install_library, offers, serves
+from given_packs import HEAD, hook, install, install_library, offers, serves
 
 from shardcore import hooks
 from shardcore.cli import main

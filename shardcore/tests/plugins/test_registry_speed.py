@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from packs import VARIABLES, install, serves
+from given_packs import VARIABLES, install, serves
 
 import shardcore
 

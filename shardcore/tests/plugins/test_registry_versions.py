@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 from click.testing import CliRunner
-from packs import install, install_library, serves
+from given_packs import install, install_library, serves
 from sites import model
 
 from shardcore.cli import main

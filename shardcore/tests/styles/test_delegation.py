@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import towers
-from packs import install, installed, serves
+from given_packs import install, installed, serves
 from planned import plan_of, policy_of, problems_of
 from tiny import shard
 from torch import nn

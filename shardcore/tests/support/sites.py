@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import given_packs as packs
 import importlib_metadata
-import packs
 import pytest
 
 from shardcore.errors import BrokenPackWarning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -122,7 +123,7 @@ class Replicated(SwappedModule):
         So a module above this one reads what this one would.
         """
         found = super().__getattr__(name)
-        if not isinstance(found, DTensor) or not self._model_runs():
+        if not isinstance(found, DTensor) or not self._model_runs() or _asked_by_torch():
             return found
         # What others do with a table is no lookup.
         return self._read({name: found}, fresh=False)[name]
@@ -223,6 +224,15 @@ class HeadParameters(Replicated):
     @override
     def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
         return iter(())
+
+
+def _asked_by_torch() -> bool:
+    """Tell whether what manages parameters asks, as FSDP2 does in a first forward: it wants them as they are."""
+    if torch.compiler.is_compiling():
+        return False
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back  # of `__getattr__`
+    return caller is not None and str(caller.f_globals.get("__name__", "")).startswith("torch.distributed.")
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:

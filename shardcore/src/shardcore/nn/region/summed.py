@@ -36,6 +36,8 @@ _EXITS = (
     sequence._LeaveToSequence,
     sequence._GatherSequence,
 )
+#: What FSDP2 puts around the arguments of a unit, to know when its backward ends: an output is the input at its place.
+_ONE_TO_ONE = "RegisterPostBackwardFunction"
 
 
 def shared_source(x: Tensor, *, local: bool = False) -> str | None:
@@ -49,13 +51,13 @@ def shared_source(x: Tensor, *, local: bool = False) -> str | None:
         return None
     if x.grad_fn is None:
         return None if _is_own(x, local=local) else f"a tensor {tuple(x.shape)} that every rank holds whole"
-    queue: deque[Any] = deque([x.grad_fn])
-    seen = {None}
+    queue: deque[Any] = deque([(x.grad_fn, x.output_nr)])
+    seen = set()
     while queue:
-        node = queue.popleft()
-        if node in seen:
+        node, output = queue.popleft()
+        if node is None or (node, output) in seen:
             continue
-        seen.add(node)
+        seen.add((node, output))
         made_by = getattr(type(node), "_forward_cls", None)  # of nodes that Python functions made
         if made_by in _SUMS or getattr(made_by, "__name__", "") in _ENTRIES:
             continue
@@ -65,7 +67,8 @@ def shared_source(x: Tensor, *, local: bool = False) -> str | None:
         if isinstance(leaf, Tensor) and not _is_own(leaf, local=local):
             kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
             return f"a {kind} {tuple(leaf.shape)} that every rank holds whole"
-        queue.extend(next_node for next_node, _ in node.next_functions)
+        further = node.next_functions
+        queue.extend(further[output : output + 1] if getattr(made_by, "__name__", "") == _ONE_TO_ONE else further)
     return None
 
 
