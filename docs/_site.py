@@ -153,7 +153,7 @@ def documented(name: str) -> bool:
         body = tree(module).body
     except (FileNotFoundError, NotADirectoryError):
         return True  # a module itself, or a name that mkdocstrings will not find either
-    for statement in body:
+    for statement in reversed(body):  # overloads stand before the function
         if isinstance(statement, ast.ClassDef | ast.FunctionDef) and statement.name == short:
             return bool(ast.get_docstring(statement))
     for node in ast.walk(ast.Module(body=body, type_ignores=[])):
