@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "shardcore" / "tests"))
 
-from support.packs import hook, install, installed, serves  # noqa: E402  # the core's own
+from support.given_packs import hook, install, installed, serves  # noqa: E402  # the core's own
 
 # A class of every pack, and how its tiny model is made.
 FAMILIES = {
