@@ -95,10 +95,6 @@ class LazyTensor(Tensor):
         like = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
         return cls.made(like, torch.device("cpu"), _Memory(recipe), seeds or Seeds(0))
 
-    def _same(self) -> LazyTensor:
-        """Return another tensor on the same values; most calls on parameters are such, and all of it is shared."""
-        return LazyTensor.made(self._like, self.device, self._memory, self._seeds, self._views)
-
     @property
     def recipe(self) -> Recipe:
         """How the values that it has now come about."""
@@ -146,8 +142,6 @@ class LazyTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch types its placeholder, not what it calls
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        if func is _aten.detach.default:
-            return args[0]._same()
         return _record(func, args, dict(kwargs or {}), None)
 
 
@@ -157,22 +151,14 @@ class _Recording(TorchDispatchMode):
     def __init__(self, seeds: Seeds) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.seeds = seeds
-        self._takes_device: dict[Any, bool] = {}  # by function: asking its schema costs more than most calls here
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten.detach.default:
-            return args[0]._same() if isinstance(args[0], LazyTensor) else func(*args, **kwargs)
-        if func not in self._takes_device:
-            self._takes_device[func] = _takes_device(func)
-        if LazyTensor in types:
-            return _record(func, args, dict(kwargs), self.seeds)
-        if self._takes_device[func]:
-            tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-            if _makes_values(func, tensors, kwargs):
-                return _record(func, args, dict(kwargs), self.seeds)
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, LazyTensor) for tensor in tensors) or _makes_values(func, tensors, kwargs):
+            return _record(func, args, kwargs, self.seeds)
         return func(*args, **kwargs)
 
 
@@ -189,8 +175,8 @@ def recording(seed: int) -> Iterator[Seeds]:
 
 
 def _makes_values(func: Any, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether ``func``, which takes a device, makes a tensor with values of its own, off the meta device."""
-    if func is _aten._to_copy.default:
+    """Tell whether ``func`` makes a tensor with values of its own, off the meta device."""
+    if not _takes_device(func) or func is _aten._to_copy.default:
         return False
     given = kwargs.get("device")
     device = torch.device(given) if given is not None else tensors[0].device if tensors else torch.device("cpu")
