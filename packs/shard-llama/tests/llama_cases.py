@@ -27,7 +27,12 @@ OUTPUTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
 def build(name: str = "LlamaForCausalLM", *, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """Return a Llama whose every parameter, biases too, is drawn from N(0, 0.2)."""
     settings = {"num_labels": 2, "tie_word_embeddings": False, "classifier_dropout": None, **options}
-    return cases.build(name, seed=seed, **settings).to(dtype)
+    model = cases.build(name, **settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.to(dtype)
 
 
 def policy(model: nn.Module) -> Any:
