@@ -12,18 +12,21 @@
 | `SLURM_STEP_NODELIST`, `SLURM_JOB_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` | `torchrun` | where they meet |
 | `CXX` | `compilers` | the C++ compiler that torch.compile runs on the CPU |
 
-Every reader looks at the environment when it is called; nothing is remembered. This module imports no torch.
+Every reader looks at the environment when it is called; nothing is remembered. `setting` is the one place that changes
+it, for as long as a call of another library lasts. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = ["TorchrunEnv", "compilers", "disabled_packs", "packs", "strict", "torchrun"]
+__all__ = ["TorchrunEnv", "compilers", "disabled_packs", "packs", "setting", "strict", "torchrun"]
 
 
 # Variables of mpirun and srun: the number of a process on its machine, and its number among all.
@@ -73,6 +76,20 @@ def strict() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"SHARDCORE_STRICT is {value!r}; valid values: '0', '1', or unset (which means '0')")
     return value == "1"
+
+
+@contextmanager
+def setting(name: str, value: str) -> Iterator[None]:
+    """Give a variable of the environment this value in here; what it was comes back."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def torchrun() -> TorchrunEnv | None:

@@ -23,6 +23,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from shardcore._env import setting
 from shardcore.apply.launch import start_process_group
 from shardcore.config import ShardConfig
 from shardcore.config.shard_config import SHORT_NAMES
@@ -153,7 +154,8 @@ class _Skeleton:
     def load(self, seed: int) -> tuple[nn.Module, Any]:
         """Return the model with lazy parameters, and what transformers says of the keys."""
         state = self._state()
-        with _quiet_but_once(self.place), recording(seed):
+        # Handing tensors without values to threads takes longer than the threads' work.
+        with _quiet_but_once(self.place), setting("HF_DEACTIVATE_ASYNC_LOAD", "1"), recording(seed):
             try:
                 model, info = self.cls.from_pretrained(
                     None, *self._args, config=self.config, state_dict=state, output_loading_info=True, **self._options

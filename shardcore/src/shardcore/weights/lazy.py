@@ -7,6 +7,7 @@ that are needed. Code that wants to see values (``if x.any()``, ``x.item()``) ge
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,14 @@ _OVERWRITE = frozenset(
         _aten.zero_.default,
     }
 )
+
+#: Functions that return the tensor that they are given; each tensor is one of its own.
+_SAME = frozenset({_aten.alias.default, _aten.detach.default})
+_DETACHED = Applied(_aten.detach.default, (Hole(0),), {}, None)
+
+#: Types of what calls take beside lazy tensors and whatever may hold them.
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_PLAIN_VALUES = frozenset({int, float, bool, type(None), torch.dtype, torch.layout, torch.memory_format})
 
 
 @dataclass(slots=True)
@@ -142,7 +151,22 @@ class LazyTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch types its placeholder, not what it calls
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
+        if func in _SAME and (same := _same(args[0])) is not None:
+            return same
         return _record(func, args, dict(kwargs or {}), None)
+
+
+def _same(tensor: Any) -> LazyTensor | None:
+    """Return a second tensor for the memory of a lazy one; None for other tensors.
+
+    What `_record` does with the functions of `_SAME`, without the search for what they take and write.
+    """
+    if type(tensor) is not LazyTensor:
+        return None
+    with _disable_current_modes():
+        like = tensor._like.detach()
+        views = (*tensor._views, View(_DETACHED, None, tuple(like.shape), like.dtype))
+        return LazyTensor.made(like, tensor.device, tensor._memory, tensor._seeds, views)
 
 
 class _Recording(TorchDispatchMode):
@@ -155,7 +179,12 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
+        if func in _SAME and (same := _same(args[0])) is not None:
+            return same
         kwargs = dict(kwargs or {})
+        if _is_on_meta(args, kwargs):
+            # What is written to a tensor without values is not kept by anything.
+            return args[0] if func in _OVERWRITE else func(*args, **kwargs)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, LazyTensor) for tensor in tensors) or _makes_values(func, tensors, kwargs):
             return _record(func, args, kwargs, self.seeds)
@@ -184,6 +213,24 @@ def _makes_values(func: Any, tensors: Sequence[Tensor], kwargs: Mapping[str, Any
     return device.type != "meta" and (not tensors or tensors[0].is_meta)
 
 
+def _is_on_meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell at a glance whether a call works on the meta device, as most calls that build a model do."""
+    found = False
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind in _PLAIN or kind is torch.device:
+            if (value if kind is torch.device else value.device).type != "meta":
+                return False
+            found = True
+        elif kind is list:
+            if any(type(item) is not int for item in value):
+                return False
+        elif kind not in _PLAIN_VALUES:
+            return False
+    return found
+
+
+@functools.cache
 def _takes_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
 
