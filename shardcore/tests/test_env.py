@@ -114,3 +114,13 @@ def test_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _env.compilers() == ("g++", "clang++")
     monkeypatch.setenv("CXX", "icpx")
     assert _env.compilers() == ("icpx", "g++", "clang++")
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_setting_ends_with_its_call(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    monkeypatch.delenv("SOME_LIBRARY_OPTION", raising=False)
+    if before is not None:
+        monkeypatch.setenv("SOME_LIBRARY_OPTION", before)
+    with _env.setting("SOME_LIBRARY_OPTION", "1"):
+        assert os.environ["SOME_LIBRARY_OPTION"] == "1"
+    assert os.environ.get("SOME_LIBRARY_OPTION") == before

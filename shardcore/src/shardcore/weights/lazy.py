@@ -7,7 +7,6 @@ that are needed. Code that wants to see values (``if x.any()``, ``x.item()``) ge
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,6 @@ _OVERWRITE = frozenset(
 
 #: Functions that return the tensor that they are given; each tensor is one of its own.
 _SAME = frozenset({_aten.alias.default, _aten.detach.default})
-_DETACHED = Applied(_aten.detach.default, (Hole(0),), {}, None)
 
 #: Types of what calls take beside lazy tensors and whatever may hold them.
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -165,7 +163,8 @@ def _same(tensor: Any) -> LazyTensor | None:
         return None
     with _disable_current_modes():
         like = tensor._like.detach()
-        views = (*tensor._views, View(_DETACHED, None, tuple(like.shape), like.dtype))
+        detached = Applied(_aten.detach.default, (Hole(0),), {}, None)
+        views = (*tensor._views, View(detached, None, tuple(like.shape), like.dtype))
         return LazyTensor.made(like, tensor.device, tensor._memory, tensor._seeds, views)
 
 
@@ -230,7 +229,6 @@ def _is_on_meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return found
 
 
-@functools.cache
 def _takes_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
 

@@ -59,7 +59,7 @@ class DropoutSites:
                     self._add(child)
 
     def _add(self, module: nn.Module) -> None:
-        names = [name for name, value in vars(module).items() if _is_probability(value) and "drop" in name.lower()]
+        names = [name for name, value in vars(module).items() if "drop" in name.lower() and _is_probability(value)]
         if is_dropout(module):
             names += [name for name in ("p", "drop_prob") if _is_probability(getattr(module, name, None))]
         new = [(module, name) for name in dict.fromkeys(names) if (module, name) not in self.probabilities]
