@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from shardcore.comm.channel import Channel
+from shardcore.comm.flow import ENTERS, LEAVES
 from shardcore.errors import NotSupportedError
 
 __all__ = [
@@ -76,6 +77,8 @@ def _sizes(size: int, parts: int) -> list[int]:
 
 
 class _CopyToTP(Function):
+    flow = ENTERS
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
         ctx.channel = channel
@@ -89,6 +92,8 @@ class _CopyToTP(Function):
 
 
 class _ReduceFromTP(Function):
+    flow = LEAVES
+
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, channel: Channel) -> Tensor:
         return channel.all_reduce(x.clone(memory_format=torch.contiguous_format))
@@ -99,6 +104,8 @@ class _ReduceFromTP(Function):
 
 
 class _ReduceFromTPInPlace(Function):
+    flow = LEAVES
+
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, channel: Channel) -> Tensor:
         ctx.mark_dirty(x)
@@ -110,6 +117,8 @@ class _ReduceFromTPInPlace(Function):
 
 
 class _GatherFromTP(Function):
+    flow = LEAVES
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, dim: int, sizes: Sequence[int]) -> Tensor:
         ctx.channel, ctx.dim, ctx.sizes = channel, dim, sizes
@@ -122,6 +131,8 @@ class _GatherFromTP(Function):
 
 
 class _SplitToTP(Function):
+    flow = ENTERS
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, dim: int) -> Tensor:
         ctx.channel, ctx.dim, ctx.size = channel, dim, x.size(dim)

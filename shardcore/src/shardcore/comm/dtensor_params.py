@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 from shardcore._torch import CAN_TRACE, DTensorSpec
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import refuse_double_backward
+from shardcore.comm.flow import Flow, State
 from shardcore.comm.ownership import owned, traced_owned
 from shardcore.errors import WrapError
 
@@ -123,6 +124,8 @@ def all_reduce_bucket(tensors: list[Tensor], channel: Channel) -> list[Tensor]:
 
 
 class _ReadLocal(Function):
+    flow = Flow(one_to_one=True)
+
     @staticmethod
     def forward(ctx: Any, fresh: bool, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -138,6 +141,8 @@ class _ReadLocal(Function):
 
 
 class _ReadPartial(Function):
+    flow = Flow(State.OWN, State.WHOLE, one_to_one=True)
+
     @staticmethod
     def forward(ctx: Any, channel: Channel, deferred: bool, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)

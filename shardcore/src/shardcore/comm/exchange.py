@@ -24,6 +24,7 @@ from torch.autograd import Function
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import chunk_bounds, refuse_double_backward
 from shardcore.comm.dtensor_params import held, read_local
+from shardcore.comm.flow import SPLIT
 from shardcore.comm.strided import Runs
 
 __all__ = ["Exchange", "exchange_rows", "misused"]
@@ -72,6 +73,8 @@ class Exchange:
 
 class _Exchanged(Function):
     """All-to-all of pieces of the given sizes; the backward sends them back."""
+
+    flow = SPLIT
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, channel: Channel, sent: list[int], received: list[int]) -> Tensor:

@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
+from shardcore.comm.flow import LEAVES, Flow
 
 __all__ = ["share_gradient", "touch"]
 
 
 class _ShareGradient(Function):
+    flow = LEAVES
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
@@ -36,6 +39,8 @@ def share_gradient(x: Tensor, ranks: int) -> Tensor:
 
 
 class _Touch(Function):
+    flow = Flow(parameters=1, zeros=True)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.parameters = parameters

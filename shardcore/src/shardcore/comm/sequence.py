@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from shardcore.comm.channel import Channel, Pending
 from shardcore.comm.collectives import packed, refuse_double_backward
+from shardcore.comm.flow import ENTERS, LEAVES, SPLIT
 
 __all__ = [
     "Gathering",
@@ -94,6 +95,8 @@ def own_tokens(x: Tensor, channel: Channel) -> Tensor:
 
 
 class _EnterFromSequence(Function):
+    flow = SPLIT
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, length: int) -> Tensor:
         ctx.channel = channel
@@ -106,6 +109,8 @@ class _EnterFromSequence(Function):
 
 
 class _LeaveToSequence(Function):
+    flow = SPLIT
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
         ctx.channel, ctx.length = channel, x.size(1)
@@ -118,6 +123,8 @@ class _LeaveToSequence(Function):
 
 
 class _ScatterSequence(Function):
+    flow = ENTERS
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:
         ctx.channel, ctx.length = channel, x.size(1)
@@ -130,6 +137,8 @@ class _ScatterSequence(Function):
 
 
 class _GatherSequence(Function):
+    flow = LEAVES
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, length: int) -> Tensor:
         ctx.channel = channel

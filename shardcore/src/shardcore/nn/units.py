@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
+from shardcore.comm.flow import PASSES
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
@@ -144,6 +145,8 @@ class Unit:
 
 class _Alias(Function):
     """The same tensor, which is no view for autograd."""
+
+    flow = PASSES
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import held, local_tensor, read_local, spec_of, with_spec
+from shardcore.comm.flow import PASSES
 
 __all__ = [
     "as_out_in",
@@ -66,6 +67,8 @@ def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LocalLinear(Function):
+    flow = PASSES
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.dtype, ctx.weight, ctx.bias, ctx.transposed = x.dtype, weight, bias, transposed

@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
+from shardcore.comm.flow import LEAVES
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import autocast
 
@@ -106,6 +107,8 @@ def _gradient(
 
 
 class _VocabCrossEntropy(Function):
+    flow = LEAVES
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: float) -> Tensor:
         losses, normalizer = _losses(_look(logits, labels, vocabulary, smoothing), vocabulary, smoothing)
@@ -135,6 +138,8 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 class _ChunkedCrossEntropy(Function):
+    flow = LEAVES
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -25,6 +25,7 @@ from torch.autograd import Function
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of, with_spec
+from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, flat, weight_gradient
@@ -114,11 +115,16 @@ def _used(parameter: Tensor) -> Tensor:
     return held.detach() if held.requires_grad else held
 
 
+_OF_TOKENS = Flow(State.OWN, State.OWN, parameters=1, group="region")
+
+
 class _EnterRegion(Function):
     """Identity forward; backward: the all-reduce of the input gradient, beside all parameter gradients.
 
     Where the sequence is split (``length`` tokens): all-gather forward, reduce-scatter backward.
     """
+
+    flow = Flow(State.OWN, State.WHOLE, parameters=1, group="region", of_tokens=_OF_TOKENS)
 
     @staticmethod
     def forward(ctx: Any, region: _Open, length: int | None, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -180,6 +186,8 @@ def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
 
 class _MemberLinear(Function):
     """A member's product; its backward records (gradient, input, weight) for enter's backward."""
+
+    flow = Flow(group="region")
 
     @staticmethod
     def forward(ctx: Any, region: _Open, member: _Member, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.dtensor_params import held, local_tensor, spec_of, with_spec
+from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, weight_gradient
@@ -30,6 +31,8 @@ __all__ = ["SoleRegion"]
 
 class _EnteredLinear(Function):
     """Gather the tokens, where they are split, and multiply; backward: all gradients, beside one collective."""
+
+    flow = Flow(State.OWN, State.WHOLE, parameters=1, of_tokens=Flow(State.OWN, State.OWN, parameters=1))
 
     @staticmethod
     def forward(

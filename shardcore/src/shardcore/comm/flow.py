@@ -1,0 +1,62 @@
+"""What an autograd function does to a gradient, in words: whose it is before and after.
+
+Ordinary operations hand on what they get. Only functions that send something, or that read parameters, make of a
+gradient that all ranks have one that is each rank's own, or the other way round. Each of them says so in an attribute
+``flow``, which is looked at once for each way of calling a model (`shardcore.nn.region.flow`) and never while it runs.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["ENTERS", "LEAVES", "PASSES", "SPLIT", "Flow", "State"]
+
+
+class State(enum.Enum):
+    """Whose a gradient is.
+
+    Attributes:
+        WHOLE: all of it, and the same on every rank.
+        OWN: this rank's summand of it, or the gradient of what this rank alone holds (its heads, its tokens).
+        UNKNOWN: it came through a function that says nothing.
+    """
+
+    WHOLE = "whole"
+    OWN = "own"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What one autograd function does in its backward.
+
+    Attributes:
+        takes: whose the gradient of its output has to be; None for any.
+        gives: whose the gradient of its input is then; None for that of the output.
+        one_to_one: output i is made of the i-th tensor among the inputs alone.
+        parameters: the first tensor among the inputs whose gradient is what that of the output is, whatever ``gives``
+            says: parameters beside the input. None if there is none.
+        group: the attribute of the node that several nodes have in common. Nodes with parameters give these what the
+            others of the group have got; such a node computes no gradient by itself.
+        zeros: the gradient of the parameters is zero.
+        of_tokens: what it does where the attribute ``length`` of the node is set: tokens are split outside.
+    """
+
+    takes: State | None = None
+    gives: State | None = None
+    one_to_one: bool = False
+    parameters: int | None = None
+    group: str = ""
+    zeros: bool = False
+    of_tokens: Flow | None = None
+
+
+#: Nothing is sent, and nothing changes.
+PASSES = Flow()
+#: Into a region: each rank has a summand, which are summed. Or each has its part, which are put together.
+ENTERS = Flow(State.OWN, State.WHOLE)
+#: Out of a region: what follows is the same on all ranks, and each takes the gradient of what it brought.
+LEAVES = Flow(State.WHOLE, State.OWN)
+#: Between two ways to be split, such as heads inside and tokens outside.
+SPLIT = Flow(State.OWN, State.OWN)

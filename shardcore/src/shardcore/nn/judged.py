@@ -1,0 +1,107 @@
+"""Models that look once, for each way of calling them, at whose every gradient will be, before any backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardcore._torch import backward_task
+from shardcore.errors import PlanError
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.region.flow import Graph
+from shardcore.nn.region.gradients import problems, wrong_gradients
+
+__all__ = ["JudgedModel", "judge"]
+
+#: Tells all ranks of the model whether one of them has found something; returns what another one has.
+Meet = Callable[[str], str]
+
+
+class JudgedModel(SwappedModule):
+    """A model whose first call of each kind is looked at: wrong gradients are an error before a backward makes them.
+
+    Calls are of one kind if they have the same arguments, as far as these decide what runs: which ones there are, which
+    of them need a gradient, what is switched on, and the training mode. A later call of a kind costs a look into a set.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    _judged: set[Hashable]
+    _judges_with: Meet
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward.
+
+        Raises:
+            PlanError: the gradients of this kind of call would be wrong, though its outputs are right.
+        """
+        out = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return out
+        kind = self._kind(args, kwargs)
+        if kind not in self._judged and backward_task() == -1:
+            self._judge(out, args, kwargs)
+            self._judged.add(kind)
+        return out
+
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+        ranks = self._shard_context.size
+        named = sorted(kwargs)
+        return (
+            self.training,
+            *(_kind_of(value, ranks) for value in args),
+            *((name, _kind_of(kwargs[name], ranks)) for name in named),
+        )
+
+    def _judge(self, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        outputs = list(_differentiated(out))
+        if not outputs:
+            return
+        graph = Graph(outputs)
+        arguments = {id(t): f"at position {i}" for i, t in enumerate(args) if isinstance(t, Tensor)}
+        arguments |= {id(t): repr(name) for name, t in kwargs.items() if isinstance(t, Tensor)}
+        judged = arguments | {id(p): "" for p in self.parameters() if not isinstance(p, DTensor)}
+        wrong = wrong_gradients(graph, judged)
+        subject = f"the gradients of this {type(self).__name__} would be wrong, though what it returns is right"
+        error = PlanError(subject, problems(self, graph, wrong, arguments)) if wrong else None
+        elsewhere = self._judges_with("" if error is None else str(error))
+        if error is not None:
+            raise error
+        if elsewhere:
+            raise PlanError(f"{subject}, as another rank has found ({elsewhere})", ())
+
+
+def judge(model: nn.Module, meet: Meet) -> None:
+    """Let a sharded model judge its calls; ``meet`` is called alike on all ranks that hold it."""
+    context = model.__dict__["_shard_context"]
+    add_behaviour(model, JudgedModel)
+    model.__dict__.update(_shard_context=context, _judged=set(), _judges_with=meet)
+
+
+def _kind_of(value: Any, ranks: int) -> Hashable:
+    if isinstance(value, Tensor):
+        # Too few tokens are not split.
+        return value.requires_grad, value.ndim, value.ndim > 1 and value.size(1) >= ranks
+    return value if value is None or isinstance(value, bool) else type(value)
+
+
+def _differentiated(out: Any) -> Iterator[Tensor]:
+    """Yield the outputs that a backward is expected to start from: the loss if there is one, or else all tensors.
+
+    Tensors inside of further containers are left out: captured states and caches may hold this rank's part.
+    """
+    items: Sequence[Any] = [out]
+    if isinstance(out, Mapping):
+        items = [out["loss"]] if isinstance(out.get("loss"), Tensor) else list(out.values())
+    elif isinstance(out, tuple | list):
+        items = out
+    if len(items) > 1 and isinstance(items[0], Tensor) and items[0].ndim == 0:
+        items = items[:1]
+    for item in items:
+        if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, DTensor):
+            yield item
