@@ -34,8 +34,8 @@ def _told(ranks: tuple[int, ...], found: str) -> str:
         names = ", ".join(map(str, error.missing)) or "another one"
         raise MissingRanksError(
             "the ranks of a sharded model meet at the end of the first forward of each kind (the same arguments, the "
-            f"same training mode), and these did not come: {names}. Look for an error on them, and call the model alike "
-            "on every rank.",
+            f"same training mode), and these did not come: {names}. Look for an error on them, and call the model "
+            "alike on every rank.",
             error.missing,
         ) from error
     return next((f"rank {rank}: {said['found']}" for rank, said in meeting.reports.items() if said["found"]), "")

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore._torch import backward_task
 from shardcore.errors import PlanError
+from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.region.flow import Graph
@@ -26,13 +27,17 @@ class JudgedModel(SwappedModule):
     """A model whose first call of each kind is looked at: wrong gradients are an error before a backward makes them.
 
     Calls are of one kind if they have the same arguments, as far as these decide what runs: which ones there are, which
-    of them need a gradient, what is switched on, and the training mode. A later call of a kind costs a look into a set.
+    of them need a gradient, what is switched on, the training mode, and which parameters are trained. A later call of a
+    kind costs a look into a set.
     """
 
     keeps_name: ClassVar[bool] = True
 
     _judged: set[Hashable]
+    _shard_context: ShardContext
     _judges_with: Meet
+    #: Of all modules of the model; which modules these are stays as it is, or another check refuses the model.
+    _judged_parameters: list[dict[str, nn.Parameter | None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward.
@@ -54,6 +59,7 @@ class JudgedModel(SwappedModule):
         named = sorted(kwargs)
         return (
             self.training,
+            *[p is not None and p.requires_grad for held in self._judged_parameters for p in held.values()],
             *(_kind_of(value, ranks) for value in args),
             *((name, _kind_of(kwargs[name], ranks)) for name in named),
         )
@@ -80,14 +86,16 @@ def judge(model: nn.Module, meet: Meet) -> None:
     """Let a sharded model judge its calls; ``meet`` is called alike on all ranks that hold it."""
     context = model.__dict__["_shard_context"]
     add_behaviour(model, JudgedModel)
-    model.__dict__.update(_shard_context=context, _judged=set(), _judges_with=meet)
+    held = [module._parameters for module in model.modules() if module._parameters]
+    model.__dict__.update(_shard_context=context, _judged=set(), _judges_with=meet, _judged_parameters=held)
 
 
 def _kind_of(value: Any, ranks: int) -> Hashable:
     if isinstance(value, Tensor):
         # Too few tokens are not split.
         return value.requires_grad, value.ndim, value.ndim > 1 and value.size(1) >= ranks
-    return value if value is None or isinstance(value, bool) else type(value)
+    kind: Hashable = value if value is None or isinstance(value, bool) else type(value)
+    return kind
 
 
 def _differentiated(out: Any) -> Iterator[Tensor]:

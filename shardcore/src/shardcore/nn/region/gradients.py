@@ -33,7 +33,7 @@ def wrong_gradients(graph: Graph, own: Mapping[int, Any]) -> list[Wrong]:
     Args:
         graph: of the call.
         own: has the ids of the tensors that are judged: all parameters of the model that are no DTensors, and the
-            arguments of the call. Other tensors without a history were made on the way, and nobody reads their gradient.
+            arguments of the call. Others without a history were made on the way, and nobody reads their gradient.
     """
     found = []
     for leaf, got in graph.leaves:
@@ -55,17 +55,15 @@ def problems(model: nn.Module, graph: Graph, wrong: list[Wrong], arguments: Mapp
     for item in wrong:
         # All that one mistake reaches is told with it.
         cases.setdefault(item.got.state if isinstance(item.got.state, Mistake) else id(item.leaf), []).append(item)
-    told: dict[tuple[str, ...], tuple[int, Problem, int]] = {}
+    told: dict[tuple[str, ...], list[tuple[int, int, Problem]]] = {}
     for items in cases.values():
         problem = _problem(graph, items, names)
         kind = tuple(re.sub(r"\d+", "#", text) for text in (problem.where, problem.todo))
-        place = min(names.place(item.leaf) for item in items)
-        if problem.where in names.order:
-            place = names.order[problem.where]
-        first, kept, count = told.get(kind, (place, problem, 0))
-        told[kind] = (min(first, place), problem if place < first else kept, count + 1)
-    ordered = sorted(told.values(), key=lambda entry: entry[0])
-    return [_with_count(problem, count - 1) for _, problem, count in ordered[:_MOST]]
+        first = min(names.place(item.leaf) for item in items)
+        told.setdefault(kind, []).append((names.order.get(problem.where, first), first, problem))
+    alike = [sorted(found, key=lambda entry: entry[:2]) for found in told.values()]
+    ordered = sorted(alike, key=lambda found: found[0][:2])
+    return [_with_count(found[0][2], len({p.where for _, _, p in found}) - 1) for found in ordered[:_MOST]]
 
 
 def _with_count(problem: Problem, more: int) -> Problem:
@@ -120,11 +118,17 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
         )
     near = [other for other in readers if other != where]
     if name.startswith("the argument"):
-        todo = "let it enter once, above: enter_arg(module, argument) with also= at the regions; slice_arg if it has all "
+        todo = (
+            "let it enter once, above: enter_arg(module, argument) with also= at the regions; slice_arg if it has all "
+        )
         todo += "heads; or detach it"
     else:
-        todo = f"say partial({where.rpartition('.')[2]!r}), or partial= of the region, if this rank's heads or channels "
-        todo += "go through it; if all ranks need the same of it, let what it makes enter: region(..., at=...), enter_arg, "
+        todo = (
+            f"say partial({where.rpartition('.')[2]!r}), or partial= of the region, if this rank's heads or channels "
+        )
+        todo += (
+            "go through it; if all ranks need the same of it, let what it makes enter: region(..., at=...), enter_arg, "
+        )
         todo += "or after= if it follows the row linear"
     return Problem(
         where=where,
@@ -161,7 +165,9 @@ def _joined(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
     else:
         made = names.modules(graph.behind(mistake.node), 1)
         where = made[0] if made else ""
-        what = f"what {where or 'the model'} makes is read by this rank's heads (next to {to_own}) without entering, and "
+        what = (
+            f"what {where or 'the model'} makes is read by this rank's heads (next to {to_own}) without entering, and "
+        )
         what += f"by what all ranks compute alike (next to {to_whole})"
         todo = (
             f"let it enter for all that reads it: region(enter=..., at={where.rpartition('.')[2]!r}, ...), or "
@@ -182,10 +188,10 @@ def _summed(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
     return Problem(
         where=where,
         rule=_RULE,
-        what=f"its gradient is whole on every rank already, and is summed over them (next to {', '.join(near)}): "
-        f"{reached}, counted once for each rank",
-        todo="leave out partial(...) for what sees whole tensors (norm, replicate, or after= of the region), enter_arg and "
-        "enter= where nothing behind it is split, and a sum of gradients for parameters with a split layout",
+        what="its gradient is whole on every rank already, and is summed over them (next to "
+        f"{', '.join(near)}): {reached}, counted once for each rank",
+        todo="leave out partial(...) for what sees whole tensors (norm, replicate, or after= of the region), enter_arg "
+        "and enter= where nothing behind it is split, and a sum of gradients for parameters with a split layout",
     )
 
 
@@ -197,8 +203,8 @@ def _left(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Proble
         rule=_RULE,
         what=f"what leaves a region here is used by this rank's part of another (next to {', '.join(near)}) without "
         f"entering: {reached}",
-        todo="let it enter: region(enter=...) or enter_arg for what follows; inside= of the region for a row linear in its "
-        "middle, whose output local channels read",
+        todo="let it enter: region(enter=...) or enter_arg for what follows; inside= of the region for a row linear in "
+        "its middle, whose output local channels read",
     )
 
 

@@ -1,0 +1,398 @@
+"""Policies whose loss is exact and whose gradients are wrong are refused in the first call, on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from blocks import Mlp
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+import shardcore
+from shardcore import Policy
+from shardcore.comm.dtensor_params import read_partial
+from shardcore.comm.flow import ENTERS, LEAVES, Flow, State
+from shardcore.errors import PlanError
+from shardcore.nn import Layout, ShardedLayout, SwappedModule, judged
+from shardcore.nn.region.flow import Graph, Mistake
+from shardcore.nn.region.gradients import Wrong
+from shardcore.policy import Rule, Scope
+from shardcore.styles import col, enter_arg, norm, partial, region, replicate, row
+from shardcore.testing.observing import Collectives
+from shardcore.testing.parity import assert_close, assert_same_gradients
+
+WIDTH, INNER, HEADS = 8, 16, 4
+
+
+class Residual(nn.Module):
+    """As the attention of BERT: the residual connection and its norm are inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = Mlp(WIDTH, INNER), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.inner(x))
+
+
+class Latent(nn.Module):
+    """As latent attention: one linear makes what enters, and what all heads read as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, shared = self.a(x).split([WIDTH, 1], -1)
+        return x + self.out(torch.tanh(self.b(latent)) * shared)
+
+
+class Normed(nn.Module):
+    """As queries with a norm of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, INNER), nn.LayerNorm(INNER // HEADS), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.norm(self.up(x).unflatten(-1, (-1, INNER // HEADS)))
+        return x + self.down(heads.flatten(-2))
+
+
+class Plain(nn.Module):
+    """No region at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.mlp = nn.Linear(WIDTH, WIDTH), Mlp(WIDTH, INNER)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.one(x))
+
+
+class Net(nn.Module):
+    """A linear, two blocks, and a loss if there are labels."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([kind(), kind()])
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return {"x": x} if labels is None else {"loss": (x - labels).square().mean(), "x": x}
+
+
+MLP = ("inner.up", "inner.down")
+
+
+def policy_of(*rules: Any) -> Policy:
+    class Own(Policy):
+        def module_policy(self) -> Any:
+            return {type(self.model.blocks[0]).__name__: list(rules), "Net": [replicate("first")]}
+
+    return Own()
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, labels = (torch.randn(2, 5, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, labels
+
+
+#: For each: the blocks, what the policy says of them, and what the error says.
+WRONG: dict[str, tuple[type[nn.Module], tuple[Any, ...], str, str]] = {
+    "a residual inside of what enters": (
+        Residual,
+        (region(enter="", col=MLP[0], row=MLP[1]), partial("norm")),
+        (
+            r"blocks\.1\.inner: what enters the region of blocks\.1\.inner\.up goes past it too, to blocks\.1\.norm: "
+            r"a whole gradient and one rank's summand of another are added, and the gradient of first\.weight and of "
+        ),
+        "name in enter= a smaller module",
+    ),
+    "a shared key": (
+        Latent,
+        (col("b"), row("out"), replicate("a")),
+        (
+            r"blocks\.1\.a: what blocks\.1\.a makes is read by this rank's heads \(next to blocks\.1\.out\) without "
+            r"entering, and by what all ranks compute alike \(next to blocks\.1\.b\)"
+        ),
+        "let it enter for all that reads it",
+    ),
+    "a norm of local heads": (
+        Normed,
+        (col("up"), norm("norm"), row("down")),
+        r"blocks\.0\.norm: every rank holds blocks\.0\.norm\.weight whole, but what it makes is used by this rank's",
+        r"say partial\('norm'\)",
+    ),
+    "a norm of whole tensors": (
+        Residual,
+        (region(enter="inner", col=MLP[0], row=MLP[1]), partial("norm")),
+        (
+            r"blocks\.0\.norm: its gradient is whole on every rank already, and is summed over them .* the gradient of "
+            r"blocks\.0\.norm\.weight would be wrong, counted once for each rank"
+        ),
+        "leave out partial",
+    ),
+    "an entry into nothing": (
+        Plain,
+        (replicate("one", "mlp.up", "mlp.down"), enter_arg("", "x")),
+        r"its gradient is whole on every rank already, and is summed over them .* the gradient of first\.weight",
+        "leave out .* enter_arg",
+    ),
+}
+
+
+class SummedTable(SwappedModule, nn.Embedding):
+    """A word of somebody else's: a table with a column for each head, whose gradient is summed all the same."""
+
+    native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
+
+    @classmethod
+    def layouts(cls, module: nn.Module, ranks: int, **options: Any) -> Mapping[str, Layout]:
+        return {"weight": ShardedLayout(1)}
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as in nn.Embedding
+        return F.embedding(input, read_partial(self._shard_context.channel, self.weight)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedRule(Rule):
+    name: str
+
+    def plan(self, scope: Scope) -> None:
+        scope.swap(self.name, SummedTable)
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = Mlp(WIDTH, INNER, bias=False), nn.Embedding(5, INNER)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner.down(self.inner.up(x) + self.table(torch.arange(5)))
+
+
+WRONG["a part that is summed"] = (
+    Biased,
+    (col(MLP[0]), row(MLP[1]), SummedRule(text="summed('table')", name="table")),
+    r"blocks\.0\.table: blocks\.0\.table\.weight lies split over the ranks, and gets the gradient of a tensor that all",
+    "or replicate the module",
+)
+
+#: The residual is inside of what enters, and the norm is said to follow the row linear, as it does.
+UNMARKED = (region(enter="", col=MLP[0], row=MLP[1], after="norm"), norm("norm"))
+
+RIGHT = {
+    "a residual inside of what enters": (
+        Residual,
+        (region(enter="inner", col=MLP[0], row=MLP[1]), norm("norm")),
+    ),
+    "a shared key": (Latent, (region(enter="", at="a", col="b", row="out"), replicate("a"))),
+    "a norm of local heads": (Normed, (col("up"), partial("norm"), row("down"))),
+}
+
+
+def twins(kind: type[nn.Module], rules: Any, **fields: Any) -> tuple[Any, Any]:
+    native = Net(kind)
+    return native, shardcore.shard(copy.deepcopy(native), policy=policy_of(*rules), tp=dist.get_world_size(), **fields)
+
+
+def refused(case: str) -> None:
+    kind, rules, what, todo = WRONG[case]
+    native, sharded = twins(kind, rules)
+    x, labels = inputs()
+    for _ in range(2):  # whoever catches the error is told again
+        with pytest.raises(PlanError, match=what) as caught:
+            sharded(x, labels=labels)
+        assert caught.match(todo)
+    with torch.no_grad():
+        assert_close(native(x, labels=labels)["loss"], sharded(x, labels=labels)["loss"], "without a backward")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused(pool: Any, case: str) -> None:
+    pool.run(refused, case, world=2)
+
+
+def accepted(case: str) -> None:
+    kind, rules = RIGHT[case]
+    for fields in ({}, {"partial_gradients": "deferred"}):
+        native, sharded = twins(kind, rules, **fields)
+        x, labels = inputs()
+        for model in (native, sharded):
+            model(x, labels=labels)["loss"].backward()
+            model(x)["x"].square().sum().backward()
+        if fields:
+            shardcore.reduce_partial_gradients(sharded)
+        assert_same_gradients(native, sharded)
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_right_is_not(pool: Any, case: str) -> None:
+    pool.run(accepted, case, world=2)
+
+
+def frozen() -> None:
+    """What is wrong for nobody is no mistake: before the first trained layer, a mixed gradient goes nowhere."""
+    native, sharded = twins(Residual, UNMARKED)
+    x, labels = inputs()
+    for model in (native, sharded):
+        model.requires_grad_(False)
+        model.blocks[1].requires_grad_(True)
+        model(x, labels=labels)["loss"].backward()
+    assert_same_gradients(native, sharded)
+    sharded.requires_grad_(True)
+    with pytest.raises(PlanError):
+        sharded(x, labels=labels)
+
+
+def test_frozen_parameters(pool: Any) -> None:
+    pool.run(frozen, world=2)
+
+
+def input_is_learned() -> None:
+    _, sharded = twins(Residual, UNMARKED)
+    sharded.requires_grad_(False)
+    sharded.blocks.requires_grad_(True)
+    x, labels = inputs()
+    with pytest.raises(PlanError, match=r"the gradient of \S+ and of"):
+        sharded(x, labels=labels)
+    sharded.blocks.requires_grad_(False)
+    with pytest.raises(PlanError, match="the gradient of the argument at position 0 would be wrong"):
+        sharded(x.requires_grad_(), labels=labels)
+
+
+def test_arguments(pool: Any) -> None:
+    pool.run(input_is_learned, world=2)
+
+
+def once() -> None:
+    _, sharded = twins(*RIGHT["a residual inside of what enters"])
+    x, labels = inputs()
+    seen: list[int] = []
+    graph = judged.Graph
+    judged.Graph = lambda outputs: seen.append(len(outputs)) or graph(outputs)  # type: ignore[assignment,misc]
+    try:
+        with Collectives() as sent:
+            sharded(x, labels=labels)
+            first = sent.take()
+            sharded(x, labels=labels)
+            assert sent.take() == first
+        assert seen == [1]
+        sharded(x)
+        sharded(x)
+        assert seen == [1, 1]
+        sharded.eval()(x)
+        assert seen == [1, 1, 1]
+        with torch.no_grad():
+            sharded(x.clone(), None)
+        copy.deepcopy(sharded)(x)
+        checkpoint(sharded, x, use_reentrant=False)["x"].sum().backward()
+        assert seen == [1, 1, 1]
+        sharded(x.requires_grad_())
+        assert seen == [1, 1, 1, 1]
+    finally:
+        judged.Graph = graph  # type: ignore[misc]
+
+
+def test_each_way_of_calling_is_looked_at_once(pool: Any) -> None:
+    pool.run(once, world=2)
+
+
+def one_rank() -> None:
+    native, sharded = twins(*RIGHT["a residual inside of what enters"])
+    x, labels = inputs()
+    if dist.get_rank() == 0:
+        judged.wrong_gradients, kept = _everything, judged.wrong_gradients
+    with pytest.raises(
+        PlanError, match="would be wrong" if dist.get_rank() == 0 else "another rank has found .rank 0:"
+    ):
+        sharded(x, labels=labels)
+    if dist.get_rank() == 0:
+        judged.wrong_gradients = kept
+    for model in (native, sharded):
+        model(x, labels=labels)["loss"].backward()
+    assert_same_gradients(native, sharded)
+
+
+def _everything(graph: Graph, own: Any) -> list[Any]:
+    return [Wrong(leaf, got, State.OWN) for leaf, got in graph.leaves]
+
+
+def test_what_one_rank_finds_all_raise(pool: Any) -> None:
+    pool.run(one_rank, world=2)
+
+
+class _Enters(Function):
+    flow = ENTERS
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _Leaves(_Enters):
+    flow = LEAVES
+
+
+class _Silent(_Enters):
+    flow = None
+
+
+class _Pairs(Function):
+    flow = Flow(one_to_one=True)
+
+    @staticmethod
+    def forward(ctx: Any, name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
+        return None, grads[0], grads[1]
+
+
+def states(output: Tensor) -> dict[int, Any]:
+    found = {id(leaf): got.state for leaf, got in Graph([output]).leaves}
+    return {i: s.kind if isinstance(s, Mistake) else s for i, s in found.items()}
+
+
+def test_the_walk() -> None:
+    x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
+    enters, leaves, silent, pairs = _Enters.apply, _Leaves.apply, _Silent.apply, _Pairs.apply
+    assert states(x * 2) == {id(x): State.WHOLE}
+    assert states(leaves(x.sin())) == {id(x): State.OWN}
+    assert states(leaves(enters(x).sin())) == {id(x): State.WHOLE}
+    assert states(leaves(enters(x) * y)) == {id(x): State.WHOLE, id(y): State.OWN}
+    assert states(x + leaves(enters(x))) == {id(x): State.WHOLE}
+    entered = enters(x)
+    assert states(entered + leaves(entered)) == {id(x): "joined"}
+    assert states(enters(x)) == {id(x): "summed"}
+    assert states(leaves(leaves(x))) == {id(x): "left"}
+    assert states(silent(leaves(enters(x)))) == {id(x): State.UNKNOWN}
+    assert states(silent(x) + leaves(x)) == {id(x): State.UNKNOWN}
+    first, second = (x * 1).split([1, 3])
+    assert states(first + leaves(second).sum()) == {id(x): "joined"}
+    first, second = pairs("of two", x * 1, y * 1)
+    assert states(first + leaves(second)) == {id(x): State.WHOLE, id(y): State.OWN}
+
+
+def test_outputs_without_a_graph() -> None:
+    assert Graph([torch.ones(4)]).leaves == []
+    assert Graph([torch.ones(4, requires_grad=True)]).leaves == []
