@@ -90,12 +90,11 @@ def judge(model: nn.Module, meet: Meet) -> None:
     model.__dict__.update(_shard_context=context, _judged=set(), _judges_with=meet, _judged_parameters=held)
 
 
-def _kind_of(value: Any, ranks: int) -> Hashable:
+def _kind_of(value: Any, ranks: int) -> Any:
     if isinstance(value, Tensor):
         # Too few tokens are not split.
         return value.requires_grad, value.ndim, value.ndim > 1 and value.size(1) >= ranks
-    kind: Hashable = value if value is None or isinstance(value, bool) else type(value)
-    return kind
+    return value if value is None or isinstance(value, bool) else type(value)
 
 
 def _differentiated(out: Any) -> Iterator[Tensor]:
