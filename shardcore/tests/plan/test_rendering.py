@@ -1,6 +1,7 @@
 from torch import nn
 
 from shardcore import Policy, ShardConfig, compile_plan
+from shardcore.policy import Stages
 from shardcore.styles import norm, region, replicate
 
 
@@ -27,8 +28,8 @@ class ModelPolicy(Policy):
         }
 
 
-def _text(*widths, tp=2):
-    return compile_plan(ModelPolicy, Model(*widths), ShardConfig(tensor_parallel_size=tp)).render()
+def _text(*widths, tp=2, policy=ModelPolicy):
+    return compile_plan(policy, Model(*widths), ShardConfig(tensor_parallel_size=tp)).render()
 
 
 def test_equal_blocks_are_shown_once():
@@ -67,3 +68,22 @@ def test_one_rank_changes_nothing():
     assert "tp 1" in text
     assert "ColumnLinear" not in text
     assert "weight (8, 4) -> (8, 4)" in text
+
+
+class WholePolicy(Policy):
+    stages = Stages(first="embed", blocks="blocks")
+
+    def module_policy(self):
+        return {"Model": [replicate("embed")], "Block": [norm("norm"), replicate("up", "down")]}
+
+
+class SplitPolicy(ModelPolicy):
+    stages = WholePolicy.stages
+
+
+def test_blocks_of_which_nothing_is_split_are_named():
+    said = "nothing in blocks is split: each of the 2 ranks holds and computes all of these blocks"
+    lines = {policy: _text(8, policy=policy).split("\n") for policy in (WholePolicy, SplitPolicy)}
+    assert lines[WholePolicy][1] == said
+    assert said not in lines[SplitPolicy]
+    assert "nothing in" not in _text(8, tp=1, policy=WholePolicy)

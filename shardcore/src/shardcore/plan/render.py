@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from shardcore.nn.layout import ReplicatedLayout
 from shardcore.plan.steps import above
 
 if TYPE_CHECKING:
@@ -21,7 +22,16 @@ def render(plan: ShardPlan) -> str:
     ranks = plan.config.tensor_parallel_size or 1
     origin = f" ({plan.origin})" if plan.origin else ""
     head = f"{plan.model.rpartition('.')[2]} by {plan.policy}{origin}, tp {ranks}, digest {plan.digest[:12]}"
-    return "\n".join([head, *map(str, plan.parts), *map(str, plan.choices), *_lines(_said(plan, ranks))])
+    about = [*map(str, plan.parts), *map(str, plan.choices), *_whole(plan, ranks)]
+    return "\n".join([head, *about, *_lines(_said(plan, ranks))])
+
+
+def _whole(plan: ShardPlan, ranks: int) -> Iterator[str]:
+    """Yield what gains nothing by more ranks: lists of blocks of which nothing is split."""
+    for name in plan.stages.lists if plan.stages and ranks > 1 else ():
+        layouts = [p.layout for p in plan.parameters for known in (p.name, *p.aliases) if known.startswith(f"{name}.")]
+        if layouts and all(isinstance(layout, ReplicatedLayout) for layout in layouts):
+            yield f"nothing in {name} is split: each of the {ranks} ranks holds and computes all of these blocks"
 
 
 def _said(plan: ShardPlan, ranks: int) -> dict[str, list[str]]:
