@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardcore.comm.collectives import chunk_bounds
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.loss.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
+from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
 from shardcore.testing.parity import assert_close
 
 
@@ -107,6 +111,73 @@ def _chunks(chunk):
     assert_close(whole[0].grad, summand, "input gradient", 1e-12)
     for mine, theirs in zip(whole[1:], (weight, bias), strict=True):
         assert_close(mine.grad, theirs.grad.full_tensor(), "parameter gradient", 1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_constant_bias(pool, world, lazy):
+    pool.run(_constant_bias, lazy, world=world)
+
+
+def _split_logits(lazy, words, dtype=torch.float64):
+    """Return what a head returns of x (3, 4, 5), x and its weight, and the weight of the whole head."""
+    vocabulary, mine = _vocabulary(words)
+    x, whole = _random(3, 4, 5, dtype=dtype), _random(words, 5, seed=1, dtype=dtype)
+    x = x.requires_grad_()
+    if lazy:
+        weight = distribute_tensor(whole, vocabulary.context.tp, [Shard(0)]).detach().requires_grad_()
+        return LazyLogits(x, vocabulary, SimpleNamespace(weight=weight, bias=None), 5), x, weight, whole
+    weight = whole[mine].clone().requires_grad_()
+    return VocabParallelLogits(F.linear(x, weight), vocabulary), x, weight, whole
+
+
+def _constant_bias(lazy):
+    words = 10
+    logits, x, weight, whole = _split_logits(lazy, words)
+    bias, labels = _random(1, words, seed=2) * 3, _labels(12, words)
+    exact, own = x.detach().clone().requires_grad_(), whole.requires_grad_()
+    wanted = F.cross_entropy((F.linear(exact, own) + bias + bias).view(-1, words), labels, label_smoothing=0.1)
+    got = F.cross_entropy(torch.add(logits + bias, bias).view(-1, words), labels, label_smoothing=0.1)
+    assert_close(wanted, got, "loss", 1e-12)
+    wanted.backward()
+    got.backward()
+    summand = x.grad.clone()
+    dist.all_reduce(summand)
+    assert_close(exact.grad, summand, "input gradient", 1e-12)
+    theirs = weight.grad.full_tensor() if lazy else weight.grad
+    mine = own.grad if lazy else own.grad[_vocabulary(words)[1]]
+    assert_close(mine, theirs, "gradient of the weight", 1e-12)
+
+
+def test_a_bias_wider_than_the_logits(pool):
+    pool.run(_wide_bias, world=2)
+
+
+def _wide_bias():
+    words, bias = 10, _random(10, seed=2).float()
+    losses = []
+    for lazy in (False, True):
+        logits, x, weight, _ = _split_logits(lazy, words, torch.bfloat16)
+        loss = F.cross_entropy((logits + bias).view(-1, words), _labels(12, words))
+        loss.backward()
+        assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+        losses.append(loss)
+    assert_close(*losses, "loss", 1e-6)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_is_not_added(pool, lazy):
+    pool.run(_not_added, lazy, world=2)
+
+
+def _not_added(lazy):
+    logits, *_ = _split_logits(lazy, 10)
+    for wrong in (1.0, _random(4, 1), _random(10).requires_grad_(), _random(5)):
+        with pytest.raises(NotSupportedError, match="addition of"):
+            logits + wrong
+    if lazy:
+        with pytest.raises(NotSupportedError, match="one bias for each token"):
+            logits + _random(4, 10)
 
 
 def test_gradients_of_half_precision_are_summed_in_single(pool):

@@ -137,6 +137,11 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
         rows.add_(some.t() @ x)
 
 
+def _logits(x: Tensor, w: Tensor, b: Tensor | None, shift: Tensor | None) -> Tensor:
+    logits = F.linear(x, w, b)
+    return logits if shift is None else logits + shift
+
+
 class _ChunkedCrossEntropy(Function):
     flow = LEAVES
 
@@ -150,18 +155,19 @@ class _ChunkedCrossEntropy(Function):
         vocabulary: Vocabulary,
         smoothing: float,
         chunk: int,
+        shift: Tensor | None,
     ) -> Tensor:
         w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
         ctx.input_dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             x, w, b = autocast(x, w, b)
         parts = [
-            _look(F.linear(some, w, b), own, vocabulary, smoothing)
+            _look(_logits(some, w, b, shift), own, vocabulary, smoothing)
             for some, own in zip(x.split(chunk), labels.split(chunk), strict=True)
         ]
         joined = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
         losses, normalizer = _losses(_Partial(*joined), vocabulary, smoothing)  # type: ignore[arg-type]  # total alone is None
-        ctx.save_for_backward(x, w, b, labels, normalizer)
+        ctx.save_for_backward(x, w, b, labels, normalizer, shift)
         ctx.parameters = weight, bias
         ctx.vocabulary, ctx.smoothing, ctx.chunk = vocabulary, smoothing, chunk
         return losses
@@ -169,7 +175,7 @@ class _ChunkedCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        x, w, b, labels, normalizer = ctx.saved_tensors
+        x, w, b, labels, normalizer, shift = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, bias = ctx.parameters
         gx = torch.empty_like(x) if needs_x else None
@@ -177,8 +183,9 @@ class _ChunkedCrossEntropy(Function):
         gb = torch.zeros_like(b, dtype=_accumulator(b)) if needs_bias else None
         for start in range(0, x.size(0), ctx.chunk):
             some = slice(start, start + ctx.chunk)
-            logits = F.linear(x[some], w, b)
+            logits = _logits(x[some], w, b, shift)
             grad = _gradient(logits, labels[some], normalizer[some], grads[0][some], ctx.vocabulary, ctx.smoothing)
+            grad = grad.to(w.dtype)  # a shift may be wider than the product
             del logits
             if gx is not None:
                 torch.mm(grad, w, out=gx[some])
@@ -190,7 +197,7 @@ class _ChunkedCrossEntropy(Function):
             None if gx is None else gx.to(ctx.input_dtype),
             None if gw is None else with_spec(gw.to(weight.dtype), spec_of(weight)),
             None if gb is None else with_spec(gb.to(bias.dtype), spec_of(bias)),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -209,6 +216,7 @@ def chunked_cross_entropy(
     smoothing: float = 0.0,
     *,
     chunk: int,
+    shift: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each token, (N), from what enters the head.
 
@@ -220,6 +228,7 @@ def chunked_cross_entropy(
         vocabulary: how V is split.
         smoothing: the label smoothing: the share of the loss that is spread over the vocabulary.
         chunk: the number of tokens whose logits are computed at a time.
+        shift: a constant that is added to this rank's logits, (V/tp), or None.
     """
-    losses: Tensor = _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk)  # type: ignore[no-untyped-call]
+    losses: Tensor = _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk, shift)  # type: ignore[no-untyped-call]
     return losses

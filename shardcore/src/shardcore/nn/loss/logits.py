@@ -1,10 +1,10 @@
 """Logits that stay split over the vocabulary, as the model's own forward sees them.
 
 A model's forward takes the logits of its head, computes a loss from them in its own way, and returns both. Here the
-head returns an object in their place. It is no tensor, but supports what losses do with logits: other shapes, wider
-dtypes, a scale, and `torch.nn.functional.cross_entropy`, which each rank computes for its part
-(`shardcore.nn.loss.cross_entropy`). So no forward is overridden, whether the loss is in it, in ``model.loss_function``
-or in a rule of the policy. Everything else raises.
+head returns an object in their place. It is no tensor, but supports what models do with logits: other shapes, wider
+dtypes, a scale, a constant bias of words, and `torch.nn.functional.cross_entropy`, which each rank computes for its
+part (`shardcore.nn.loss.cross_entropy`). So no forward is overridden, whether the loss is in it, in
+``model.loss_function`` or in a rule of the policy. Everything else raises.
 
 At the end of the forward the caller gets a DTensor, split over the vocabulary.
 """
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
+from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError, VocabParallelLogitsError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
@@ -130,6 +131,9 @@ class VocabParallelLogits:
     def __truediv__(self, divisor: Any) -> Self:
         return self._elementwise(torch.div, divisor)
 
+    def __add__(self, bias: Any) -> Self:
+        return self._plus(bias)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -149,6 +153,8 @@ class VocabParallelLogits:
                 return first.cross_entropy(*args[1:], **options)
             if func in (torch.tanh, torch.mul, torch.div):
                 return first._elementwise(func, *args[1:], **options)
+            if func is torch.add and not options and len(args) == 2:
+                return first._plus(args[1])
         raise NotSupportedError(_ELSE.format(what=f"{getattr(func, '__name__', func)}()"))
 
     def cross_entropy(
@@ -217,6 +223,19 @@ class VocabParallelLogits:
             self._refuse("arithmetic with a number that needs a gradient")
         return self._with(function(self._local, *args, **options))
 
+    def _plus(self, bias: Any) -> Self:
+        return self._with(self._local + self._own(bias))
+
+    def _own(self, bias: Any) -> Tensor:
+        """Return this rank's part of a bias (..., V), such as a buffer that every rank has whole."""
+        if not isinstance(bias, Tensor) or isinstance(bias, DTensor) or bias.shape[-1:] != self.shape[-1:]:
+            self._refuse("an addition of anything but a plain tensor (..., V)")
+        if bias.requires_grad:  # each rank would have a part of its gradient
+            self._refuse("an addition of a bias that needs a gradient")
+        context = self._vocabulary.context
+        start, stop = chunk_bounds(self._vocabulary.size, context.size, context.rank)
+        return bias[..., start:stop]
+
     def _with(self, local: Tensor) -> Self:
         return type(self)(local, self._vocabulary)
 
@@ -236,12 +255,16 @@ class LazyLogits(VocabParallelLogits):
         vocabulary: how V is split.
         head: the head.
         chunk: the number of tokens whose logits are computed at a time.
+        shift: what is added to them, (V/tp), or None.
     """
 
-    def __init__(self, x: Tensor, vocabulary: Vocabulary, head: ColumnLinear, chunk: int) -> None:
+    def __init__(
+        self, x: Tensor, vocabulary: Vocabulary, head: ColumnLinear, chunk: int, shift: Tensor | None = None
+    ) -> None:
         super().__init__(x, vocabulary)  # its own shape but for the last dim is what the logits' would be
         self._head = head
         self._chunk = chunk
+        self._shift = shift
 
     def as_dtensor(self) -> Any:
         """Return itself: all that can be done with it raises."""
@@ -249,13 +272,22 @@ class LazyLogits(VocabParallelLogits):
 
     def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
         head, x = self._head, flat(self._local)
-        return chunked_cross_entropy(x, head.weight, head.bias, labels, self._vocabulary, smoothing, chunk=self._chunk)
+        return chunked_cross_entropy(
+            x, head.weight, head.bias, labels, self._vocabulary, smoothing, chunk=self._chunk, shift=self._shift
+        )
+
+    def _plus(self, bias: Any) -> Self:
+        own = self._own(bias)
+        if own.numel() != own.size(-1):
+            self._refuse("an addition of one bias for each token, in logits that are computed within the loss")
+        shift = own.reshape(-1) if self._shift is None else self._shift + own.reshape(-1)
+        return type(self)(self._local, self._vocabulary, self._head, self._chunk, shift)
 
     def _elementwise(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> NoReturn:
         self._refuse(f"{function.__name__}() of logits that are computed within the loss (loss_chunk_size)")
 
     def _with(self, local: Tensor) -> Self:
-        return type(self)(local, self._vocabulary, self._head, self._chunk)
+        return type(self)(local, self._vocabulary, self._head, self._chunk, self._shift)
 
 
 class VocabParallelLossModel(SwappedModule):
