@@ -69,7 +69,8 @@ def _other_meshes(s: Subject, ledger: Ledger, folder: str) -> None:
 
 def _meshes(s: Subject) -> dict[str, dict[str, Any] | None]:
     found: dict[str, dict[str, Any] | None] = {"unsharded": None}
-    found[f"on tp {s.tp // 2} x dp 2"] = {"tp": s.tp // 2, "dp": 2}
+    replicas = next(count for count in range(2, s.tp + 1) if s.tp % count == 0)
+    found[f"on tp {s.tp // replicas} x dp {replicas}"] = {"tp": s.tp // replicas, "dp": replicas}
     if s.case.supports.sequence:
         found["under sequence parallelism"] = {
             "enable_sequence_parallelism": True,
