@@ -1,0 +1,1 @@
+"""The T5 families of transformers, for shardcore."""
