@@ -1,0 +1,1 @@
+"""The BART family of transformers, for shardcore."""

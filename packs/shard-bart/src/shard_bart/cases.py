@@ -1,0 +1,160 @@
+"""Tiny BARTs for the conformance kit (`shardcore.testing`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+
+from shardcore.testing import Case, Supports, hidden_loss, randomized
+
+__all__ = ["build", "cases", "inputs"]
+
+_OLD = Version(transformers.__version__) < Version("5")
+_PADDING = ((0, 3, 1), (2, 0, 4), (4, 4, 0))
+
+
+def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+    """Return a tiny model of the class ``name``, with a bias on its logits; ``options`` change its configuration.
+
+    Positions of sines stay as they are: Marian does not save them.
+    """
+    settings: dict[str, Any] = {
+        "vocab_size": 101,  # divides by no number of ranks
+        "d_model": 48,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 8,  # another number than the encoder's
+        "encoder_ffn_dim": 43,
+        "decoder_ffn_dim": 45,
+        "max_position_embeddings": 24,
+        "num_labels": 2 if name.endswith("QuestionAnswering") else 3,
+        "dropout": dropout,
+        "attention_dropout": dropout,
+        "activation_dropout": dropout,
+        "classifier_dropout": dropout,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "forced_eos_token_id": None,
+        "decoder_start_token_id": 2,
+        "attn_implementation": "sdpa",
+        **options,
+    }
+    native = getattr(transformers, name)
+    model: Any = native(native.config_class(**settings))
+    sines = {path: p.detach().clone() for path, p in model.named_parameters() if not p.requires_grad}
+    randomized(model, seed).load_state_dict(sines, strict=False)
+    if (bias := getattr(model, "final_logits_bias", None)) is not None:
+        bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(seed)))
+    return model
+
+
+def inputs(model: Any, seed: int) -> dict[str, Any]:
+    """Return a batch of three right-padded sequences, each with one end, and what the head of ``model`` learns from."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    name, config = type(model).__name__.removeprefix("FSDP"), model.config
+    lengths = 7 - torch.tensor(_PADDING[seed % len(_PADDING)])
+    mask = (torch.arange(7) < lengths[:, None]).long()
+    ids = integers(3, config.vocab_size, 3, 7) * mask
+    ids[torch.arange(3), lengths - 1] = config.eos_token_id
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    words = integers(3, getattr(config, "decoder_vocab_size", None) or config.vocab_size, 3, 5)
+    match name.rpartition("For")[2]:
+        case "CausalLM":
+            states = torch.randn(3, 5, config.d_model, generator=generator, dtype=torch.float64)
+            batch |= {"labels": ids.masked_fill(mask == 0, -100), "encoder_hidden_states": states}
+        case "ConditionalGeneration" | "MarianMTModel":
+            batch["labels"] = words.masked_fill(torch.arange(5) >= lengths[:, None] - 1, -100)
+        case "SequenceClassification":
+            batch["labels"] = integers(0, config.num_labels, 3)
+        case "QuestionAnswering":
+            batch["start_positions"] = integers(0, 3, 3)
+            batch["end_positions"] = batch["start_positions"] + 1
+        case _:
+            batch["decoder_input_ids"] = words
+    return batch
+
+
+_HEADS = ("encoder_attention_heads", "decoder_attention_heads")
+_TWELVE = dict.fromkeys(_HEADS, 12)
+_BOTH = ("decoder_attentions", "cross_attentions", "decoder_hidden_states", "encoder_attentions")
+_DECODER = ("attentions", "cross_attentions", "hidden_states")
+
+
+def _case(name: str, kind: str, **fields: Any) -> Case:
+    settings: dict[str, Any] = {
+        "inputs": inputs,
+        "outputs": ("logits",),
+        "options": {"attn_implementation": ("sdpa", "eager")},
+        "layers": "model.decoder.layers",
+        "collectives": (3, 3),
+        "sharded": ("q_proj", "out_proj", "fc1", "fc2", "embed_tokens"),
+        "refuses": (dict.fromkeys(_HEADS, 3),),
+        "supports": Supports(sequence=True, captured=_BOTH),
+        **fields,
+    }
+    return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
+
+
+def _family(family: str, prefix: str, *, words: str = "ForConditionalGeneration", **usual: Any) -> list[Case]:
+    """Return a case for every class that all families have; the one that translates has heads for three ranks too."""
+    return [
+        _case(
+            f"{prefix}{'translation' if words == 'MTModel' else 'conditional_generation'}",
+            f"{family}{words}",
+            supports=Supports(sequence=True, captured=_BOTH, generation=True, tensor_parallel=(1, 2, 3, 4)),
+            usual={**usual, **_TWELVE},
+        ),
+        _case(
+            f"{prefix}model",
+            f"{family}Model",
+            layers="decoder.layers",
+            outputs=("last_hidden_state", "encoder_last_hidden_state"),
+            loss=hidden_loss,
+            usual=usual,
+        ),
+        _case(
+            f"{prefix}causal_lm",
+            f"{family}ForCausalLM",
+            supports=Supports(sequence=True, captured=_DECODER, generation=True),
+            usual=usual,
+        ),
+    ]
+
+
+def _classifiers(family: str, prefix: str, **usual: Any) -> list[Case]:
+    scores = ("start_logits", "end_logits")
+    return [
+        _case(f"{prefix}sequence_classification", f"{family}ForSequenceClassification", usual=usual),
+        _case(f"{prefix}question_answering", f"{family}ForQuestionAnswering", outputs=scores, usual=usual),
+    ]
+
+
+def cases() -> list[Case]:
+    """Return a case for every class, and a Marian of two vocabularies."""
+    scaled: dict[str, Any] = {"scale_embedding": True}
+    apart = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 89, "tie_word_embeddings": False}
+    return [
+        *_family("Bart", ""),
+        *_classifiers("Bart", ""),
+        *_family("MBart", "mbart_", **scaled),
+        *_classifiers("MBart", "mbart_", **scaled),
+        *_family("Marian", "marian_", words="MTModel", **scaled),
+        _case(
+            "marian_two_vocabularies",
+            "MarianMTModel",
+            supports=Supports(sequence=True, captured=_BOTH, generation=True),
+            usual={**scaled, **apart},
+        ),
+        *_family("Pegasus", "pegasus_", **scaled),
+    ]
