@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +48,7 @@ def _head(name: str) -> str:
     return name.rpartition("For")[2] if "For" in name else ""
 
 
-def _case(name: str, kind: str, **fields: Any) -> Case:
+def _case(name: str, kind: str, *, build: Callable[..., Any], sizes: tuple[int, ...], **fields: Any) -> Case:
     outputs = {"": ("last_hidden_state",), "QuestionAnswering": ("start_logits", "end_logits")}
     settings: dict[str, Any] = {
         "inputs": text_batch,
@@ -57,23 +59,39 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
         **fields,
     }
+    settings["supports"] = replace(settings["supports"], tensor_parallel=sizes)
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
 
 
-def decoder_cases(family: str, *, prefix: str = "", usual: dict[str, Any] | None = None, **fields: Any) -> list[Case]:
+def decoder_cases(
+    family: str,
+    *,
+    prefix: str = "",
+    usual: dict[str, Any] | None = None,
+    shared: dict[str, Any] | None = None,
+    headless: str = "",
+    sizes: tuple[int, ...] = (1, 2, 4),
+    build: Callable[..., Any] = build,
+    **fields: Any,
+) -> list[Case]:
     """Return a case for every class of a family, and for what decoders differ in: shared KV heads, tied vocabularies.
 
     Args:
         family: what the names of its classes begin with, such as ``"Qwen2"``.
         prefix: of the names of the cases, for a pack that serves several families.
         usual: values of the configuration that are not Llama's.
+        shared: values of the case with shared KV heads, beyond ``usual``; by default there are two KV heads.
+        headless: what the names of classes without a language-model head begin with, where that differs.
+        sizes: the tensor-parallel sizes.
+        build: makes the models, as `build` does.
         **fields: further fields of every `Case`.
     """
     usual = usual or {}
     generating = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
-    shared = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97}
-    forward, backward = fields.get("collectives", (2, 2))
-    causal, model = f"{family}ForCausalLM", f"{family}Model"
+    tied = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97, **(shared or {})}
+    fields = {"collectives": (2, 2), **fields, "build": build, "sizes": sizes}
+    forward, backward = fields["collectives"]
+    causal, others = f"{family}ForCausalLM", headless or family
     found = [
         _case(
             f"{prefix}causal_lm",
@@ -85,13 +103,13 @@ def decoder_cases(family: str, *, prefix: str = "", usual: dict[str, Any] | None
         _case(
             f"{prefix}tied_shared_kv",
             causal,
-            usual=shared,
+            usual=tied,
             **{"supports": generating, "sharded": ("q_proj",), **fields, "collectives": (forward + 1, backward + 1)},
         ),
-        _case(f"{prefix}model", model, usual=usual, loss=hidden_loss, **fields),
+        _case(f"{prefix}model", f"{others}Model", usual=usual, loss=hidden_loss, **fields),
     ]
     for head in ("sequence_classification", "token_classification", "question_answering"):
-        kind = f"{family}For{head.title().replace('_', '')}"
+        kind = f"{others}For{head.title().replace('_', '')}"
         if hasattr(transformers, kind):
             found.append(_case(f"{prefix}{head}", kind, usual=usual, **fields))
     return found

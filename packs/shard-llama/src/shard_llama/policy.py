@@ -25,25 +25,32 @@ class LlamaModelPolicy(PretrainedPolicy):
 
     #: What the names of the model's classes begin with.
     family: ClassVar[str] = "Llama"
+    #: The attribute of the norms with epsilon; None if they are none that can be fused.
+    rms: ClassVar[str | None] = "variance_epsilon"
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder."""
-        return {
-            f"{self.family}Model": [
-                vocab("embed_tokens"),
-                norm("norm", rms="variance_epsilon"),
-                sequence(scatter="layers[0]", gather="norm"),
-                outputs(attentions="heads", hidden_states="sequence"),
-            ],
-            f"{self.family}DecoderLayer": self.block(),
-        }
+        return {f"{self.family}Model": self.decoder(), f"{self.family}DecoderLayer": self.block()}
+
+    def decoder(self) -> list[Rule]:
+        """Return the rules of what is around the blocks."""
+        return [
+            vocab("embed_tokens"),
+            norm("norm", rms=self.rms),
+            sequence(scatter="layers[0]", gather="norm"),
+            outputs(attentions="heads", hidden_states="sequence"),
+        ]
 
     def block(self) -> list[Rule]:
         """Return the rules of one block."""
+        norms = norm("input_layernorm", "post_attention_layernorm", rms=self.rms)
+        return [norms, *self.attention(), *self.feed_forward()]
+
+    def attention(self) -> list[Rule]:
+        """Return the rules of the attention of a block."""
         return [
-            norm("input_layernorm", "post_attention_layernorm", rms="variance_epsilon"),
             region(
                 enter="self_attn",
                 col="self_attn.q_proj",
@@ -51,9 +58,12 @@ class LlamaModelPolicy(PretrainedPolicy):
                 row="self_attn.o_proj",
                 unit="head",
             ),
-            region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj"),
             attribute("self_attn.num_key_value_groups", local_groups),
         ]
+
+    def feed_forward(self) -> list[Rule]:
+        """Return the rules of what follows the attention in a block."""
+        return [region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj")]
 
 
 class LlamaForCausalLMPolicy(LlamaModelPolicy):
