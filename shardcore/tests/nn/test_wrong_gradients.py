@@ -312,7 +312,7 @@ def test_each_way_of_calling_is_looked_at_once(pool: Any) -> None:
     pool.run(once, world=2)
 
 
-def one_rank() -> None:
+def one_rank(found: Callable[..., Any], told: str, error: type[Exception]) -> None:
     native, sharded = twins(*RIGHT["a residual inside of what enters"])
     x, labels = inputs()
     if dist.get_rank() == 0:
@@ -332,8 +332,16 @@ def _everything(graph: Graph, own: Any) -> list[Any]:
     return [Wrong(leaf, got, State.OWN) for leaf, got in graph.leaves]
 
 
-def test_what_one_rank_finds_all_raise(pool: Any) -> None:
-    pool.run(one_rank, world=2)
+def _a_mistake_of_ours(graph: Graph, own: Any) -> list[Any]:
+    raise KeyError("a mistake of ours")
+
+
+@pytest.mark.parametrize(
+    ("found", "told", "error"),
+    [(_everything, "would be wrong", PlanError), (_a_mistake_of_ours, "a mistake of ours", KeyError)],
+)
+def test_what_one_rank_finds_all_raise(pool: Any, found: Any, told: str, error: Any) -> None:
+    pool.run(one_rank, found, told, error, world=2)
 
 
 class _Enters(Function):

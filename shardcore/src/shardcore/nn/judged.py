@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardcore._torch import backward_task
-from shardcore.errors import PlanError
+from shardcore.errors import PlanError, Problem
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
@@ -68,18 +68,26 @@ class JudgedModel(SwappedModule):
         outputs = list(_differentiated(out))
         if not outputs:
             return
+        subject = f"the gradients of this {type(self).__name__} would be wrong, though what it returns is right"
+        try:
+            found = self._problems(outputs, args, kwargs)
+        except BaseException as error:
+            self._judges_with(f"{type(error).__name__}: {error}")  # the other ranks wait
+            raise
+        mine = PlanError(subject, found) if found else None
+        elsewhere = self._judges_with("" if mine is None else str(mine))
+        if mine is not None:
+            raise mine
+        if elsewhere:
+            raise PlanError(f"{subject}, as another rank has found ({elsewhere})", ())
+
+    def _problems(self, outputs: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Problem]:
         graph = Graph(outputs)
         arguments = {id(t): f"at position {i}" for i, t in enumerate(args) if isinstance(t, Tensor)}
         arguments |= {id(t): repr(name) for name, t in kwargs.items() if isinstance(t, Tensor)}
         judged = arguments | {id(p): "" for p in self.parameters() if not isinstance(p, DTensor)}
         wrong = wrong_gradients(graph, judged)
-        subject = f"the gradients of this {type(self).__name__} would be wrong, though what it returns is right"
-        error = PlanError(subject, problems(self, graph, wrong, arguments)) if wrong else None
-        elsewhere = self._judges_with("" if error is None else str(error))
-        if error is not None:
-            raise error
-        if elsewhere:
-            raise PlanError(f"{subject}, as another rank has found ({elsewhere})", ())
+        return problems(self, graph, wrong, arguments) if wrong else []
 
 
 def judge(model: nn.Module, meet: Meet) -> None:
