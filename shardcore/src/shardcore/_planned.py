@@ -113,7 +113,7 @@ OTHERS = {
     "xFormers": FIELDS["enable_flash_attention"].release,
     "BLOOM": "0.5",
     "ALBERT": "0.5",
-    "GLM": "0.5",
+    "ChatGLM-2": "0.5",
     "nn.MultiheadAttention": "0.5",
 }
 

@@ -113,10 +113,18 @@ def _chunks(chunk):
         assert_close(mine.grad, theirs.grad.full_tensor(), "parameter gradient", 1e-12)
 
 
+# What models do to logits before the loss, beside a bias of each word.
+_CHANGES = {
+    "bias": lambda logits, bias: torch.add(logits + bias, bias),
+    "capped": lambda logits, bias: torch.tanh(torch.div(logits, 2.0) + bias) * 1.5,
+}
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_constant_bias(pool, world, lazy):
-    pool.run(_constant_bias, lazy, world=world)
+@pytest.mark.parametrize("change", _CHANGES)
+def test_changed_logits(pool, change, world, lazy):
+    pool.run(_changed, change, lazy, world=world)
 
 
 def _split_logits(lazy, words, dtype=torch.float64):
@@ -131,13 +139,13 @@ def _split_logits(lazy, words, dtype=torch.float64):
     return VocabParallelLogits(F.linear(x, weight), vocabulary), x, weight, whole
 
 
-def _constant_bias(lazy):
-    words = 10
+def _changed(change, lazy):
+    words, change = 10, _CHANGES[change]
     logits, x, weight, whole = _split_logits(lazy, words)
     bias, labels = _random(1, words, seed=2) * 3, _labels(12, words)
     exact, own = x.detach().clone().requires_grad_(), whole.requires_grad_()
-    wanted = F.cross_entropy((F.linear(exact, own) + bias + bias).view(-1, words), labels, label_smoothing=0.1)
-    got = F.cross_entropy(torch.add(logits + bias, bias).view(-1, words), labels, label_smoothing=0.1)
+    wanted = F.cross_entropy(change(F.linear(exact, own), bias).view(-1, words), labels, label_smoothing=0.1)
+    got = F.cross_entropy(change(logits, bias).view(-1, words), labels, label_smoothing=0.1)
     assert_close(wanted, got, "loss", 1e-12)
     wanted.backward()
     got.backward()

@@ -27,6 +27,8 @@ class LlamaModelPolicy(PretrainedPolicy):
     family: ClassVar[str] = "Llama"
     #: The attribute of the norms with epsilon; None if they are none that can be fused.
     rms: ClassVar[str | None] = "variance_epsilon"
+    #: The norm behind the blocks.
+    final: ClassVar[str] = "norm"
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
@@ -38,8 +40,8 @@ class LlamaModelPolicy(PretrainedPolicy):
         """Return the rules of what is around the blocks."""
         return [
             vocab("embed_tokens"),
-            norm("norm", rms=self.rms),
-            sequence(scatter="layers[0]", gather="norm"),
+            norm(self.final, rms=self.rms),
+            sequence(scatter="layers[0]", gather=self.final),
             outputs(attentions="heads", hidden_states="sequence"),
         ]
 
@@ -50,14 +52,9 @@ class LlamaModelPolicy(PretrainedPolicy):
 
     def attention(self) -> list[Rule]:
         """Return the rules of the attention of a block."""
+        q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         return [
-            region(
-                enter="self_attn",
-                col="self_attn.q_proj",
-                kv=("self_attn.k_proj", "self_attn.v_proj"),
-                row="self_attn.o_proj",
-                unit="head",
-            ),
+            region(enter="self_attn", col=q, kv=(k, v), row="self_attn.o_proj", unit="head"),
             attribute("self_attn.num_key_value_groups", local_groups),
         ]
 

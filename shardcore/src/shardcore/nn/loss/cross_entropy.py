@@ -11,6 +11,7 @@ Sums are in float32 where logits are of half precision, else in the logits' own 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,10 @@ from shardcore.comm.flow import LEAVES
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import autocast
 
-__all__ = ["Vocabulary", "chunked_cross_entropy", "split_cross_entropy"]
+__all__ = ["Change", "Vocabulary", "chunked_cross_entropy", "split_cross_entropy"]
+
+#: A function of logits that treats each by itself.
+Change = Callable[[Tensor], Tensor]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -137,9 +141,10 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
         rows.add_(some.t() @ x)
 
 
-def _logits(x: Tensor, w: Tensor, b: Tensor | None, shift: Tensor | None) -> Tensor:
-    logits = F.linear(x, w, b)
-    return logits if shift is None else logits + shift
+def _changed(logits: Tensor, changes: tuple[Change, ...]) -> Tensor:
+    for change in changes:
+        logits = change(logits)
+    return logits
 
 
 class _ChunkedCrossEntropy(Function):
@@ -155,27 +160,27 @@ class _ChunkedCrossEntropy(Function):
         vocabulary: Vocabulary,
         smoothing: float,
         chunk: int,
-        shift: Tensor | None,
+        changes: tuple[Change, ...],
     ) -> Tensor:
         w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
         ctx.input_dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             x, w, b = autocast(x, w, b)
         parts = [
-            _look(_logits(some, w, b, shift), own, vocabulary, smoothing)
+            _look(_changed(F.linear(some, w, b), changes), own, vocabulary, smoothing)
             for some, own in zip(x.split(chunk), labels.split(chunk), strict=True)
         ]
         joined = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
         losses, normalizer = _losses(_Partial(*joined), vocabulary, smoothing)  # type: ignore[arg-type]  # total alone is None
-        ctx.save_for_backward(x, w, b, labels, normalizer, shift)
+        ctx.save_for_backward(x, w, b, labels, normalizer)
         ctx.parameters = weight, bias
-        ctx.vocabulary, ctx.smoothing, ctx.chunk = vocabulary, smoothing, chunk
+        ctx.vocabulary, ctx.smoothing, ctx.chunk, ctx.changes = vocabulary, smoothing, chunk, changes
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        x, w, b, labels, normalizer, shift = ctx.saved_tensors
+        x, w, b, labels, normalizer = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, bias = ctx.parameters
         gx = torch.empty_like(x) if needs_x else None
@@ -183,10 +188,15 @@ class _ChunkedCrossEntropy(Function):
         gb = torch.zeros_like(b, dtype=_accumulator(b)) if needs_bias else None
         for start in range(0, x.size(0), ctx.chunk):
             some = slice(start, start + ctx.chunk)
-            logits = _logits(x[some], w, b, shift)
-            grad = _gradient(logits, labels[some], normalizer[some], grads[0][some], ctx.vocabulary, ctx.smoothing)
-            grad = grad.to(w.dtype)  # a shift may be wider than the product
-            del logits
+            product = F.linear(x[some], w, b)
+            with torch.enable_grad():
+                logits = _changed(product.requires_grad_(bool(ctx.changes)), ctx.changes)
+            grad = _gradient(
+                logits.detach(), labels[some], normalizer[some], grads[0][some], ctx.vocabulary, ctx.smoothing
+            )
+            if ctx.changes:
+                (grad,) = torch.autograd.grad(logits, product, grad)
+            del logits, product
             if gx is not None:
                 torch.mm(grad, w, out=gx[some])
             if gw is not None:
@@ -216,7 +226,7 @@ def chunked_cross_entropy(
     smoothing: float = 0.0,
     *,
     chunk: int,
-    shift: Tensor | None = None,
+    changes: tuple[Change, ...] = (),
 ) -> Tensor:
     """Return the loss of each token, (N), from what enters the head.
 
@@ -228,7 +238,8 @@ def chunked_cross_entropy(
         vocabulary: how V is split.
         smoothing: the label smoothing: the share of the loss that is spread over the vocabulary.
         chunk: the number of tokens whose logits are computed at a time.
-        shift: a constant that is added to this rank's logits, (V/tp), or None.
+        changes: what is done to each word's logit by itself, one after the other: functions of this rank's logits
+            (n, V/tp) of some tokens, without parameters.
     """
-    losses: Tensor = _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk, shift)  # type: ignore[no-untyped-call]
+    losses: Tensor = _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk, changes)  # type: ignore[no-untyped-call]
     return losses

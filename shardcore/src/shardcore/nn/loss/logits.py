@@ -27,7 +27,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.linear.functional import can_look_at, flat
 from shardcore.nn.linear.parallel import ColumnLinear
-from shardcore.nn.loss.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
+from shardcore.nn.loss.cross_entropy import Change, Vocabulary, chunked_cross_entropy, split_cross_entropy
 
 __all__ = ["LazyLogits", "VocabParallelLogits", "VocabParallelLossModel"]
 
@@ -221,10 +221,14 @@ class VocabParallelLogits:
             self._refuse("arithmetic with other tensors")
         if any(arg.requires_grad for arg in others):  # its gradient would be a summand
             self._refuse("arithmetic with a number that needs a gradient")
-        return self._with(function(self._local, *args, **options))
+        return self._changed(lambda local: function(local, *args, **options))
 
     def _plus(self, bias: Any) -> Self:
-        return self._with(self._local + self._own(bias))
+        own = self._own(bias)
+        return self._changed(lambda local: local + own)
+
+    def _changed(self, change: Change) -> Self:
+        return self._with(change(self._local))
 
     def _own(self, bias: Any) -> Tensor:
         """Return this rank's part of a bias (..., V), such as a buffer that every rank has whole."""
@@ -255,16 +259,16 @@ class LazyLogits(VocabParallelLogits):
         vocabulary: how V is split.
         head: the head.
         chunk: the number of tokens whose logits are computed at a time.
-        shift: what is added to them, (V/tp), or None.
+        changes: what is done to them, one after the other.
     """
 
     def __init__(
-        self, x: Tensor, vocabulary: Vocabulary, head: ColumnLinear, chunk: int, shift: Tensor | None = None
+        self, x: Tensor, vocabulary: Vocabulary, head: ColumnLinear, chunk: int, changes: tuple[Change, ...] = ()
     ) -> None:
         super().__init__(x, vocabulary)  # its own shape but for the last dim is what the logits' would be
         self._head = head
         self._chunk = chunk
-        self._shift = shift
+        self._changes = changes
 
     def as_dtensor(self) -> Any:
         """Return itself: all that can be done with it raises."""
@@ -273,21 +277,20 @@ class LazyLogits(VocabParallelLogits):
     def _losses(self, labels: Tensor, smoothing: Share) -> Tensor:
         head, x = self._head, flat(self._local)
         return chunked_cross_entropy(
-            x, head.weight, head.bias, labels, self._vocabulary, smoothing, chunk=self._chunk, shift=self._shift
+            x, head.weight, head.bias, labels, self._vocabulary, smoothing, chunk=self._chunk, changes=self._changes
         )
 
-    def _plus(self, bias: Any) -> Self:
-        own = self._own(bias)
+    def _own(self, bias: Any) -> Tensor:
+        own = super()._own(bias)
         if own.numel() != own.size(-1):
             self._refuse("an addition of one bias for each token, in logits that are computed within the loss")
-        shift = own.reshape(-1) if self._shift is None else self._shift + own.reshape(-1)
-        return type(self)(self._local, self._vocabulary, self._head, self._chunk, shift)
+        return own.reshape(-1)
 
-    def _elementwise(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> NoReturn:
-        self._refuse(f"{function.__name__}() of logits that are computed within the loss (loss_chunk_size)")
+    def _changed(self, change: Change) -> Self:
+        return type(self)(self._local, self._vocabulary, self._head, self._chunk, (*self._changes, change))
 
     def _with(self, local: Tensor) -> Self:
-        return type(self)(local, self._vocabulary, self._head, self._chunk, self._shift)
+        return type(self)(local, self._vocabulary, self._head, self._chunk, self._changes)
 
 
 class VocabParallelLossModel(SwappedModule):

@@ -1,0 +1,1 @@
+"""The Gemma family of transformers, for shardcore."""

@@ -1,0 +1,1 @@
+"""The GLM family of transformers, for shardcore."""

@@ -1,0 +1,26 @@
+"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from shardcore.hooks import PolicySpec, hookimpl
+
+_CLASSES = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+
+
+@hookimpl
+def shardcore_policies() -> list[PolicySpec]:
+    """Serve GLM and GLM-4, and their heads."""
+    return [
+        PolicySpec(
+            target=f"transformers.models.{family}.modeling_{family}.{family.title()}{name}",
+            policy=f"shard_glm.policy:{family.title()}{name}Policy",
+        )
+        for family in ("glm", "glm4")
+        for name in _CLASSES
+    ]
+
+
+@hookimpl
+def shardcore_conformance_cases() -> list[str]:
+    """Test every class, and the ways in which decoders differ."""
+    return ["shard_glm.cases:cases"]

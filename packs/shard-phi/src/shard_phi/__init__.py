@@ -1,0 +1,1 @@
+"""The Phi family of transformers, for shardcore."""
