@@ -28,19 +28,19 @@ INSIDE = {"residual_inside": True}
 
 # The policy; the check that has to fail; a part of what it says; options of the model.
 WRONG = [
-    (wrong.NormsNotSummed, "gradients", "q_norm", {}),
-    (wrong.NormsSummedInPlace, "accumulation", "q_norm", {}),
+    (wrong.NormsNotSummed, "forward", "q_norm", {}),
+    (wrong.NormsSummedInPlace, "forward", "q_norm", {}),
     (wrong.BiasBeforeSum, "forward", "logits", {}),
     (wrong.UnpatchedHeads, "forward", "shape", FIXED),
     (wrong.HeadLeftSplit, "forward", "out of bounds", {}),
-    (wrong.ResidualInside, "gradients", "embed", INSIDE),
+    (wrong.ResidualInside, "forward", "would be wrong", INSIDE),
     (wrong.NotEntered, "forward", "only 'x' enters", {}),
     (wrong.MemoryNotSummed, "forward", "did not enter it", {}),
     (wrong.ForgottenEnterArg, "plan", "without having entered", {}),
     (wrong.NoEnter, "forward", "did not enter it", {}),
     (wrong.ReplicatedInside, "plan", "its gradient would be this rank's summand", {}),
     (wrong.SharedHeadsNotSummed, "plan", "attention.k.weight: it is inside the region", {"kv_heads": 1}),
-    (wrong.SaidToBeAfter, "gradients", "attention.k", {"kv_heads": 1}),
+    (wrong.SaidToBeAfter, "forward", "attention.k", {"kv_heads": 1}),
     (wrong.FusedAsOne, "plan", "both", {"fused": True}),
     (wrong_runs.DescribedWrongly, "forward", "", {}),
     (wrong_state.PlainNorm, "names", "plain Parameter", {}),
