@@ -16,11 +16,13 @@ __all__ = ["build", "cases"]
 def build(name: str, **options: Any) -> Any:
     """Return a tiny model of the class ``name``; ``options`` change its configuration.
 
-    Embeddings are as small as a Gemma's are beside what its blocks add: it multiplies them by the root of their size.
+    Its norms multiply by 1 + weight: their weights lie around 0, where those of other families lie around 1.
     """
     model = shard_llama.cases.build(name, **options)
     with torch.no_grad():
-        model.get_input_embeddings().weight.div_(model.config.hidden_size**0.5)
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                module.weight.sub_(1)
     return model
 
 
