@@ -10,7 +10,7 @@ from shard_llama.policy import (
     LlamaForTokenClassificationPolicy,
     LlamaModelPolicy,
 )
-from shardcore.policy import Heads, ModulePolicy, Rule, Stages
+from shardcore.policy import Heads, ModulePolicy, Rule
 from shardcore.styles import norm, partial
 
 
@@ -60,14 +60,6 @@ class Gemma3TextModelPolicy(Gemma2ModelPolicy):
     """The decoder of Gemma 3 for text, without a head."""
 
     family: ClassVar[str] = "Gemma3"
-    # Until transformers 5, layers that see a window of the tokens had rotations by themselves.
-    stages = Stages(
-        first="embed_tokens",
-        blocks="layers",
-        last="norm",
-        everywhere=("rotary_emb", "rotary_emb_local"),
-        optional="rotary_emb_local",
-    )
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head; two names say that they are for text."""
@@ -84,10 +76,6 @@ _OF_TEXT = {f"Gemma3{name}": f"Gemma3Text{name}" for name in ("Model", "ForSeque
 class Gemma3ForCausalLMPolicy(Gemma3TextModelPolicy, LlamaForCausalLMPolicy):
     """Gemma 3 with its language-model head."""
 
-    stages = Gemma3TextModelPolicy.stages.under("model", then="lm_head")
-
 
 class Gemma3TextForSequenceClassificationPolicy(Gemma3TextModelPolicy, LlamaForSequenceClassificationPolicy):
     """Gemma 3 with a label for each sequence of text."""
-
-    stages = Gemma3TextModelPolicy.stages.under("model", then="score")
