@@ -80,16 +80,16 @@ def test_a_model_that_is_right(pack):
 
 
 def test_a_policy_that_is_wrong(pack):
-    pack("wrong:BiasBeforeSum")
+    pack("wrong_state:CountedTwice")
     result = run("verified_models.Small", "--json")
     assert result.exit_code == 1
     found = json.loads(result.output)
     assert not found["passed"]
     states = {finding["check"]: finding for finding in found["findings"]}
     assert states["plan"]["state"] == states["names"]["state"] == "passed"
-    assert states["forward"]["state"] == "failed"
-    assert states["forward"]["error"] > 1e-3
-    assert "logits" in states["forward"]["message"]
+    assert states["gradients"]["state"] == "failed"
+    assert states["gradients"]["error"] > 1e-3
+    assert "norm1" in states["gradients"]["message"]
     assert all(isinstance(finding["hazards"], list) for finding in found["findings"])
 
 

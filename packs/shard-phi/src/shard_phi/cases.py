@@ -20,10 +20,9 @@ def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
 
 _FIELDS: dict[str, Any] = {
     "build": build,
-    "sizes": (1, 2, 3, 4),
     "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
 }
-#: Two KV heads: three and four ranks neither divide them nor are divided by them.
+#: Two KV heads for six: four ranks divide neither.
 _SHARED = {"num_attention_heads": 6, "hidden_size": 96}
 
 
