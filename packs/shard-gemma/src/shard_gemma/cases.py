@@ -28,8 +28,6 @@ def build(name: str, **options: Any) -> Any:
 
 _FIELDS: dict[str, Any] = {
     "build": build,
-    # Two KV heads for six: four ranks divide neither.
-    "shared": {"num_attention_heads": 6, "hidden_size": 96},
     "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
 }
 _GEMMA: dict[str, Any] = {"head_dim": 16, "tie_word_embeddings": False}

@@ -12,8 +12,6 @@ __all__ = ["cases"]
 _LAYER = ("q_proj", "v_proj", "o_proj", "mlp.gate_up_proj", "mlp.down_proj", "embed_tokens")
 _FIELDS: dict[str, Any] = {
     "usual": {"head_dim": 16},
-    # Two KV heads for six: four ranks divide neither.
-    "shared": {"num_attention_heads": 6, "hidden_size": 96},
     "sharded": _LAYER,
     "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
 }

@@ -22,8 +22,6 @@ _FIELDS: dict[str, Any] = {
     "build": build,
     "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
 }
-#: Two KV heads for six: four ranks divide neither.
-_SHARED = {"num_attention_heads": 6, "hidden_size": 96}
 
 
 def cases() -> list[Case]:
@@ -31,8 +29,8 @@ def cases() -> list[Case]:
     phi = ("q_proj", "v_proj", "dense", "mlp.fc1", "mlp.fc2", "embed_tokens")
     phi3 = ("qkv_proj", "o_proj", "mlp.gate_up_proj", "mlp.down_proj", "embed_tokens")
     found = [
-        *decoder_cases("Phi", prefix="phi_", shared={**_SHARED, "qk_layernorm": True}, sharded=phi, **_FIELDS),
-        *decoder_cases("Phi3", prefix="phi3_", shared=_SHARED, sharded=phi3, **_FIELDS),
+        *decoder_cases("Phi", prefix="phi_", shared={"qk_layernorm": True}, sharded=phi, **_FIELDS),
+        *decoder_cases("Phi3", prefix="phi3_", sharded=phi3, **_FIELDS),
     ]
     # The gradients of norms of local heads are summed in one more collective.
     return [replace(case, collectives=(3, 4)) if case.name == "phi_tied_shared_kv" else case for case in found]
