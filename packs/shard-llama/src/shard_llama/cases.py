@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +47,7 @@ def _head(name: str) -> str:
     return name.rpartition("For")[2] if "For" in name else ""
 
 
-def _case(name: str, kind: str, *, build: Callable[..., Any], sizes: tuple[int, ...], **fields: Any) -> Case:
+def _case(name: str, kind: str, *, build: Callable[..., Any], **fields: Any) -> Case:
     outputs = {"": ("last_hidden_state",), "QuestionAnswering": ("start_logits", "end_logits")}
     settings: dict[str, Any] = {
         "inputs": text_batch,
@@ -59,7 +58,6 @@ def _case(name: str, kind: str, *, build: Callable[..., Any], sizes: tuple[int, 
         "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
         **fields,
     }
-    settings["supports"] = replace(settings["supports"], tensor_parallel=sizes)
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
 
 
@@ -70,7 +68,6 @@ def decoder_cases(
     usual: dict[str, Any] | None = None,
     shared: dict[str, Any] | None = None,
     headless: str = "",
-    sizes: tuple[int, ...] = (1, 2, 4),
     build: Callable[..., Any] = build,
     **fields: Any,
 ) -> list[Case]:
@@ -82,14 +79,13 @@ def decoder_cases(
         usual: values of the configuration that are not Llama's.
         shared: values of the case with shared KV heads, beyond ``usual``; by default there are two KV heads.
         headless: what the names of classes without a language-model head begin with, where that differs.
-        sizes: the tensor-parallel sizes.
         build: makes the models, as `build` does.
         **fields: further fields of every `Case`.
     """
     usual = usual or {}
     generating = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
     tied = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97, **(shared or {})}
-    fields = {"collectives": (2, 2), **fields, "build": build, "sizes": sizes}
+    fields = {"collectives": (2, 2), **fields, "build": build}
     forward, backward = fields["collectives"]
     causal, others = f"{family}ForCausalLM", headless or family
     found = [
