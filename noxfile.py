@@ -4,9 +4,9 @@
 of tests (``smoke``). ``.ci/run`` is ``nox -t tests checks``.
 
 Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
-``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for the whole conformance kit, against the
-oldest and the newest release; the other packs, sizes 1 and 2, against the newest; all packs together), ``matrix`` (all
-releases, and the whole kit of every pack against the newest), ``newest`` and ``oldest``, ``quick`` (sizes 1 and 2
+``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for every size, against the oldest and the
+newest release; the other packs, sizes 1 and 2, against the newest; all packs together), ``matrix`` (all releases, and
+the whole conformance kit of every pack: every size and every case), ``newest`` and ``oldest``, ``quick`` (sizes 1 and 2
 against the newest release), ``pythons`` (the core with each other Python that is here), and the name of each pack. One
 environment for each release serves all of them, and those of one torch share its files.
 
@@ -126,26 +126,24 @@ for _version in PYTHONS:
 
 
 def add_cell(cell: Cell) -> None:
-    """Make the sessions of one cell of the matrix."""
+    """Make the sessions of one cell of the matrix: its own, and those with less or more of the conformance kit."""
+    own = "every size" if cell.whole else "sizes 1 and 2"
+    _add_session(
+        cell, cell.name, own, [*cell.tags, *(["quick"] if cell.tags[0] == "newest" and not cell.whole else [])]
+    )
+    if cell.tags[0] == "newest" and cell.whole:
+        _add_session(cell, f"quick-{cell.name}", "sizes 1 and 2", ["quick"])
+    if cell.tags[0] == "newest" or cell.whole:
+        _add_session(cell, f"whole-{cell.name}", "every case", ["matrix"])
 
-    def test(session: nox.Session, *, quick: bool = not cell.whole) -> None:
+
+def _add_session(cell: Cell, name: str, kit: str, tags: list[str]) -> None:
+    def test(session: nox.Session) -> None:
         against = f"{cell.library} {cell.release}"
-        suite_of(session, cell.pack, cell.environment, against, quick=quick, options=cell.options).run()
+        suite_of(session, cell.pack, cell.environment, against, kit=kit, options=cell.options).run()
 
-    kind = "whole kit" if cell.whole else "sizes 1 and 2"
-    test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kind}."
-    newest = cell.tags[0] == "newest"
-    tags = [*cell.tags, "quick"] if newest and not cell.whole else list(cell.tags)
-    nox.session(venv_backend="none", name=cell.name, tags=tags, default=False)(test)
-    if not newest:
-        return
-
-    def test_otherwise(session: nox.Session) -> None:
-        test(session, quick=cell.whole)
-
-    name, other, tag = ("quick", "sizes 1 and 2", "quick") if cell.whole else ("whole", "whole kit", "matrix")
-    test_otherwise.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {other}."
-    nox.session(venv_backend="none", name=f"{name}-{cell.name}", tags=[tag], default=False)(test_otherwise)
+    test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kit}."
+    nox.session(venv_backend="none", name=name, tags=tags, default=False)(test)
 
 
 CELLS = cells_of(PACKS, TORCH)
@@ -170,7 +168,7 @@ def minimums(session: nox.Session) -> None:
     floors = [lowest(pack.dependencies, library) for pack in PACKS for library in newest_of([pack])]
     environment = Environment("minimums", (torch,), tuple(sorted(set(floors))))
     core = Suite(session, environment, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against="minimums")
-    packs = [suite_of(session, pack, environment, "minimums", quick=True) for pack in PACKS]
+    packs = [suite_of(session, pack, environment, "minimums", kit="sizes 1 and 2") for pack in PACKS]
     failed = [suite.name for suite in (core, *packs) if not suite.passes()]
     if failed:
         session.error(f"failed: {', '.join(failed)}")
@@ -226,7 +224,7 @@ def capabilities(session: nox.Session) -> None:
                 pack,
                 NEWEST,
                 capability,
-                quick=True,
+                kit="sizes 1 and 2",
                 options=["-k", "test_conformance"],
                 env={"ATEN_CPU_CAPABILITY": capability},
             )

@@ -48,7 +48,7 @@ class Pack:
 
     @property
     def whole(self) -> bool:
-        """Whether the whole kit runs in every run of the tests, on the oldest and the newest releases.
+        """Whether every size runs in every run of the tests, on the oldest and the newest releases.
 
         Of the others sizes 1 and 2 on the newest release; the rest is left to the matrix.
         """
@@ -79,7 +79,8 @@ class Cell:
         library: the library.
         release: its release.
         environment: where the tests run.
-        whole: the whole conformance kit; else sizes 1 and 2 only.
+        whole: every size of the conformance kit, and tests that take long; else sizes 1 and 2 only. What is the same
+            for the models of a family is tested once for each; sessions ``whole-NAME`` test it for every case.
         tags: ``oldest``, ``newest`` or ``between``, then ``matrix``, the pack's name, and ``tests`` if it is a part of
             every run of the tests.
         options: options of pytest. A library that has environments of its own selects what names it, and whether each

@@ -19,6 +19,7 @@ __all__ = [
     "CORE",
     "ENV",
     "ENVIRONMENTS",
+    "KITS",
     "NEWEST",
     "PACKS",
     "RESULTS",
@@ -51,6 +52,12 @@ ENV: dict[str, str | None] = {
 # What the checks read.
 _CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py", "pyproject.toml",
             "mkdocs.yml")  # fmt: skip
+#: How much of the conformance kit runs -> the options of pytest.
+KITS: Mapping[str, tuple[str, ...]] = {
+    "sizes 1 and 2": ("--quick",),
+    "every size": ("--families",),
+    "every case": (),
+}
 # Sessions of several suites, each of which has a result of its own.
 _SEVERAL = ("capabilities", "minimums", "smoke")
 
@@ -201,11 +208,11 @@ def suite_of(
     environment: Environment,
     against: str,
     *,
-    quick: bool,
+    kit: str,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Suite:
-    """Return the suite of a pack."""
+    """Return the suite of a pack, with one of `KITS`."""
     folders = [pack.folder, *(needed.folder for needed in pack.needed(PACKS))]
     return Suite(
         session,
@@ -216,6 +223,6 @@ def suite_of(
         [CORE / "src", ROOT / "packs" / "conftest.py", *folders],
         against=against,
         data=pack.data,
-        options=[*(["--quick"] if quick else []), *options],
+        options=[*KITS[kit], *options],
         env=env,
     )

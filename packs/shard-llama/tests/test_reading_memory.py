@@ -14,6 +14,8 @@ from saving_files import ODD
 
 import shardcore
 
+pytestmark = pytest.mark.newest
+
 _MB = 1_000_000
 _LARGE = {
     **ODD,

@@ -27,6 +27,8 @@ from shardcore.comm.parts import place_of
 from shardcore.integrations import _saving
 from shardcore.testing.parity import whole
 
+pytestmark = pytest.mark.newest
+
 CASES = {
     "tp2": (TP2, ODD),
     "tp2-tied": (TP2, TIED),

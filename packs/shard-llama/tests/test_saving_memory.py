@@ -11,6 +11,8 @@ from saving_files import DP2, ODD, TP2, saved
 
 from shardcore.testing.parity import whole
 
+pytestmark = pytest.mark.newest
+
 _MB = 1_000_000
 _LARGE = {
     **ODD,

@@ -22,6 +22,8 @@ from shardcore.agree import meeting
 from shardcore.integrations import _private
 from shardcore.testing.parity import whole
 
+pytestmark = pytest.mark.newest
+
 LAYOUTS = {"tp2": TP2, "dp2": DP2, "tp2-dp2": SQUARE}
 
 

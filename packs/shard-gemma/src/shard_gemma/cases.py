@@ -28,6 +28,7 @@ def build(name: str, **options: Any) -> Any:
 
 _FIELDS: dict[str, Any] = {
     "build": build,
+    "sizes": (1, 2, 3, 4),
     "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
 }
 _GEMMA: dict[str, Any] = {"head_dim": 16, "tie_word_embeddings": False}

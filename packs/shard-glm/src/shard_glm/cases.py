@@ -13,6 +13,7 @@ _LAYER = ("q_proj", "v_proj", "o_proj", "mlp.gate_up_proj", "mlp.down_proj", "em
 _FIELDS: dict[str, Any] = {
     "usual": {"head_dim": 16},
     "sharded": _LAYER,
+    "sizes": (1, 2, 3, 4),
     "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
 }
 

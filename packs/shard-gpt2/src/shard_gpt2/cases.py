@@ -121,8 +121,8 @@ def cases() -> list[Case]:
     scaled = {"scale_attn_by_inverse_layer_idx": (False, True), "scale_attn_weights": (True, False)}
     both = {"attn_implementation": ("sdpa", "eager")}
     return [
-        _case("model", "GPT2Model", outputs=("last_hidden_state",), loss=hidden_loss, layers="h"),
         _case("causal_lm", "GPT2LMHeadModel", options={**both, **scaled}, supports=generates),
+        _case("model", "GPT2Model", outputs=("last_hidden_state",), loss=hidden_loss, layers="h"),
         _case(
             "untied",
             "GPT2LMHeadModel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,6 @@ def _case(name: str, kind: str, *, build: Callable[..., Any], **fields: Any) -> 
         "options": _ATTENTION,
         "sharded": _LAYER,
         "refuses": _REFUSED,
-        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
@@ -68,6 +68,7 @@ def decoder_cases(
     usual: dict[str, Any] | None = None,
     shared: dict[str, Any] | None = None,
     headless: str = "",
+    sizes: tuple[int, ...] = (1, 2, 4),
     build: Callable[..., Any] = build,
     **fields: Any,
 ) -> list[Case]:
@@ -79,11 +80,13 @@ def decoder_cases(
         usual: values of the configuration that are not Llama's.
         shared: values of the case with shared KV heads, beyond ``usual``; by default there are two KV heads.
         headless: what the names of classes without a language-model head begin with, where that differs.
+        sizes: numbers of ranks; where heads may be uneven, 3 too.
         build: makes the models, as `build` does.
         **fields: further fields of every `Case`.
     """
     usual = usual or {}
-    generating = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
+    plain = Supports(sequence=True, captured=("attentions", "hidden_states"), tensor_parallel=sizes)
+    generating = replace(plain, generation=True)
     tied = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97, **(shared or {})}
     fields = {"collectives": (2, 2), **fields, "build": build}
     forward, backward = fields["collectives"]
@@ -102,12 +105,12 @@ def decoder_cases(
             usual=tied,
             **{"supports": generating, "sharded": ("q_proj",), **fields, "collectives": (forward + 1, backward + 1)},
         ),
-        _case(f"{prefix}model", f"{others}Model", usual=usual, loss=hidden_loss, **fields),
+        _case(f"{prefix}model", f"{others}Model", usual=usual, loss=hidden_loss, **{"supports": plain, **fields}),
     ]
     for head in ("sequence_classification", "token_classification", "question_answering"):
         kind = f"{others}For{head.title().replace('_', '')}"
         if hasattr(transformers, kind):
-            found.append(_case(f"{prefix}{head}", kind, usual=usual, **fields))
+            found.append(_case(f"{prefix}{head}", kind, usual=usual, **{"supports": plain, **fields}))
     return found
 
 

@@ -20,6 +20,7 @@ def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
 
 _FIELDS: dict[str, Any] = {
     "build": build,
+    "sizes": (1, 2, 3, 4),
     "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
 }
 

@@ -82,8 +82,8 @@ def cases() -> list[Case]:
     found = []
     for family, prefix in (("Roberta", ""), ("XLMRoberta", "xlm_")):
         found += [
-            _case(f"{prefix}model", f"{family}Model", **states),
             _case(f"{prefix}masked_lm", f"{family}ForMaskedLM", options={**both, "tie_word_embeddings": (True, False)}),
+            _case(f"{prefix}model", f"{family}Model", **states),
             _case(
                 f"{prefix}causal_lm",
                 f"{family}ForCausalLM",

@@ -29,7 +29,8 @@ class Sizes:
         """Return the sizes of the axes that ``mesh`` has; a mesh without names is an axis ``tp``."""
         if not mesh.mesh_dim_names:
             return cls(tp=mesh.size())
-        return cls(**{axis: mesh[name].size() for axis in AXES if (name := axis_name(mesh, axis))})
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))  # a submesh for each would cost 0.5 ms
+        return cls(**{axis: sizes[name] for axis in AXES if (name := axis_name(mesh, axis))})
 
     @property
     def replicas(self) -> int:

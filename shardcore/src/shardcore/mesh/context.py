@@ -152,7 +152,8 @@ class ShardContext:
             return int(self.tp.mesh.flatten()[0])
         index = 0
         for axis in axes:
-            index = index * self.mesh[axis].size() + self.mesh[axis].get_local_rank()
+            dim = self.mesh.mesh_dim_names.index(axis)
+            index = index * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
         return index
 
     @property

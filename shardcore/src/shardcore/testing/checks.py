@@ -39,6 +39,8 @@ class Section:
         several: it runs on several ranks too.
         mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at each
             size for the first case of a pack, and at the smallest size of several ranks for the others.
+        family: what it checks is the same for all models of a family. With ``--families`` it is left to the first case
+            of each; see `shardcore.testing.families`.
         replicas: how many replicas of that many ranks it runs on. Several replicas run alone for every case, and of two
             ranks each for the first.
     """
@@ -48,16 +50,26 @@ class Section:
     alone: bool = False
     several: bool = True
     mechanical: bool = False
+    family: bool = False
     replicas: int = 1
 
-    def sizes(self, case: Case, *, first: bool) -> list[int]:
-        """Return the sizes at which a conformance test runs it for a case, the ``first`` of its pack or another."""
+    def sizes(self, case: Case, *, first: bool, stands: bool = True) -> list[int]:
+        """Return the sizes at which a conformance test runs it for a case.
+
+        Args:
+            case: the case.
+            first: it is the first of its pack.
+            stands: it stands for its family, or no case does.
+        """
+        if self.family and not stands:
+            return []
         of_several = sorted(size for size in case.supports.tensor_parallel if size > 1) if self.several else []
         if self.replicas > 1:
             return [1, *(size for size in of_several if size == 2 and first)]
         if self.mechanical and not first:
             del of_several[1:]
-        return [1, *of_several] if self.alone else of_several
+        # On one rank nothing is split: what a family's other models differ in shows on several.
+        return [1, *of_several] if self.alone and (stands or not of_several) else of_several
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -67,21 +79,34 @@ SECTIONS: Mapping[str, Section] = {
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
     "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True),
     "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True),
-    "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True),
-    "data parallel": Section(run=checks_data.data_parallel, checks=("data parallel",), alone=True, replicas=2),
-    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True),
-    "options": Section(run=checks_training.options, checks=("options",), mechanical=True),
-    "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",), mechanical=True),
-    "communication": Section(run=checks_training.communication, checks=("communication",), mechanical=True),
-    "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True),
-    "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True),
-    "state": Section(run=checks_state.state, checks=("state dict", "checkpoint"), mechanical=True),
-    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True),
-    "loading": Section(run=checks_loading.loading, checks=("loading", "initialisation"), mechanical=True),
+    "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True, family=True),
+    "data parallel": Section(
+        run=checks_data.data_parallel, checks=("data parallel",), alone=True, family=True, replicas=2
+    ),
+    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True, family=True),
+    "options": Section(run=checks_training.options, checks=("options",), mechanical=True, family=True),
+    "checkpointing": Section(
+        run=checks_training.recomputation, checks=("checkpointing",), mechanical=True, family=True
+    ),
+    "communication": Section(
+        run=checks_training.communication, checks=("communication",), mechanical=True, family=True
+    ),
+    "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True, family=True),
+    "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True, family=True),
+    "state": Section(run=checks_state.state, checks=("state dict",), mechanical=True),
+    "checkpoint": Section(run=checks_state.checkpoint, checks=("checkpoint",), mechanical=True, family=True),
+    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True, family=True),
+    "loading": Section(run=checks_loading.loading, checks=("loading",), mechanical=True),
+    "initialisation": Section(
+        run=checks_loading.initialisation, checks=("initialisation",), mechanical=True, family=True
+    ),
     "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
     "captured": Section(run=checks_state.captured, checks=("captured",)),
     "generation": Section(run=checks_random.generation, checks=("generation",)),
     "sequence": Section(run=checks_sequence.sequence, checks=("sequence",), mechanical=True),
+    "sequence modes": Section(
+        run=checks_sequence.sequence_modes, checks=("sequence modes",), mechanical=True, family=True
+    ),
     "split logits": Section(run=checks_logits.split_logits, checks=("split logits",), mechanical=True),
     "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed"), mechanical=True),
 }

@@ -17,7 +17,7 @@ from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import whole
 from shardcore.testing.subject import Subject, flat
 
-__all__ = ["loading"]
+__all__ = ["initialisation", "loading"]
 
 _SEED = 5
 #: Parameters of at least so many numbers have the spread of the native ones to within a quarter.
@@ -25,7 +25,7 @@ _MANY = 600
 
 
 def loading(s: Subject, ledger: Ledger) -> None:
-    """Files are read as the library of the model reads them, and the initialisation is the native one on any mesh."""
+    """Files are read as the library of the model reads them, bit for bit."""
     with ledger.check("loading"), shared_folder(s) as folder:
         reference = s.build()
         native, model = (_pretrained if hasattr(reference, "from_pretrained") else _plain)(s, reference, Path(folder))
@@ -33,8 +33,12 @@ def loading(s: Subject, ledger: Ledger) -> None:
         inputs = s.inputs(native)
         for (name, mine), (_, theirs) in zip(flat(native(**inputs)), flat(model(**inputs)), strict=True):
             ledger.close(name, mine, theirs)
+
+
+def initialisation(s: Subject, ledger: Ledger) -> None:
+    """A model that has no file is initialised as its library does it, with the same values on any mesh."""
     with ledger.check("initialisation"):
-        _initialised(s, ledger, reference)
+        _initialised(s, ledger, s.build())
 
 
 def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:

@@ -11,22 +11,24 @@ from shardcore.testing import checks_random, checks_state, checks_training
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject
 
-__all__ = ["sequence"]
+__all__ = ["sequence", "sequence_modes"]
 
 
 def sequence(s: Subject, ledger: Ledger) -> None:
-    """With tokens split over the ranks everything is as before: numbers, masks, captured outputs, tokens, cost."""
+    """With tokens split over the ranks, outputs, losses, gradients and steps are as before."""
     with ledger.check("sequence"):
-        if not s.case.supports.sequence:
-            ledger.closed("sequence parallelism")
+        if (split := _split(s, ledger)) is None:
             return
-        # A model that checkpoints the calls of its blocks by itself can do that without reentrancy only.
-        supports = dataclasses.replace(s.case.supports, reentrant=False)
-        case = dataclasses.replace(s.case, supports=supports)
-        split = dataclasses.replace(s, case=case, fields={**s.fields, "enable_sequence_parallelism": True})
         _splits(split, ledger)
         training = functools.partial(checks_training.training, split, steps=1)
         ledger.absorb("", checks_training.TRAINING, training)
+
+
+def sequence_modes(s: Subject, ledger: Ledger) -> None:
+    """With tokens split over the ranks, masks, recomputation, captured outputs, generation and cost are as before."""
+    with ledger.check("sequence modes"):
+        if (split := _split(s, ledger)) is None:
+            return
         for name, run in (
             ("checkpointing", checks_training.recomputation),
             ("dropout", checks_random.dropout),
@@ -38,8 +40,19 @@ def sequence(s: Subject, ledger: Ledger) -> None:
         # The partial gradients of norms and biases are sent once for each step.
         deferred = dataclasses.replace(split, fields={**split.fields, "partial_gradients": "deferred"})
         twice: Any = tuple(2 * allowed for allowed in s.case.collectives)
-        cheaper = dataclasses.replace(deferred, case=dataclasses.replace(case, collectives=twice))
+        cheaper = dataclasses.replace(deferred, case=dataclasses.replace(split.case, collectives=twice))
         ledger.absorb("cost", ("communication",), functools.partial(checks_training.communication, cheaper))
+
+
+def _split(s: Subject, ledger: Ledger) -> Subject | None:
+    """Return the subject with split tokens, or close the check."""
+    if not s.case.supports.sequence:
+        ledger.closed("sequence parallelism")
+        return None
+    # A model that checkpoints the calls of its blocks by itself can do that without reentrancy only.
+    supports = dataclasses.replace(s.case.supports, reentrant=False)
+    case = dataclasses.replace(s.case, supports=supports)
+    return dataclasses.replace(s, case=case, fields={**s.fields, "enable_sequence_parallelism": True})
 
 
 def _splits(s: Subject, ledger: Ledger) -> None:

@@ -26,7 +26,7 @@ from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import gradient_errors, parameter_errors, whole
 from shardcore.testing.subject import Subject, adamw, flat
 
-__all__ = ["captured", "other_weights", "saving", "shared_folder", "state", "train_step"]
+__all__ = ["captured", "checkpoint", "other_weights", "saving", "shared_folder", "state", "train_step"]
 
 #: What tells apart the captured outputs of several stacks, all of which one argument asks for.
 _STACK = re.compile("^(encoder|decoder|cross)_")
@@ -43,7 +43,7 @@ def other_weights(model: Any) -> Any:
 
 
 def state(s: Subject, ledger: Ledger) -> None:
-    """State dicts go out and come in, whole and in parts; checkpoints of torch too (H9, H10, H15)."""
+    """State dicts go out and come in, whole and in parts (H9, H10, H15)."""
     with ledger.check("state dict"):
         reference, model = s.twins()
         other = other_weights(reference)
@@ -67,8 +67,6 @@ def state(s: Subject, ledger: Ledger) -> None:
         inputs = s.inputs(other)
         for (name, mine), (_, theirs) in zip(flat(other(**inputs)), flat(second(**inputs)), strict=True):
             ledger.close(f"after loading, {name}", mine, theirs)
-    with ledger.check("checkpoint"):
-        _checkpoint(s, ledger)
 
 
 def _exact(errors: dict[str, float]) -> dict[str, float]:
@@ -87,8 +85,13 @@ def shared_folder(s: Subject) -> Iterator[str]:
             made.cleanup()
 
 
-def _checkpoint(s: Subject, ledger: Ledger) -> None:
-    """Save in the middle of a training, and go on unsharded and sharded: the next step is the unsharded model's."""
+def checkpoint(s: Subject, ledger: Ledger) -> None:
+    """A checkpoint of torch, saved in a training, goes on unsharded and sharded: the next step is the unsharded one."""
+    with ledger.check("checkpoint"):
+        _goes_on(s, ledger)
+
+
+def _goes_on(s: Subject, ledger: Ledger) -> None:
     reference, model = s.twins()
     untrained = copy.deepcopy(reference)
     wanted, optimizer = adamw(reference), adamw(model)

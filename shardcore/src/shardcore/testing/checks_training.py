@@ -212,6 +212,11 @@ def communication(s: Subject, ledger: Ledger) -> None:
             return
         fewer = _without_last_block(whole_model, name)
         costs = [_cost(s, m) for m in (whole_model, fewer)]
+        if any(getattr(module, "exchange", None) is not None for module in whole_model.modules()):
+            ledger.closed(
+                "ranks with unequal parts exchange rows of weights, which the case's collectives do not count"
+            )
+            return
         for index, phase in enumerate(("forward", "backward")):
             cost, allowed = costs[0][index] - costs[1][index], s.case.collectives[index]
             message = f"one more block of {name} costs {cost} collectives {phase}, and {allowed} are allowed (H1)"

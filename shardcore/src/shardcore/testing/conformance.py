@@ -10,6 +10,7 @@ unsharded model, by that model's list of names.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 from shardcore.testing import checks_pack
 from shardcore.testing.cases import Case
 from shardcore.testing.checks import CHECKS, SECTIONS, examine
+from shardcore.testing.families import stand_for_families
 from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore.testing.subject import Subject, cases_of, registry_of
@@ -112,8 +114,8 @@ def _finding(check: str, problems: list[str], compared: int = 1) -> Finding:
 class PolicyConformance:
     """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
 
-    A test that a case closes is skipped with the reason. ``pytest --quick`` leaves out what
-    needs more than two ranks.
+    A test that a case closes is skipped with the reason. ``pytest --families`` leaves what is the same for all models
+    of a family to the first case of each; ``--quick`` also leaves out what needs more than two ranks.
 
     Attributes:
         plugin: the module of the pack's plugin; the pack need not be installed.
@@ -136,17 +138,22 @@ class PolicyConformance:
         """Give each test its cases and sizes."""
         if "judge" not in metafunc.fixturenames:
             return
-        ranks = 2 if metafunc.config.getoption("quick") else 4
+        quick = metafunc.config.getoption("quick")
+        ranks = 2 if quick else 4
+        cases = self.all_cases()
+        shared = quick or metafunc.config.getoption("families")
+        standing = _standing(type(self)) if shared else {case.name for case in cases}
         # By name, so that a subclass can override a test.
         check = next((c for c in CHECKS if metafunc.function.__name__ == _name(c)), None)
         section = SECTIONS[CHECKS[check]] if check else SECTIONS["plan"]
         found = {
             f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin)
-            for index, case in enumerate(self.all_cases())
-            for tp in section.sizes(case, first=index == 0)
+            for index, case in enumerate(cases)
+            for tp in section.sizes(case, first=index == 0, stands=case.name in standing)
             if tp * section.replicas <= ranks
         }
-        metafunc.parametrize("judge", [(s, self.timeout) for s in found.values()], ids=list(found), indirect=True)
+        judged = [(subject, self.timeout, subject.tp * section.replicas) for subject in found.values()]
+        metafunc.parametrize("judge", judged, ids=list(found), indirect=True)
 
     def test_discovery_imports_no_torch(self, fresh: dict[str, Finding]) -> None:
         """The plugin loads, and imports neither torch nor a model library."""
@@ -159,6 +166,11 @@ class PolicyConformance:
     def test_plans_do_not_depend_on_hash_seeds(self, fresh: dict[str, Finding]) -> None:
         """The digest of every plan is equal in processes with different hash seeds."""
         report(fresh["digest"], self.plugin)
+
+
+@functools.cache
+def _standing(kit: type[PolicyConformance]) -> set[str]:
+    return stand_for_families(kit.all_cases())
 
 
 def _name(check: str) -> str:

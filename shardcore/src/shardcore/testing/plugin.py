@@ -19,11 +19,16 @@ _WHOLE = "whole: takes long; ``--quick`` leaves it to the whole kit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--quick``."""
+    """Add ``--quick`` and ``--families``."""
+    parser.addoption(
+        "--families",
+        action="store_true",
+        help="shardcore: what is the same for all models of a family runs for the first case of each",
+    )
     parser.addoption(
         "--quick",
         action="store_true",
-        help="shardcore: on one and two ranks only, and without tests that are marked as `whole`",
+        help="shardcore: --families, on one and two ranks only, and without tests that are marked as `whole`",
     )
 
 
@@ -33,13 +38,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked as ``whole``, if the whole kit was not asked for."""
+    """Run the kit's tests of one number of ranks after each other; with ``--quick`` leave out what is marked ``whole``.
+
+    Ranks join another process group for each other number, and what DTensor remembers of its operations ends with it.
+    """
+    places = [index for index, item in enumerate(items) if _ranks(item)]
+    for index, item in zip(places, sorted((items[at] for at in places), key=_ranks), strict=True):
+        items[index] = item
     if not config.getoption("quick"):
         return
     left_out = [item for item in items if item.get_closest_marker("whole")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
+
+
+def _ranks(item: pytest.Item) -> int:
+    """Return the number of ranks that a test of the kit runs on; 0 for every other test."""
+    judged = getattr(getattr(item, "callspec", None), "params", {}).get("judge")
+    return 0 if judged is None else int(judged[-1])
 
 
 class QuickPool(WorkerPool):
@@ -72,7 +89,7 @@ def judge(request: pytest.FixtureRequest, pool: WorkerPool, _examined: dict[Any,
     """The examination of one case at one size; each of its sections runs once in a session."""
     from shardcore.testing.conformance import Examination
 
-    subject, timeout = request.param
+    subject, timeout, _ = request.param
     key = (request.cls, subject.case.name, subject.tp)
     if key not in _examined:
         _examined[key] = Examination(pool, subject, timeout)

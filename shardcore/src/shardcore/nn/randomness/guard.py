@@ -22,6 +22,9 @@ class RngScope(SwappedModule):
     """A module whose outermost call runs on the model's random stream; the user's generators are always restored.
 
     The forward is wrapped, not hooked: hooks are not called after an interrupt, which would leave the stream in place.
+
+    Options:
+        draws: what was found in the code of classes; see `DropoutSites`.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -33,7 +36,7 @@ class RngScope(SwappedModule):
     @override
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         new = super().swap_class(module, context)
-        new.__dict__["_stream_dropouts"] = DropoutSites([module])
+        new.__dict__["_stream_dropouts"] = DropoutSites([module], draws=options.get("draws"))
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -181,4 +181,4 @@ class ScopeRandomness(Step):
         if context is None:
             return lambda: None  # one rank alone runs on torch's own generators
         # Looked up when all else has been committed: another module may have taken the place by then.
-        return lambda: RngScope.swap_class(bench.model.get_submodule(self.path), context)
+        return lambda: RngScope.swap_class(bench.model.get_submodule(self.path), context, draws=bench.draws)
