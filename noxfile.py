@@ -128,16 +128,16 @@ for _version in PYTHONS:
 def add_cell(cell: Cell) -> None:
     """Make the sessions of one cell of the matrix: its own, and those with less or more of the conformance kit."""
     own = "every size" if cell.whole else "sizes 1 and 2"
-    _add_session(
-        cell, cell.name, own, [*cell.tags, *(["quick"] if cell.tags[0] == "newest" and not cell.whole else [])]
-    )
-    if cell.tags[0] == "newest" and cell.whole:
-        _add_session(cell, f"quick-{cell.name}", "sizes 1 and 2", ["quick"])
-    if cell.tags[0] == "newest" or cell.whole:
-        _add_session(cell, f"whole-{cell.name}", "every case", ["matrix"])
+    newest = cell.tags[0] == "newest"
+    quick = ["quick"] if newest and not cell.whole else []
+    _add_session(cell, cell.name, own, tags=[*cell.tags, *quick])
+    if newest and cell.whole:
+        _add_session(cell, f"quick-{cell.name}", "sizes 1 and 2", tags=["quick"])
+    if newest or cell.whole:
+        _add_session(cell, f"whole-{cell.name}", "every case", tags=["matrix"])
 
 
-def _add_session(cell: Cell, name: str, kit: str, tags: list[str]) -> None:
+def _add_session(cell: Cell, name: str, kit: str, *, tags: list[str]) -> None:
     def test(session: nox.Session) -> None:
         against = f"{cell.library} {cell.release}"
         suite_of(session, cell.pack, cell.environment, against, kit=kit, options=cell.options).run()

@@ -18,7 +18,7 @@ from trial import Outcome
 
 #: The draws of every run, and the seconds after which no other is begun.
 NUMBERS = range(300)
-SECONDS = 240.0
+SECONDS = 90.0
 #: How many are carried out on the slowest machine.
 FEWEST = 30
 

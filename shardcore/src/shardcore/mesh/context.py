@@ -152,7 +152,7 @@ class ShardContext:
             return int(self.tp.mesh.flatten()[0])
         index = 0
         for axis in axes:
-            dim = self.mesh.mesh_dim_names.index(axis)
+            dim = (self.mesh.mesh_dim_names or ()).index(axis)
             index = index * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
         return index
 

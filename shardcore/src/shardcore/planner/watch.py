@@ -63,6 +63,10 @@ class Watch(TorchDispatchMode):
         self.sent: Numbers = Counter()
         self._fake = fake
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        #: Bytes of each, when it was last looked at: what FSDP2 makes empty is not seen at once.
+        self._sizes: dict[int, int] = {}
+        #: Their sum: never less than what is alive.
+        self._total = 0
         self._kinds: dict[int, str] = {}
         self._gradients: Callable[[], Iterable[Tensor]] = tuple
 
@@ -110,10 +114,17 @@ class Watch(TorchDispatchMode):
         key = id(storage)
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._measure(key, storage)
+
+    def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._total += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
         self._kinds.pop(key, None)
+        self._total -= self._sizes.pop(key, 0)
 
     def _storages(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
         for key, found in list(self._alive.items()):
@@ -121,8 +132,13 @@ class Watch(TorchDispatchMode):
                 yield key, storage
 
     def _note_peak(self) -> None:
-        total = sum(storage.nbytes() for _, storage in self._storages())
-        if total > self.peaks[self.phase, self.place, "all"]:
+        # Most operations come to no peak, and to measure all that is alive takes longer than the step.
+        peak = self.peaks[self.phase, self.place, "all"]
+        if self._total <= peak:
+            return
+        for key, storage in self._storages():
+            self._measure(key, storage)
+        if self._total > peak:
             alive = self.now()
             for kind in (*KINDS, "all"):
                 self.peaks[self.phase, self.place, kind] = alive[kind]

@@ -78,7 +78,7 @@ SECTIONS: Mapping[str, Section] = {
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
     "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True),
-    "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True),
+    "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True, family=True),
     "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True, family=True),
     "data parallel": Section(
         run=checks_data.data_parallel, checks=("data parallel",), alone=True, family=True, replicas=2
