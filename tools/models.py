@@ -1,0 +1,160 @@
+"""Write MODELS.md: every class that the packs of this workspace serve, and what its conformance cases hold it to.
+
+    python tools/models.py            # print the page
+    python tools/models.py --write    # into MODELS.md
+
+Needs the packs installed, and every library they serve: a class whose library is not here is left as it is in the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cells import Pack, find_packs  # from tools/
+from shardcore.plugins.versions import is_met
+from shardcore.testing.cases import Case
+from shardcore.testing.subject import Subject, cases_of, meta_copy, registry_of
+
+__all__ = ["Row", "page", "rows_of"]
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "MODELS.md"
+
+_HEADER = """# Models
+
+Every class that the packs of this repository serve, with what the conformance kit holds it to: written by
+`python tools/models.py --write` from the packs' own cases, and compared with them by a test.
+
+* **tp**: the numbers of ranks at which its tiny models are compared with the unsharded ones. 3 is among them where
+  heads may be unequal on the ranks; else the ranks divide the heads.
+* **sequence**: `enable_sequence_parallelism=True`.
+* **split loss**: `parallel_output=True` and `loss_chunk_size`, for classes with a head over a vocabulary.
+* **recomputation**: `gradient_checkpointing_enable`, with which value of `use_reentrant`.
+* **outputs**: what can be asked for besides the usual ones, such as `output_attentions=True`.
+* **collectives**: the most that one more block costs, forward + backward; one more each way where ranks share KV heads.
+
+Everything else that the kit checks (gradients, optimizer steps, clipping, data parallelism, checkpoints, loading) holds
+for every class: [docs/reference/testing.md](docs/reference/testing.md).
+"""
+_COLUMNS = ("class", "tp", "sequence", "split loss", "generation", "recomputation", "outputs", "collectives")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the cases of one class say."""
+
+    library: str
+    name: str
+    cells: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"| {' | '.join((f'`{self.name}`', *self.cells))} |"
+
+
+def rows_of(pack: Pack) -> list[Row]:
+    """Return a row for each class that a pack serves, as far as its library is installed."""
+    plugin = f"{pack.name.replace('-', '_')}.plugin"
+    found = registry_of(plugin).packs[0]
+    cases: dict[str, list[tuple[Case, Any]]] = {}
+    for case in cases_of(found.cases):
+        model = case.build()
+        cases.setdefault(f"{type(model).__module__}.{type(model).__qualname__}", []).append((case, model))
+    targets = dict.fromkeys(spec.target for spec in found.specs if is_met(spec.requires))
+    return [_row(target, cases[target], plugin) for target in targets if target in cases]
+
+
+def _row(target: str, cases: Sequence[tuple[Case, Any]], plugin: str) -> Row:
+    supports = [case.supports for case, _ in cases]
+    sizes = sorted({size for s in supports for size in s.tensor_parallel})
+    outputs = list(dict.fromkeys(name for s in supports for name in s.captured))
+    kinds = {(s.checkpointing, s.checkpointing and s.reentrant) for s in supports}
+    cells = (
+        ", ".join(map(str, sizes)),
+        _yes(any(s.sequence for s in supports)),
+        _yes(any(_splits_logits(case, model, plugin) for case, model in cases)),
+        _yes(any(s.generation for s in supports)),
+        "both" if (True, True) in kinds else "`False`" if (True, False) in kinds else "",
+        ", ".join(outputs),
+        " + ".join(map(str, cases[0][0].collectives)),
+    )
+    library, _, name = target.partition(".")[0], *target.rpartition(".")[1:]
+    return Row(library, name, cells)
+
+
+def _splits_logits(case: Case, model: Any, plugin: str) -> bool:
+    tp = min((size for size in case.supports.tensor_parallel if size > 1), default=1)
+    plan = Subject(case=case, tp=tp, plugin=plugin, fields={"parallel_output": True}).plan(meta_copy(model))
+    return any(step.splits_logits for step in plan.steps)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else ""
+
+
+def page(packs: Sequence[Pack], before: str = "") -> str:
+    """Return the page.
+
+    Args:
+        packs: the packs.
+        before: the page as it is, of which the rows of libraries that are not installed are kept.
+    """
+    return "\n".join([_HEADER, *(line for pack in packs for line in _section(pack, before))])
+
+
+def _section(pack: Pack, before: str) -> Iterator[str]:
+    kept = before.partition(f"\n## {pack.name}\n")[2].partition("\n## ")[0].splitlines()
+    rows = rows_of(pack)
+    yield f"## {pack.name}"
+    yield ""
+    yield "; ".join(f"{library} {', '.join(releases)}" for library, releases in pack.matrix.items())
+    for library in pack.matrix:
+        yield ""
+        yield f"| {' | '.join(library if name == 'class' else name for name in _COLUMNS)} |"
+        yield f"|{'---|' * len(_COLUMNS)}"
+        if _is_here(library):
+            yield from map(str, (row for row in rows if row.library == library))
+        else:
+            yield from _rows_below(kept, library)
+    yield ""
+
+
+def _is_here(library: str) -> bool:
+    try:
+        importlib.import_module(library)
+    except ImportError:
+        return False
+    return True
+
+
+def _rows_below(kept: Sequence[str], library: str) -> Iterator[str]:
+    """Yield the rows of the table whose first column is ``library``."""
+    inside = False
+    for line in kept:
+        if line.startswith(f"| {library} |"):
+            inside = True
+        elif inside and line.startswith("| "):
+            yield line
+        elif not line.startswith("|---"):
+            inside = False
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write MODELS.md")
+    before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    text = page(find_packs(ROOT), before)
+    if parser.parse_args().write:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
