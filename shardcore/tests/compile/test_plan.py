@@ -147,7 +147,7 @@ def test_outputs_inside_of_blocks_are_gathered_too():
 
 def test_the_scope_goes_around_what_is_there_in_the_end():
     class Bench:
-        model, context = nn.Sequential(nn.Linear(2, 2)), None
+        model, context, draws = nn.Sequential(nn.Linear(2, 2)), None, {}
 
     bench = Bench()
     bench.context = types.SimpleNamespace()
