@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcore.testing import hidden_loss, randomized, text_batch, tiny
+from shardcore.testing import encoder_decoder_batch, hidden_loss, randomized, text_batch, tiny
 
 
 class Net(nn.Module):
@@ -66,3 +66,27 @@ def test_the_loss_depends_on_everything_that_was_returned():
     assert bool((hidden.grad != 0).all())
     assert bool((pooled.grad != 0).all())
     hidden_loss(SimpleNamespace(last_hidden_state=hidden)).backward()
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        ("Model", {"decoder_input_ids": (3, 5)}),
+        ("EncoderModel", {}),
+        ("ForConditionalGeneration", {"labels": (3, 5)}),
+        ("ForCausalLM", {"labels": (3, 7), "encoder_hidden_states": (3, 5, 6)}),
+        ("ForTokenClassification", {"labels": (3, 7)}),
+        ("ForSequenceClassification", {"labels": (3,)}),
+        ("ForQuestionAnswering", {"start_positions": (3,), "end_positions": (3,)}),
+    ],
+)
+def test_a_batch_of_an_encoder_decoder(head, more):
+    config = SimpleNamespace(vocab_size=11, decoder_vocab_size=7, num_labels=3, eos_token_id=1, d_model=6)
+    batch = encoder_decoder_batch(type(f"Some{head}", (), {"config": config})(), 0)
+    ids, mask = batch.pop("input_ids"), batch.pop("attention_mask")
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == more
+    assert mask.sum(-1).tolist() == [7, 4, 6]
+    assert bool(((ids == 0) == (mask == 0)).all())
+    assert (ids == 1).sum(-1).tolist() == [1, 1, 1]
+    for words in (batch.get("decoder_input_ids"), batch.get("labels") if head == "ForConditionalGeneration" else None):
+        assert words is None or bool((words < 7).all())

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, randomized
+from shardcore.testing import Case, Supports, encoder_decoder_batch, hidden_loss, randomized
 
-__all__ = ["build", "cases", "inputs"]
+__all__ = ["build", "cases"]
 
 _OLD = Version(transformers.__version__) < Version("5")
-_PADDING = ((0, 3, 1), (2, 0, 4), (4, 4, 0))
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -55,36 +53,6 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> 
     return model
 
 
-def inputs(model: Any, seed: int) -> dict[str, Any]:
-    """Return a batch of three right-padded sequences, each with one end, and what the head of ``model`` learns from."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    name, config = type(model).__name__.removeprefix("FSDP"), model.config
-    lengths = 7 - torch.tensor(_PADDING[seed % len(_PADDING)])
-    mask = (torch.arange(7) < lengths[:, None]).long()
-    ids = integers(3, config.vocab_size, 3, 7) * mask
-    ids[torch.arange(3), lengths - 1] = config.eos_token_id
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    words = integers(3, getattr(config, "decoder_vocab_size", None) or config.vocab_size, 3, 5)
-    match name.rpartition("For")[2]:
-        case "CausalLM":
-            states = torch.randn(3, 5, config.d_model, generator=generator, dtype=torch.float64)
-            batch |= {"labels": ids.masked_fill(mask == 0, -100), "encoder_hidden_states": states}
-        case "ConditionalGeneration" | "MarianMTModel":
-            batch["labels"] = words.masked_fill(torch.arange(5) >= lengths[:, None] - 1, -100)
-        case "SequenceClassification":
-            batch["labels"] = integers(0, config.num_labels, 3)
-        case "QuestionAnswering":
-            batch["start_positions"] = integers(0, 3, 3)
-            batch["end_positions"] = batch["start_positions"] + 1
-        case _:
-            batch["decoder_input_ids"] = words
-    return batch
-
-
 _HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 _TWELVE = dict.fromkeys(_HEADS, 12)
 _BOTH = ("decoder_attentions", "cross_attentions", "decoder_hidden_states", "encoder_attentions")
@@ -93,7 +61,7 @@ _DECODER = ("attentions", "cross_attentions", "hidden_states")
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
     settings: dict[str, Any] = {
-        "inputs": inputs,
+        "inputs": encoder_decoder_batch,
         "outputs": ("logits",),
         "options": {"attn_implementation": ("sdpa", "eager")},
         "layers": "model.decoder.layers",

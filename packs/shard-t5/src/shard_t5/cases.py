@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny
+from shardcore.testing import Case, Supports, encoder_decoder_batch, hidden_loss, tiny
 
-__all__ = ["build", "cases", "inputs"]
-
-_PADDING = ((0, 3, 1), (2, 0, 4), (4, 4, 0))
+__all__ = ["build", "cases"]
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -45,35 +42,6 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> 
     return model
 
 
-def inputs(model: Any, seed: int) -> dict[str, Tensor]:
-    """Return a batch of three right-padded sequences, each with one end, and what the head of ``model`` learns from."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    name, config = type(model).__name__.removeprefix("FSDP"), model.config
-    lengths = 7 - torch.tensor(_PADDING[seed % len(_PADDING)])
-    mask = (torch.arange(7) < lengths[:, None]).long()
-    ids = integers(2, config.vocab_size, 3, 7) * mask
-    ids[torch.arange(3), lengths - 1] = config.eos_token_id
-    batch = {"input_ids": ids, "attention_mask": mask}
-    words = integers(2, config.vocab_size, 3, 5)
-    match name.rpartition("For")[2]:
-        case "ConditionalGeneration":
-            batch["labels"] = words.masked_fill(torch.arange(5) >= lengths[:, None] - 1, -100)
-        case "SequenceClassification":
-            batch["labels"] = integers(0, config.num_labels, 3)
-        case "TokenClassification":
-            batch["labels"] = integers(0, config.num_labels, 3, 7).masked_fill(mask == 0, -100)
-        case "QuestionAnswering":
-            batch["start_positions"] = integers(0, 3, 3)
-            batch["end_positions"] = batch["start_positions"] + 1
-        case other if not other.endswith("EncoderModel"):
-            batch["decoder_input_ids"] = words
-    return batch
-
-
 #: Before some release of transformers 5 it has no other.
 _ATTENTION = ("eager", "sdpa") if transformers.T5PreTrainedModel._supports_sdpa else ("eager",)
 _BOTH = ("decoder_attentions", "cross_attentions", "decoder_hidden_states", "encoder_attentions")
@@ -81,7 +49,7 @@ _BOTH = ("decoder_attentions", "cross_attentions", "decoder_hidden_states", "enc
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
     settings: dict[str, Any] = {
-        "inputs": inputs,
+        "inputs": encoder_decoder_batch,
         "outputs": ("logits",),
         "layers": "transformer.decoder.block",
         "collectives": (3, 3),

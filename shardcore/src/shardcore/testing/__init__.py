@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardcore.testing.cases import Case, Supports
     from shardcore.testing.conformance import PolicyConformance
     from shardcore.testing.islands import no_float32_islands
-    from shardcore.testing.tiny_models import hidden_loss, randomized, text_batch, tiny
+    from shardcore.testing.tiny_models import encoder_decoder_batch, hidden_loss, randomized, text_batch, tiny
 
 __all__ = [
     "Case",
@@ -23,6 +23,7 @@ __all__ = [
     "WorkerError",
     "WorkerPool",
     "WorkerTimeout",
+    "encoder_decoder_batch",
     "hidden_loss",
     "no_float32_islands",
     "randomized",
@@ -34,6 +35,7 @@ _HOME = {
     "Case": "shardcore.testing.cases",
     "PolicyConformance": "shardcore.testing.conformance",
     "Supports": "shardcore.testing.cases",
+    "encoder_decoder_batch": "shardcore.testing.tiny_models",
     "hidden_loss": "shardcore.testing.tiny_models",
     "no_float32_islands": "shardcore.testing.islands",
     "randomized": "shardcore.testing.tiny_models",

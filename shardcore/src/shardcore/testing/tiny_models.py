@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["hidden_loss", "randomized", "text_batch", "tiny"]
+__all__ = ["encoder_decoder_batch", "hidden_loss", "randomized", "text_batch", "tiny"]
 
-_ROWS, _LENGTH = 3, 7  # no number of ranks divides either
+_ROWS, _LENGTH, _WORDS = 3, 7, 5  # no number of ranks divides any
 _PADDING = ((0, 3, 1), (2, 0, 5), (4, 4, 0))
 
 
@@ -71,6 +71,42 @@ def text_batch(model: Any, seed: int) -> dict[str, Tensor]:
         case "QuestionAnswering":
             batch["start_positions"] = integers(3, _ROWS)
             batch["end_positions"] = batch["start_positions"] + 1
+    return batch
+
+
+def encoder_decoder_batch(model: Any, seed: int) -> dict[str, Tensor]:
+    """Return right-padded ids (3, 7), each row with one end, and what an encoder-decoder learns from.
+
+    That are labels for its head, told by the name of its class, or ids of the decoder (3, 5). A decoder alone
+    (``ForCausalLM``) gets states (3, 5, S) to attend to, an encoder alone (``EncoderModel``) nothing else.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    name, config = type(model).__name__.removeprefix("FSDP"), model.config
+    lengths = _LENGTH - torch.tensor(_PADDING[seed % len(_PADDING)])
+    mask = (torch.arange(_LENGTH) < lengths[:, None]).long()
+    ids = integers(3, config.vocab_size, _ROWS, _LENGTH) * mask
+    ids[torch.arange(_ROWS), lengths - 1] = config.eos_token_id
+    batch = {"input_ids": ids, "attention_mask": mask}
+    words = integers(3, getattr(config, "decoder_vocab_size", None) or config.vocab_size, _ROWS, _WORDS)
+    match name.rpartition("For")[2]:
+        case "CausalLM":
+            states = torch.randn(_ROWS, _WORDS, config.d_model, generator=generator, dtype=torch.float64)
+            batch |= {"labels": ids.masked_fill(mask == 0, -100), "encoder_hidden_states": states}
+        case "ConditionalGeneration" | "MarianMTModel":
+            batch["labels"] = words.masked_fill(torch.arange(_WORDS) >= lengths[:, None] - 1, -100)
+        case "SequenceClassification":
+            batch["labels"] = integers(0, config.num_labels, _ROWS)
+        case "TokenClassification":
+            batch["labels"] = integers(0, config.num_labels, _ROWS, _LENGTH).masked_fill(mask == 0, -100)
+        case "QuestionAnswering":
+            batch["start_positions"] = integers(0, 3, _ROWS)
+            batch["end_positions"] = batch["start_positions"] + 1
+        case other if not other.endswith("EncoderModel"):
+            batch["decoder_input_ids"] = words
     return batch
 
 
