@@ -13,16 +13,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from blocks import Mlp
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore import Policy
 from shardcore.comm.dtensor_params import read_partial
-from shardcore.comm.flow import ENTERS, LEAVES, Flow, State
+from shardcore.comm.flow import State
 from shardcore.errors import PlanError
 from shardcore.nn import Layout, ShardedLayout, SwappedModule, judged
-from shardcore.nn.region.flow import Graph, Mistake
+from shardcore.nn.region.flow import Graph
 from shardcore.nn.region.gradients import Wrong
 from shardcore.policy import Rule, Scope
 from shardcore.styles import col, enter_arg, norm, partial, region, replicate, row
@@ -342,65 +341,3 @@ def _a_mistake_of_ours(graph: Graph, own: Any) -> list[Any]:
 )
 def test_what_one_rank_finds_all_raise(pool: Any, found: Any, told: str, error: Any) -> None:
     pool.run(one_rank, found, told, error, world=2)
-
-
-class _Enters(Function):
-    flow = ENTERS
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-class _Leaves(_Enters):
-    flow = LEAVES
-
-
-class _Silent(_Enters):
-    flow = None
-
-
-class _Pairs(Function):
-    flow = Flow(one_to_one=True)
-
-    @staticmethod
-    def forward(ctx: Any, name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x.clone(), y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
-        return None, grads[0], grads[1]
-
-
-def states(output: Tensor) -> dict[int, Any]:
-    found = {id(leaf): got.state for leaf, got in Graph([output]).leaves}
-    return {i: s.kind if isinstance(s, Mistake) else s for i, s in found.items()}
-
-
-def test_the_walk() -> None:
-    x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
-    enters, leaves, silent, pairs = _Enters.apply, _Leaves.apply, _Silent.apply, _Pairs.apply
-    assert states(x * 2) == {id(x): State.WHOLE}
-    assert states(leaves(x.sin())) == {id(x): State.OWN}
-    assert states(leaves(enters(x).sin())) == {id(x): State.WHOLE}
-    assert states(leaves(enters(x) * y)) == {id(x): State.WHOLE, id(y): State.OWN}
-    assert states(x + leaves(enters(x))) == {id(x): State.WHOLE}
-    entered = enters(x)
-    assert states(entered + leaves(entered)) == {id(x): "joined"}
-    assert states(enters(x)) == {id(x): "summed"}
-    assert states(leaves(leaves(x))) == {id(x): "left"}
-    assert states(silent(leaves(enters(x)))) == {id(x): State.UNKNOWN}
-    assert states(silent(x) + leaves(x)) == {id(x): State.UNKNOWN}
-    first, second = (x * 1).split([1, 3])
-    assert states(first + leaves(second).sum()) == {id(x): "joined"}
-    first, second = pairs("of two", x * 1, y * 1)
-    assert states(first + leaves(second)) == {id(x): State.WHOLE, id(y): State.OWN}
-
-
-def test_outputs_without_a_graph() -> None:
-    assert Graph([torch.ones(4)]).leaves == []
-    assert Graph([torch.ones(4, requires_grad=True)]).leaves == []

@@ -1,7 +1,4 @@
-"""How Llama is sharded: what every class of its modules needs, and what each head adds.
-
-Many decoders are built like Llama. Their packs derive from these policies and say what their classes are called.
-"""
+"""How Llama is sharded: what every class of its modules needs, and what each head adds."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = [
 
 
 class LlamaModelPolicy(PretrainedPolicy):
-    """The decoder without a head."""
+    """The decoder without a head. Packs of decoders that are built like Llama derive from it, and say what differs."""
 
     #: What the names of the model's classes begin with.
     family: ClassVar[str] = "Llama"
