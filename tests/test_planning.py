@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # the workers of the pool inherit it
 
-from planned import CONFIGS, by_kind, by_operation, planned, ran
+from planned_models import CONFIGS, by_kind, by_operation, planned, ran
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 MESHES = {

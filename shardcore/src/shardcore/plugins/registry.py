@@ -54,6 +54,8 @@ _FIRST_PARTY = {
     "transformers.models.pegasus.": "shard-bart",
     "transformers.models.qwen2.": "shard-qwen",
     "transformers.models.qwen3.": "shard-qwen",
+    "transformers.models.qwen2_moe.": "shard-qwen",
+    "transformers.models.qwen3_moe.": "shard-qwen",
     "transformers.models.gemma.": "shard-gemma",
     "transformers.models.gemma2.": "shard-gemma",
     "transformers.models.gemma3.": "shard-gemma",

@@ -1,7 +1,7 @@
 """Write MODELS.md: every class that the packs of this workspace serve, and what its conformance cases hold it to.
 
-    python tools/models.py            # print the page
-    python tools/models.py --write    # into MODELS.md
+    python tools/model_table.py            # print the page
+    python tools/model_table.py --write    # into MODELS.md
 
 Needs the packs installed, and every library they serve: a class whose library is not here is left as it is in the page.
 """
@@ -29,7 +29,7 @@ PAGE = ROOT / "MODELS.md"
 _HEADER = """# Models
 
 Every class that the packs of this repository serve, with what the conformance kit holds it to: written by
-`python tools/models.py --write` from the packs' own cases, and compared with them by a test.
+`python tools/model_table.py --write` from the packs' own cases, and compared with them by a test.
 
 * **tp**: the numbers of ranks at which its tiny models are compared with the unsharded ones. 3 is among them where
   heads may be unequal on the ranks; else the ranks divide the heads.

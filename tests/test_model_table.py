@@ -12,21 +12,22 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import models  # noqa: E402  # from tools/
+import model_table  # noqa: E402  # from tools/
+
 from cells import find_packs  # noqa: E402  # from tools/
 
 
 def test_the_page_is_what_the_cases_say():
     text = (ROOT / "MODELS.md").read_text(encoding="utf-8")
-    assert models.page(find_packs(ROOT), text) == text, "write it again: python tools/models.py --write"
+    assert model_table.page(find_packs(ROOT), text) == text, "write it again: python tools/model_table.py --write"
 
 
 def test_rows_of_a_library_that_is_not_here_are_kept(monkeypatch):
-    monkeypatch.setattr(models, "_is_here", lambda library: library != "timm")
+    monkeypatch.setattr(model_table, "_is_here", lambda library: library != "timm")
     pack = next(pack for pack in find_packs(ROOT) if pack.name == "shard-vit")
     table = "| timm | tp |\n|---|---|\n| `{}` | 2 |\n"
     before = f"# Models\n\n## shard-vit\n\n{table.format('Old')}\n## shard-whisper\n\n{table.format('No')}"
-    text = models.page([pack], before)
+    text = model_table.page([pack], before)
     assert "\n| `Old` | 2 |\n" in text
     assert "`VisionTransformer`" not in text
     assert "`No`" not in text
