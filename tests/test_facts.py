@@ -156,9 +156,10 @@ def test_the_ranges_that_the_readme_names_are_those_of_the_packs():
 
 
 def _is_served(pack: str, model: str, release: str) -> bool:
-    """Return whether a pack's policy for a class accepts this release of its library."""
-    (spec,) = (spec for spec in _specs(pack) if spec.target.endswith(f".{model}"))
-    return spec.requires is None or Requirement(spec.requires).specifier.contains(release)
+    """Return whether a pack's policies for a class accept this release of its library."""
+    needs = [spec.requires for spec in _specs(pack) if spec.target.endswith(f".{model}")]
+    assert needs, (pack, model)
+    return any(need is None or Requirement(need).specifier.contains(release) for need in needs)
 
 
 def _specs(pack: str) -> list[PolicySpec]:

@@ -68,6 +68,7 @@ _FIRST_PARTY = {
     "transformers.models.gptj.": "shard-gpt-neo",
     "transformers.models.roberta.": "shard-roberta",
     "transformers.models.xlm_roberta.": "shard-roberta",
+    "transformers.models.modernbert.": "shard-modernbert",
     "timm.": "shard-vit",
 }
 

@@ -1,0 +1,1 @@
+"""The ModernBERT family of transformers, for shardcore."""
