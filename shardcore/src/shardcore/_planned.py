@@ -112,7 +112,7 @@ OTHERS = {
     "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
     "BLOOM": "0.5",
-    "ALBERT": "0.5",
+    "ERNIE": "0.5",
     "ChatGLM-2": "0.5",
     "nn.MultiheadAttention": "0.5",
 }

@@ -69,6 +69,7 @@ _FIRST_PARTY = {
     "transformers.models.roberta.": "shard-roberta",
     "transformers.models.xlm_roberta.": "shard-roberta",
     "transformers.models.modernbert.": "shard-modernbert",
+    "transformers.models.albert.": "shard-albert",
     "timm.": "shard-vit",
 }
 

@@ -1,0 +1,1 @@
+"""The ALBERT family of transformers, for shardcore."""
