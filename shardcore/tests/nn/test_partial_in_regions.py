@@ -13,7 +13,8 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.nn import Replicated
 from shardcore.planner.communication import collectives
-from shardcore.styles import attribute, local_groups, norm, region
+from shardcore.policy import Policy
+from shardcore.styles import attribute, local_groups, norm, region, replicate
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients
 
@@ -104,3 +105,66 @@ def _interrupt(*_):
 
 def test_nothing_read_outlives_its_call(pool):
     pool.run(bypassed, world=2)
+
+
+class Latent(torch.nn.Module):
+    """Columns that read what norms make of latent states; the region is entered behind ``first``, a linear."""
+
+    def __init__(self, *, is_normed=True):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 12)
+        self.norm = torch.nn.LayerNorm(12) if is_normed else torch.nn.Identity()
+        self.other = torch.nn.LayerNorm(12)
+        self.heads = torch.nn.Linear(12, 16)
+        self.last = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        latent = self.first(x)
+        return self.last(self.heads(self.norm(latent)) * self.heads(self.other(latent)))
+
+
+class LatentPolicy(Policy):
+    def module_policy(self):
+        inner = region(enter="", at="first", col="heads", row="last", partial=("norm", "other"))
+        return {"Latent": [inner, replicate("first")]}
+
+
+def latent(is_normed):
+    torch.manual_seed(1)
+    reference = Latent(is_normed=is_normed).double()
+    sharded = shard(copy.deepcopy(reference), LatentPolicy)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    reference(x).square().sum().backward()
+    with Collectives() as sent:
+        sharded(x).square().sum().backward()
+    assert_same_gradients(reference, sharded)
+    return sent.counts["allreduce"]
+
+
+@pytest.mark.parametrize("is_normed", [True, False], ids=["norm", "identity"])
+def test_where_a_region_is_entered_inside_of_its_module(pool, is_normed):
+    # The row linear's, the entry's, and one for what the norms have.
+    assert pool.run(latent, is_normed, world=2) == [3, 3]
+    model = Latent(is_normed=is_normed)
+    plan = compile_plan(LatentPolicy, model, ShardConfig(tensor_parallel_size=2))
+    assert len([c for c in collectives(plan) if c.operation == "all_reduce"]) == 3
+
+
+def absent():
+    """Return what is sent, and what the plan says, with the norms and without them."""
+    found = []
+    for qk_norm in (True, False):
+        reference, sharded = twins(Together, kv_heads=8, qk_norm=qk_norm)
+        _backward(reference)
+        with Collectives() as sent:
+            _backward(sharded)
+        assert_same_gradients(reference, sharded)
+        plan = compile_plan(Together, build(kv_heads=8, qk_norm=qk_norm), ShardConfig(tensor_parallel_size=2))
+        said = [c for c in collectives(plan) if c.operation == "all_reduce"]
+        found.append((sent.counts["allreduce"], len(said)))
+    return found
+
+
+def test_nothing_is_sent_for_norms_that_a_model_leaves_out(pool):
+    (sent, said), (sent_without, said_without) = pool.run(absent, world=2)[0]
+    assert sent - sent_without == said - said_without == LAYERS

@@ -49,6 +49,6 @@ def cases() -> list[Case]:
     return [
         *decoder_cases("Gemma", prefix="gemma_", usual=_GEMMA, **_FIELDS),
         *decoder_cases("Gemma2", prefix="gemma2_", usual=_CAPPED, options={}, **_FIELDS),
-        # The norms on queries and keys have partial gradients: two collectives more in the backward.
-        *decoder_cases("Gemma3", headless="Gemma3Text", prefix="gemma3_", usual=_LAYERS, collectives=(2, 4), **_FIELDS),
+        # The norms on queries and keys have partial gradients: one collective more in the backward.
+        *decoder_cases("Gemma3", headless="Gemma3Text", prefix="gemma3_", usual=_LAYERS, collectives=(2, 3), **_FIELDS),
     ]

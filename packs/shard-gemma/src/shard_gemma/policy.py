@@ -11,7 +11,7 @@ from shard_llama.policy import (
     LlamaModelPolicy,
 )
 from shardcore.policy import Heads, ModulePolicy, Rule
-from shardcore.styles import norm, partial
+from shardcore.styles import norm
 
 
 class GemmaModelPolicy(LlamaModelPolicy):
@@ -60,14 +60,11 @@ class Gemma3TextModelPolicy(Gemma2ModelPolicy):
     """The decoder of Gemma 3 for text, without a head."""
 
     family: ClassVar[str] = "Gemma3"
+    head_norms: ClassVar[tuple[str, ...]] = ("q_norm", "k_norm")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head; two names say that they are for text."""
         return {_OF_TEXT.get(str(name), name): rules for name, rules in super().module_policy().items()}
-
-    def attention(self) -> list[Rule]:
-        """Return the rules of the attention, which normalizes the queries and keys of each head."""
-        return [*super().attention(), partial("self_attn.q_norm", "self_attn.k_norm")]
 
 
 _OF_TEXT = {f"Gemma3{name}": f"Gemma3Text{name}" for name in ("Model", "ForSequenceClassification")}

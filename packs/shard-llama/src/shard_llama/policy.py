@@ -26,6 +26,8 @@ class LlamaModelPolicy(PretrainedPolicy):
     rms: ClassVar[str | None] = "variance_epsilon"
     #: The norm behind the blocks.
     final: ClassVar[str] = "norm"
+    #: What normalizes the queries and keys of each head, in the attention.
+    head_norms: ClassVar[tuple[str, ...]] = ()
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
@@ -50,8 +52,9 @@ class LlamaModelPolicy(PretrainedPolicy):
     def attention(self) -> list[Rule]:
         """Return the rules of the attention of a block."""
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
+        norms = tuple(f"self_attn.{name}" for name in self.head_norms)
         return [
-            region(enter="self_attn", col=q, kv=(k, v), row="self_attn.o_proj", unit="head"),
+            region(enter="self_attn", col=q, kv=(k, v), row="self_attn.o_proj", unit="head", partial=norms),
             attribute("self_attn.num_key_value_groups", local_groups),
         ]
 

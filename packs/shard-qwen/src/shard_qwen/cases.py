@@ -63,9 +63,9 @@ def cases() -> list[Case]:
     window = {"use_sliding_window": True, **_SIZES}
     return [
         *decoder_cases("Qwen2", prefix="qwen2_", usual=window),
-        # The norms on queries and keys have partial gradients: two collectives more in the backward.
-        *decoder_cases("Qwen3", prefix="qwen3_", usual=window, collectives=(2, 4)),
+        # The norms on queries and keys have partial gradients: one collective more in the backward.
+        *decoder_cases("Qwen3", prefix="qwen3_", usual=window, collectives=(2, 3)),
         # The gradient of a router's weight is summed by itself, and that of the shared expert's gate.
         *([] if _OLD else _mixtures("Qwen2Moe", (2, 4))),
-        *_mixtures("Qwen3Moe", (2, 5)),
+        *_mixtures("Qwen3Moe", (2, 4)),
     ]

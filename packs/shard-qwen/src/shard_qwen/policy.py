@@ -11,8 +11,6 @@ from shard_llama.policy import (
     LlamaForTokenClassificationPolicy,
     LlamaModelPolicy,
 )
-from shardcore.policy import Rule
-from shardcore.styles import partial
 
 
 class Qwen2ModelPolicy(LlamaModelPolicy):
@@ -41,10 +39,7 @@ class Qwen3ModelPolicy(LlamaModelPolicy):
     """The decoder of Qwen3 without a head."""
 
     family: ClassVar[str] = "Qwen3"
-
-    def block(self) -> list[Rule]:
-        """Return the rules of one block."""
-        return [*super().block(), partial("self_attn.q_norm", "self_attn.k_norm")]
+    head_norms: ClassVar[tuple[str, ...]] = ("q_norm", "k_norm")
 
 
 class Qwen3ForCausalLMPolicy(Qwen3ModelPolicy, LlamaForCausalLMPolicy):

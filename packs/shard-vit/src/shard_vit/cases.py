@@ -152,9 +152,9 @@ TIMM_VARIANTS: dict[str, dict[str, Any]] = {
     "gated_in_one": {"mlp_layer": "SwiGLUPacked", "mlp_ratio": 80 / 48},
     "norms_after": {"block_fn": "ResPostBlock"},
 }
-#: Backward all-reduces of one block: its two regions', one of each region with the bias of a fused linear, which every
-#: rank holds whole, and one of each norm on queries or keys.
-_BACKWARD = {"registers": 5, "pooled_by_attention": 2, "gated_in_one": 4}
+#: Backward all-reduces of one block: its two regions', and one of each region with the bias of a fused linear, which
+#: every rank holds whole, as it does the norms on queries and keys.
+_BACKWARD = {"pooled_by_attention": 2, "gated_in_one": 4}
 
 
 def _timm_variant(variant: str, **options: Any) -> Any:

@@ -8,7 +8,6 @@ from shardcore.styles import (
     attribute,
     calls,
     norm,
-    partial,
     per_rank,
     region,
     replicate,
@@ -36,10 +35,15 @@ class VisionTransformerPolicy(Policy):
         mlp = next((MLPS[name] for name in MLPS if is_one(getattr(first, "mlp", None), name)), "mlp.fc1")
         block = [
             norm("norm1", "norm2"),
-            region(enter="attn", col=segments("attn.qkv", 3), row="attn.proj", heads="attn.num_heads"),
+            region(
+                enter="attn",
+                col=segments("attn.qkv", 3),
+                row="attn.proj",
+                heads="attn.num_heads",
+                partial=("attn.q_norm", "attn.k_norm"),
+            ),
             attribute("attn.num_heads", per_rank),
             attribute("attn.attn_dim", per_rank),
-            partial("attn.q_norm", "attn.k_norm"),
             region(enter="mlp", col=mlp, row="mlp.fc2"),
             replicate("ls1", "ls2", optional=True),
             shared_rng("drop_path1", "drop_path2"),

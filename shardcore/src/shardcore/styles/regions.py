@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -298,8 +299,15 @@ class RegionRule(Rule):
             local=self._arguments(scope, place, "local", self.local),
             at=tuple(scope.name(name) for name in self.at),
             after=tuple(scope.name(name) for name in self.after),
-            beside=() if self.enter is None else tuple(map(scope.name, self.partial)),
+            beside=() if self.enter is None else tuple(map(scope.name, self._beside(scope))),
         )
+
+    def _beside(self, scope: Scope) -> Iterator[str]:
+        """Yield the modules of ``partial=`` that have parameters: a norm that a model leaves out may be an identity."""
+        for name in self.partial:
+            module = scope.find(name)
+            if module is not None and any(p is not None for p in module._parameters.values()):
+                yield name
 
     def _arguments(self, scope: Scope, place: str, word: str, names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
         """Return the further arguments that the policy names; record those that the module does not take."""

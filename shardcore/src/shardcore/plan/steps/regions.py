@@ -169,7 +169,8 @@ class EnterRegion(Step):
             trees = [] if isinstance(module, ColumnLinear) else [module]
             dropouts = DropoutSites(trees, [block], bench.draws) if last is not None else None
             columns = [m for m in members if isinstance(m, ColumnLinear)]
-            others = self.also, self.local
+            beside = [m for m in inside if isinstance(m, Replicated)]
+            others = self.also, self.local, beside
             region: Region
             if inner:
                 region = InnerRegion(bench.shared, self.argument, columns, dropouts, *others)
@@ -178,8 +179,7 @@ class EnterRegion(Step):
             elif isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
                 region = module.sole_region = SoleRegion(bench.shared, module, dropouts)
             else:
-                beside = [m for m in inside if isinstance(m, Replicated)]
-                region = Region(bench.shared, self.argument, columns, dropouts, *others, beside)
+                region = Region(bench.shared, self.argument, columns, dropouts, *others)
                 module.register_forward_pre_hook(region, with_kwargs=True)
             region.sequence = tokens
             if isinstance(last, RowLinear):
