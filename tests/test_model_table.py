@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import model_table  # noqa: E402  # from tools/
-
 from cells import find_packs  # noqa: E402  # from tools/
 
 

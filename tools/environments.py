@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock  # nox and torch bring it
+
 __all__ = ["Environment", "capabilities_here", "find_python"]
 
 # The folder of an environment, for paths that are relative to it.
@@ -44,17 +46,21 @@ class Environment:
     pins: tuple[str, ...] = ()
     python: str | None = None
 
-    def make(self, folder: Path, pip: Callable[..., None]) -> Path:
+    def make(self, folder: Path, pip: Callable[..., None], *, lane: str = "") -> Path:
         """Return its interpreter; it is made if it is not there, without its pins.
 
         Args:
             folder: where all environments are.
             pip: called as ``pip(python, *arguments)`` to install torch.
+            lane: of those that use it at the same time, each has a copy of its own.
         """
         version = [] if self.python is None else [Path(self.python).name]
         siblings = folder / ("-".join([*version, *(pin.replace("==", "-") for pin in self.torch)]) or "no-torch")
-        base, own = siblings / "base", siblings / self.name
-        if not _python(own).exists():
+        base, own = siblings / "base", siblings / "-".join(filter(None, (self.name, lane)))
+        if _python(own).exists():
+            return _python(own)
+        siblings.mkdir(parents=True, exist_ok=True)
+        with FileLock(siblings / "lock"):
             if not _python(base).exists():
                 _make(self.python or sys.executable, base)
             if self.torch:
