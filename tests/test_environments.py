@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from environments import Environment, capabilities_here, find_python  # noqa: E402  # from tools/
+from environments import BACKEND, Environment, capabilities_here, find_python  # noqa: E402  # from tools/
 
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
 
@@ -38,7 +38,7 @@ def pip():
 
 def test_they_share_the_files_of_torch(tmp_path, pip):
     one, other = (Environment(name, TORCH).make(tmp_path, pip) for name in ("one", "other"))
-    assert pip.calls == [("install", *TORCH)] * 2
+    assert pip.calls == [("install", *TORCH, BACKEND)] * 2
     for python, name in ((one, "one"), (other, "other")):
         assert (
             Path(printed(python, "import sys; print(sys.prefix)"))

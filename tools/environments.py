@@ -17,8 +17,10 @@ from pathlib import Path
 
 from filelock import FileLock  # nox and torch bring it
 
-__all__ = ["Environment", "capabilities_here", "find_python"]
+__all__ = ["BACKEND", "Environment", "capabilities_here", "find_python"]
 
+# Builds core and packs: it is there, so that not every installation fetches it into an environment for the build.
+BACKEND = "hatchling>=1.27"
 # The folder of an environment, for paths that are relative to it.
 _BELOW = {"base": ".", "platbase": "."}
 
@@ -64,7 +66,7 @@ class Environment:
             if not _python(base).exists():
                 _make(self.python or sys.executable, base)
             if self.torch:
-                pip(_python(base), "install", *self.torch)
+                pip(_python(base), "install", *self.torch, BACKEND)
             # The interpreter comes last: what was interrupted before is made anew.
             shutil.rmtree(own, ignore_errors=True)
             packages = self._packages()

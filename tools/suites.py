@@ -148,7 +148,8 @@ class Suite:
         python = python_of(self.session, self.environment)
         if self.alone:
             self._pip(python, "uninstall", "--yes", *(pack.name for pack in PACKS))
-        self._pip(python, "install", *self.environment.torch, *self.environment.pins, *self.requirements)
+        pins = [*self.environment.torch, *self.environment.pins]
+        self._pip(python, "install", "--no-build-isolation", *pins, *self.requirements)
         if self.data:
             self._pip(python, "install", "--no-deps", *self.data)
         return python
@@ -195,7 +196,8 @@ def with_every_library(session: nox.Session) -> Path:
     environment = next(cell.environment for cell in cells if cell.library == "timm" and "newest" in cell.tags)
     python = python_of(session, environment)
     packs = [str(pack.folder) for pack in PACKS]
-    pip(session, python, "install", *environment.torch, *environment.pins, f"{CORE}[testing]", *packs)
+    pins = [*environment.torch, *environment.pins]
+    pip(session, python, "install", "--no-build-isolation", *pins, f"{CORE}[testing]", *packs)
     return python
 
 
