@@ -72,6 +72,7 @@ _FIRST_PARTY = {
     "transformers.models.albert.": "shard-albert",
     "transformers.models.deepseek_v2.": "shard-deepseek",
     "transformers.models.deepseek_v3.": "shard-deepseek",
+    "transformers.models.bloom.": "shard-bloom",
     "timm.": "shard-vit",
 }
 

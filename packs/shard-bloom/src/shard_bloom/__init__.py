@@ -1,0 +1,1 @@
+"""The BLOOM family of transformers, for shardcore."""

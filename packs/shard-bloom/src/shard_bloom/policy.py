@@ -1,0 +1,95 @@
+"""How BLOOM is sharded: what every class of its modules needs, and what each head adds.
+
+The attention and the MLP add the residual connection themselves, so their linears enter by themselves, and tokens stay
+whole between blocks: the attention counts them before it calls its linears.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from shardcore.integrations.transformers import PretrainedPolicy
+from shardcore.policy import Heads, ModulePolicy, Stages
+from shardcore.styles import (
+    attribute,
+    head,
+    norm,
+    outputs,
+    per_rank,
+    refuse,
+    region,
+    replicate,
+    segments,
+    slice_arg,
+    vocab,
+)
+
+_SLOW = "slow_but_exact with pretraining_tp above 1 multiplies by slices of the whole weights of the row linears"
+
+
+def _multiplies_by_slices(module: nn.Module) -> bool:
+    """Tell whether attention and MLP go round their last linears."""
+    return bool(module.slow_but_exact) and getattr(module, "pretraining_tp", 1) > 1
+
+
+class BloomModelPolicy(PretrainedPolicy):
+    """The decoder without a head. ALiBi is made once for all heads; each rank takes that of its own."""
+
+    checks = (Heads("num_attention_heads"),)
+    stages = Stages(first=("word_embeddings", "word_embeddings_layernorm"), blocks="h", last="ln_f")
+    #: What a head adds.
+    rules: ClassVar[ModulePolicy] = {}
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rules of the decoder and of its head."""
+        slices = refuse(_multiplies_by_slices, _SLOW, todo="set slow_but_exact to False in the configuration")
+        return {
+            "BloomModel": [
+                vocab("word_embeddings"),
+                norm("word_embeddings_layernorm", "ln_f"),
+                outputs(attentions="heads"),
+            ],
+            "BloomBlock": [
+                norm("input_layernorm", "post_attention_layernorm"),
+                slice_arg("self_attention", "alibi", 0),
+                region(
+                    col=segments("self_attention.query_key_value", 3, by="head"),
+                    row="self_attention.dense",
+                    unit="head",
+                ),
+                region(col="mlp.dense_h_to_4h", row="mlp.dense_4h_to_h"),
+            ],
+            "BloomAttention": [slices, attribute("num_heads", per_rank)],
+            "BloomMLP": [slices],
+            **self.rules,
+        }
+
+
+class BloomForCausalLMPolicy(BloomModelPolicy):
+    """The next word; its linear is tied to the embedding."""
+
+    stages = BloomModelPolicy.stages.under("transformer", then="lm_head")
+    rules: ClassVar[ModulePolicy] = {"BloomForCausalLM": [head("lm_head")]}
+
+
+class BloomForSequenceClassificationPolicy(BloomModelPolicy):
+    """A label for each sequence."""
+
+    stages = BloomModelPolicy.stages.under("transformer", then="score")
+    rules: ClassVar[ModulePolicy] = {"BloomForSequenceClassification": [replicate("score")]}
+
+
+class BloomForTokenClassificationPolicy(BloomModelPolicy):
+    """A label for each token."""
+
+    stages = BloomModelPolicy.stages.under("transformer", then=("dropout", "classifier"))
+    rules: ClassVar[ModulePolicy] = {"BloomForTokenClassification": [replicate("classifier")]}
+
+
+class BloomForQuestionAnsweringPolicy(BloomModelPolicy):
+    """Scores for where an answer starts and ends."""
+
+    stages = BloomModelPolicy.stages.under("transformer", then="qa_outputs")
+    rules: ClassVar[ModulePolicy] = {"BloomForQuestionAnswering": [replicate("qa_outputs")]}
