@@ -111,7 +111,7 @@ OTHERS = {
     "finetune.py": NAMES["Booster"].release,
     "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
-    "Falcon": "0.5",
+    "SAM": "0.5",
     "ERNIE": "0.5",
     "ChatGLM-2": "0.5",
     "nn.MultiheadAttention": "0.5",

@@ -73,6 +73,7 @@ _FIRST_PARTY = {
     "transformers.models.deepseek_v2.": "shard-deepseek",
     "transformers.models.deepseek_v3.": "shard-deepseek",
     "transformers.models.bloom.": "shard-bloom",
+    "transformers.models.falcon.": "shard-falcon",
     "timm.": "shard-vit",
 }
 

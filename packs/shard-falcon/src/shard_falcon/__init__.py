@@ -1,0 +1,1 @@
+"""The Falcon family of transformers, for shardcore."""
