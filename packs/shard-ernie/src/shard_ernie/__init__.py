@@ -1,0 +1,1 @@
+"""The ERNIE family of transformers, for shardcore."""
