@@ -75,6 +75,8 @@ _FIRST_PARTY = {
     "transformers.models.deepseek_v3.": "shard-deepseek",
     "transformers.models.bloom.": "shard-bloom",
     "transformers.models.falcon.": "shard-falcon",
+    "transformers.models.clip.": "shard-clip",
+    "transformers.models.siglip.": "shard-clip",
     "timm.": "shard-vit",
 }
 

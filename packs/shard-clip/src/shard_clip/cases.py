@@ -1,0 +1,119 @@
+"""Tiny CLIPs and SigLIPs for the conformance kit (`shardcore.testing`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from shardcore.testing import Case, Supports, hidden_loss, tiny
+
+__all__ = ["build", "cases", "inputs"]
+
+_WORDS, _END = 101, 100  # divides by no number of ranks
+_TOKENS = {"bos_token_id": 1, "eos_token_id": _END, "pad_token_id": 0}
+
+
+def _tower(hidden: int, heads: int, dropout: float) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": 37,  # divides by no number of ranks
+        "num_hidden_layers": 2,
+        "attention_dropout": dropout,
+    }
+
+
+def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 12, **options: Any) -> Any:
+    """Return a tiny model of the class ``name``; its tower of images has twice the ``heads`` of the one of text."""
+    text = {**_tower(48, heads, dropout), "vocab_size": _WORDS, "max_position_embeddings": 9, **_TOKENS}
+    vision = {**_tower(72, 2 * heads, dropout), "image_size": 8, "patch_size": 4}
+    met = {"projection_size": 72} if name.startswith("Siglip") else {"projection_dim": 20}  # where both towers meet
+    settings: dict[str, Any] = {"attn_implementation": "eager", **options}
+    match name.removeprefix("CLIP").removeprefix("Siglip"):
+        case "TextModel" | "TextModelWithProjection":
+            settings |= {**text, **met}
+        case "VisionModel" | "VisionModelWithProjection":
+            settings |= {**vision, **met}
+        case _:
+            settings |= {"text_config": {**text, **met}, "vision_config": vision, **met, "num_labels": 3}
+    return tiny(getattr(transformers, name), seed=seed, **settings)
+
+
+def _ids(generator: torch.Generator, seed: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, _END, (3, 7), generator=generator)
+    lengths = torch.tensor([(7, 4, 6), (5, 7, 2), (3, 3, 7)][seed % 3])
+    mask = (torch.arange(7) < lengths[:, None]).long()
+    ids[torch.arange(3), lengths - 1] = _END
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def inputs(model: Any, seed: int, *, size: int = 8) -> dict[str, Any]:
+    """Return what the model's class takes: ids (3, 7) that end somewhere, images (3, 3, ``size``, ``size``), labels."""
+    generator = torch.Generator().manual_seed(seed)
+    name = type(model).__name__
+    batch: dict[str, Any] = {} if "Vision" in name or "Image" in name else _ids(generator, seed)
+    if "Text" not in name:
+        batch["pixel_values"] = torch.randn(3, 3, size, size, generator=generator, dtype=torch.float64)
+        if size != 8:
+            batch["interpolate_pos_encoding"] = True
+    if name.endswith("Classification"):
+        batch["labels"] = torch.randint(0, 3, (3,), generator=generator)
+    elif name in ("CLIPModel", "SiglipModel"):
+        batch["return_loss"] = True
+    return batch
+
+
+def projected_loss(out: Any) -> Tensor:
+    """Return a loss of a tower with a projection: a weighted mean of all that it returns."""
+    weights = torch.Generator().manual_seed(7)
+    embeds = out.get("text_embeds", out.get("image_embeds"))
+    mean: Tensor = (embeds * torch.randn(embeds.shape, generator=weights, dtype=torch.float64)).mean()
+    return mean + hidden_loss(out)
+
+
+def _case(name: str, kind: str, **fields: Any) -> Case:
+    settings: dict[str, Any] = {
+        "inputs": inputs,
+        "sharded": ("self_attn.q_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2"),
+        "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=True, captured=("attentions", "hidden_states")),
+        **fields,
+    }
+    return Case(name=name, build=partial(build, kind), **settings)
+
+
+def cases() -> list[Case]:
+    """Return a case for every class."""
+    towers = Supports(tensor_parallel=(1, 2, 3, 4), sequence=True)
+    pooled: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state", "pooler_output")}
+    projected: dict[str, Any] = {"loss": projected_loss}
+    larger: dict[str, Any] = {**projected, "inputs": partial(inputs, size=12)}
+    both: dict[str, Any] = {
+        "outputs": ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds"),
+        "layers": "vision_model.encoder.layers",
+        "parts": ("text_model", "vision_model"),
+        "options": {"attn_implementation": ("eager", "sdpa")},
+        "refuses": ({"heads": 1},),
+        "supports": towers,
+    }
+    return [
+        _case("contrastive", "CLIPModel", **both),
+        _case("text", "CLIPTextModel", **pooled),
+        _case("text_projection", "CLIPTextModelWithProjection", outputs=("text_embeds",), **projected),
+        _case("vision", "CLIPVisionModel", **pooled),
+        _case("larger_images", "CLIPVisionModelWithProjection", outputs=("image_embeds",), **larger),
+        _case("image_classification", "CLIPForImageClassification", outputs=("logits",)),
+        _case("pairs", "SiglipModel", **both),
+        _case("siglip_text", "SiglipTextModel", **pooled),
+        _case(
+            "siglip_vision",
+            "SiglipVisionModel",
+            loss=hidden_loss,
+            outputs=("last_hidden_state",),
+            options={"vision_use_head": (True, False)},
+        ),
+        _case("siglip_image_classification", "SiglipForImageClassification", outputs=("logits",)),
+    ]
