@@ -112,8 +112,6 @@ OTHERS = {
     "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
     "SAM": "0.5",
-    "ERNIE": "0.5",
-    "BLOOM": "0.5",
     "BEiT": "0.5",
     "ChatGLM-2": "0.5",
     "nn.MultiheadAttention": "0.5",
