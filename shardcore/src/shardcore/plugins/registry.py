@@ -77,6 +77,7 @@ _FIRST_PARTY = {
     "transformers.models.falcon.": "shard-falcon",
     "transformers.models.clip.": "shard-clip",
     "transformers.models.siglip.": "shard-clip",
+    "transformers.models.wav2vec2.": "shard-wav2vec2",
     "timm.": "shard-vit",
 }
 

@@ -1,0 +1,1 @@
+"""The Wav2Vec2 family of transformers, for shardcore."""
