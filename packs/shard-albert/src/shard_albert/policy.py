@@ -12,16 +12,6 @@ from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import head, loss, norm, outputs, region, replicate, vocab
 
-__all__ = [
-    "AlbertForMaskedLMPolicy",
-    "AlbertForMultipleChoicePolicy",
-    "AlbertForPreTrainingPolicy",
-    "AlbertForQuestionAnsweringPolicy",
-    "AlbertForSequenceClassificationPolicy",
-    "AlbertForTokenClassificationPolicy",
-    "AlbertModelPolicy",
-]
-
 
 class AlbertModelPolicy(PretrainedPolicy):
     """The encoder without a head; any number of ranks share its heads."""
@@ -88,18 +78,28 @@ class AlbertForMaskedLMPolicy(AlbertModelPolicy):
     rules: ClassVar[ModulePolicy] = {**_VOCABULARY, "AlbertForMaskedLM": [loss(masked_lm_loss)]}
 
 
-class AlbertForSequenceClassificationPolicy(AlbertModelPolicy):
-    """A label for each sequence."""
+class _Classifies(AlbertModelPolicy):
+    """A head with few labels."""
 
     stages = _MODEL.under("albert", then=("dropout", "classifier"))
+
+
+class AlbertForSequenceClassificationPolicy(_Classifies):
+    """A label for each sequence."""
+
     rules: ClassVar[ModulePolicy] = {"AlbertForSequenceClassification": [replicate("classifier")]}
 
 
-class AlbertForTokenClassificationPolicy(AlbertModelPolicy):
+class AlbertForTokenClassificationPolicy(_Classifies):
     """A label for each token."""
 
-    stages = _MODEL.under("albert", then=("dropout", "classifier"))
     rules: ClassVar[ModulePolicy] = {"AlbertForTokenClassification": [replicate("classifier")]}
+
+
+class AlbertForMultipleChoicePolicy(_Classifies):
+    """A score for each choice."""
+
+    rules: ClassVar[ModulePolicy] = {"AlbertForMultipleChoice": [replicate("classifier")]}
 
 
 class AlbertForQuestionAnsweringPolicy(AlbertModelPolicy):
@@ -107,10 +107,3 @@ class AlbertForQuestionAnsweringPolicy(AlbertModelPolicy):
 
     stages = _MODEL.under("albert", then="qa_outputs")
     rules: ClassVar[ModulePolicy] = {"AlbertForQuestionAnswering": [replicate("qa_outputs")]}
-
-
-class AlbertForMultipleChoicePolicy(AlbertModelPolicy):
-    """A score for each choice."""
-
-    stages = _MODEL.under("albert", then=("dropout", "classifier"))
-    rules: ClassVar[ModulePolicy] = {"AlbertForMultipleChoice": [replicate("classifier")]}

@@ -9,13 +9,6 @@ from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import calls, norm, region, replicate, sequence, vocab
 
-__all__ = [
-    "SiglipForImageClassificationPolicy",
-    "SiglipModelPolicy",
-    "SiglipTextModelPolicy",
-    "SiglipVisionModelPolicy",
-]
-
 #: Early releases wrap each tower once more where it is used alone, and capture outputs there.
 _WRAPPED = hasattr(modeling_siglip, "SiglipTextTransformer")
 _TOWER = "Transformer" if _WRAPPED else "Model"

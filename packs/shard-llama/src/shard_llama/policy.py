@@ -8,14 +8,6 @@ from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, sequence, vocab
 
-__all__ = [
-    "LlamaForCausalLMPolicy",
-    "LlamaForQuestionAnsweringPolicy",
-    "LlamaForSequenceClassificationPolicy",
-    "LlamaForTokenClassificationPolicy",
-    "LlamaModelPolicy",
-]
-
 
 class LlamaModelPolicy(PretrainedPolicy):
     """The decoder without a head. Packs of decoders that are built like Llama derive from it, and say what differs."""
