@@ -45,7 +45,6 @@ def _case(name: str, kind: str, usual: dict[str, Any], **fields: Any) -> Case:
     settings: dict[str, Any] = {
         "outputs": ("logits",),
         "layers": "transformer.h",
-        "collectives": (3, 3),  # the third is the exchange of rows for the heads of each rank
         "sharded": ("word_embeddings.weight", "query_key_value", "dense.weight", "dense_h_to_4h", "dense_4h_to_h"),
         "refuses": ({"num_attention_heads": 1, "num_kv_heads": 1},),
         "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=True, captured=("attentions", "hidden_states")),
@@ -64,7 +63,7 @@ def cases() -> list[Case]:
     return [
         _case("causal_lm", "FalconForCausalLM", _NEW, options=new, supports=any_number),
         _case("multi_query", "FalconForCausalLM", _MULTI_QUERY, options=_BOTH, supports=any_number),
-        _case("alibi", "FalconForCausalLM", _ALIBI, options=rw, supports=some, collectives=(2, 2), refuses=few),
+        _case("alibi", "FalconForCausalLM", _ALIBI, options=rw, supports=some, refuses=few),
         _case("model", "FalconModel", _MULTI_QUERY, outputs=("last_hidden_state",), loss=hidden_loss, layers="h"),
         _case("sequence_classification", "FalconForSequenceClassification", _NEW),
         _case("token_classification", "FalconForTokenClassification", _MULTI_QUERY),
