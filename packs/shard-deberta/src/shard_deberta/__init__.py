@@ -1,0 +1,1 @@
+"""The DeBERTa-v2 family of transformers, for shardcore."""
