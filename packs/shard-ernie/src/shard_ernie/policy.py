@@ -7,7 +7,7 @@ from typing import ClassVar
 from shard_bert import heads
 from shard_bert.policy import BertModelPolicy
 from shardcore.policy import Heads, ModulePolicy
-from shardcore.styles import replicate
+from shardcore.styles import norm, replicate, vocab
 
 __all__ = [
     "ErnieForCausalLMPolicy",
@@ -32,9 +32,17 @@ class ErnieModelPolicy(BertModelPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of BERT, also of a head, for the classes of ERNIE."""
-        rules = {str(name).replace("Bert", "Ernie"): list(those) for name, those in super().module_policy().items()}
-        rules["ErnieEmbeddings"].append(replicate("task_type_embeddings", optional=True))
-        return rules
+        theirs = super().module_policy()
+        embeddings = [
+            vocab("word_embeddings"),
+            replicate("position_embeddings", "token_type_embeddings"),
+            replicate("task_type_embeddings", optional=True),
+            norm("LayerNorm"),
+        ]
+        return {
+            **{str(name).replace("Bert", "Ernie"): rules for name, rules in theirs.items()},
+            "ErnieEmbeddings": embeddings,
+        }
 
 
 class ErnieForPreTrainingPolicy(ErnieModelPolicy, heads.BertForPreTrainingPolicy):
