@@ -23,6 +23,7 @@ __all__ = [
     "flat",
     "local_linear",
     "multiply",
+    "product",
     "weight_gradient",
 ]
 
@@ -66,6 +67,16 @@ def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return cast(flat(grad).sum(0), dtype)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what `torch.nn.functional.linear` does, for the forward of a Function.
+
+    Of more than two dims with a bias, torch returns a view of two dims. A view that a Function returns may not be
+    changed in place, as models do (``query /= scale``): what is returned here is no view.
+    """
+    out = F.linear(x, weight, bias)
+    return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+
+
 class _LocalLinear(Function):
     flow = PASSES
 
@@ -76,7 +87,7 @@ class _LocalLinear(Function):
         if torch.is_autocast_enabled(x.device.type):
             x, w, b = autocast(x, w, b)
         ctx.save_for_backward(x, w)
-        return F.linear(x, w, b)
+        return product(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

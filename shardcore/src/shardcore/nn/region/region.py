@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -28,7 +27,7 @@ from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.mesh import ShardContext
-from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, flat, weight_gradient
+from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, flat, product, weight_gradient
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.others import OtherArguments
@@ -196,7 +195,7 @@ class _MemberLinear(Function):
         if torch.is_autocast_enabled(x.device.type):
             x, weight, bias = autocast(x, weight, bias)
         ctx.save_for_backward(weight, *(() if region.again else (x,)))
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -19,7 +18,7 @@ from shardcore.comm.dtensor_params import held, local_tensor, spec_of, with_spec
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.mesh import ShardContext
-from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, weight_gradient
+from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, product, weight_gradient
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.region import Region
 
@@ -56,7 +55,7 @@ class _EnteredLinear(Function):
             x, w, b = autocast(x, w, b)
             kept = x if same else kept
         ctx.save_for_backward(kept, w)
-        return F.linear(x, w, b)
+        return product(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
