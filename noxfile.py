@@ -1,7 +1,7 @@
-"""The jobs of the workspace: ``nox``, ``nox -s ci``, ``nox -t matrix``, and others by their names.
+"""The jobs of the workspace: ``nox``, ``nox -t tests checks``, ``nox -t matrix``, and others by their names.
 
 ``nox`` alone is for a contributor before a commit: style, types, documentation (the tag ``checks``), and a few minutes
-of tests (``smoke``). ``.ci/run`` is ``nox -s ci``: the tags ``tests`` and ``checks``, several sessions at a time.
+of tests (``smoke``). ``.ci/run`` is ``nox -t tests checks``.
 
 Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
 ``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for every size, against the oldest and the
@@ -17,6 +17,7 @@ unchanged, so a run that was interrupted is resumed by the same command; ``nox -
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -29,10 +30,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from cells import Cell, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
-from lanes import lanes_here, nox_here, print_at_once, run, sessions_of  # noqa: E402
 from suites import (  # noqa: E402
     CORE,
     ENV,
+    ENVIRONMENTS,
     NEWEST,
     PACKS,
     RESULTS,
@@ -40,7 +41,6 @@ from suites import (  # noqa: E402
     Suite,
     check,
     pip,
-    python_of,
     suite_of,
     with_every_library,
 )
@@ -58,17 +58,6 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "types", "docs", "smoke"]
 
 
-@nox.session(venv_backend="none", default=False)
-def ci(session: nox.Session) -> None:
-    """Run what CI runs, the sessions of the tags tests and checks, several at a time; arguments are other tags."""
-    tags = session.posargs or ["tests", "checks"]
-    names = sessions_of(ROOT, tags, nox_here())
-    failed = run(ROOT, names, nox_here(), lanes=lanes_here(), say=print_at_once)
-    print(RESULTS.table(), RESULTS.totals(), sep="\n", flush=True)
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
-
-
 @nox.session(venv_backend="none", tags=["checks"])
 def lint(session: nox.Session) -> None:
     """Check style and format."""
@@ -80,7 +69,7 @@ def types(session: nox.Session) -> None:
     """Check types, against the newest releases."""
     project = nox.project.load_toml(CORE / "pyproject.toml")["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
-    python = python_of(session, NEWEST)
+    python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
     pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, *requirements)
     check(session, CHECKS, ["mypy", "--python-executable", str(python)])
 
@@ -110,7 +99,7 @@ def smoke(session: nox.Session) -> None:
         session.error(f"failed: {', '.join(failed)}")
 
 
-@nox.session(venv_backend="none", tags=["tests", "long"])
+@nox.session(venv_backend="none", tags=["tests"])
 def core(session: nox.Session) -> None:
     """Test the core without transformers; arguments go to pytest."""
     suite = Suite(session, Environment("core", (TORCH,)), "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE])
@@ -141,8 +130,7 @@ def add_cell(cell: Cell) -> None:
     own = "every size" if cell.whole else "sizes 1 and 2"
     newest = cell.tags[0] == "newest"
     quick = ["quick"] if newest and not cell.whole else []
-    long = ["long"] if cell.whole else []
-    _add_session(cell, cell.name, own, tags=[*cell.tags, *quick, *long])
+    _add_session(cell, cell.name, own, tags=[*cell.tags, *quick])
     if newest and cell.whole:
         _add_session(cell, f"quick-{cell.name}", "sizes 1 and 2", tags=["quick"])
     if newest or cell.whole:
@@ -163,7 +151,7 @@ for _cell in CELLS:
     add_cell(_cell)
 
 
-@nox.session(venv_backend="none", tags=["tests", "long"])
+@nox.session(venv_backend="none", tags=["tests"])
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
     requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
@@ -199,7 +187,7 @@ def coverage(session: nox.Session) -> None:
 
     What a process had counted is lost if it is killed, as ranks that hang are.
     """
-    python = python_of(session, COVERAGE)
+    python = COVERAGE.make(ENVIRONMENTS, functools.partial(pip, session))
     pip(session, python, "install", *COVERAGE.torch, *COVERAGE.pins, "--editable", f"{CORE}[testing]")
 
     def run(*arguments: str) -> None:

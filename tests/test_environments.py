@@ -115,10 +115,3 @@ def test_an_interpreter_is_one_that_starts(tmp_path, monkeypatch):
     assert find_python("3.1") is None  # says another version
     kept = script(tmp_path / f"pyenv/versions/{version}.7/bin/python{version}", f'exec "{sys.executable}" "$@"')
     assert find_python(version) == kept
-
-
-def test_lanes_have_copies_of_their_own(tmp_path, pip):
-    pythons = [Environment("one", TORCH).make(tmp_path, pip, lane=lane) for lane in ("", "lane-1")]
-    assert [Path(printed(python, "import sys; print(sys.prefix)")).name for python in pythons] == ["one", "one-lane-1"]
-    site_of(pythons[1]).joinpath("torch.py").unlink()
-    assert printed(pythons[0], "import torch; print(torch.release)") == "1"

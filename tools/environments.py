@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock  # nox and torch bring it
-
 __all__ = ["BACKEND", "Environment", "capabilities_here", "find_python"]
 
 # Builds core and packs: it is there, so that not every installation fetches it into an environment for the build.
@@ -48,21 +46,17 @@ class Environment:
     pins: tuple[str, ...] = ()
     python: str | None = None
 
-    def make(self, folder: Path, pip: Callable[..., None], *, lane: str = "") -> Path:
+    def make(self, folder: Path, pip: Callable[..., None]) -> Path:
         """Return its interpreter; it is made if it is not there, without its pins.
 
         Args:
             folder: where all environments are.
             pip: called as ``pip(python, *arguments)`` to install torch.
-            lane: of those that use it at the same time, each has a copy of its own.
         """
         version = [] if self.python is None else [Path(self.python).name]
         siblings = folder / ("-".join([*version, *(pin.replace("==", "-") for pin in self.torch)]) or "no-torch")
-        base, own = siblings / "base", siblings / "-".join(filter(None, (self.name, lane)))
-        if _python(own).exists():
-            return _python(own)
-        siblings.mkdir(parents=True, exist_ok=True)
-        with FileLock(siblings / "lock"):
+        base, own = siblings / "base", siblings / self.name
+        if not _python(own).exists():
             if not _python(base).exists():
                 _make(self.python or sys.executable, base)
             if self.torch:

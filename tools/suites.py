@@ -13,7 +13,6 @@ from nox.command import CommandFailed
 
 from cells import Pack, cells_of, find_packs, newest_of  # from tools/
 from environments import Environment
-from lanes import LANE
 from results import Result, Results, digest_of
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "Suite",
     "check",
     "pip",
-    "python_of",
     "suite_of",
     "with_every_library",
 ]
@@ -145,7 +143,7 @@ class Suite:
         return not result.failed
 
     def _install(self) -> Path:
-        python = python_of(self.session, self.environment)
+        python = self.environment.make(ENVIRONMENTS, self._pip)
         if self.alone:
             self._pip(python, "uninstall", "--yes", *(pack.name for pack in PACKS))
         pins = [*self.environment.torch, *self.environment.pins]
@@ -173,7 +171,7 @@ def check(session: nox.Session, environment: Environment, *commands: Sequence[st
     start, failed = time.monotonic(), []
     for command in commands:
         try:
-            python = python_of(session, environment)
+            python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
             pip(session, python, "install", *environment.pins)
             # Tools call each other by name.
             path = os.pathsep.join((str(python.parent), os.environ.get("PATH", "")))
@@ -194,20 +192,11 @@ def with_every_library(session: nox.Session) -> Path:
     """Return the interpreter of timm's environment, which has every library, with the core and all packs."""
     cells = cells_of(PACKS, TORCH)
     environment = next(cell.environment for cell in cells if cell.library == "timm" and "newest" in cell.tags)
-    python = python_of(session, environment)
+    python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
     packs = [str(pack.folder) for pack in PACKS]
     pins = [*environment.torch, *environment.pins]
     pip(session, python, "install", "--no-build-isolation", *pins, f"{CORE}[testing]", *packs)
     return python
-
-
-def python_of(session: nox.Session, environment: Environment) -> Path:
-    """Return the interpreter of an environment, made if it is not there: that of this lane, where sessions run at once.
-
-    The first lane has those that sessions use when they run one by one.
-    """
-    lane = os.environ.get(LANE, "0")
-    return environment.make(ENVIRONMENTS, functools.partial(pip, session), lane="" if lane == "0" else f"lane-{lane}")
 
 
 def pip(session: nox.Session, python: Path, *arguments: str) -> None:
