@@ -1,1 +1,1 @@
-"""The DeBERTa-v2 family of transformers, for shardcore."""
+"""The DeBERTa family of transformers, for shardcore."""

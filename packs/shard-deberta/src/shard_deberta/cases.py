@@ -1,4 +1,4 @@
-"""Tiny DeBERTas (version 2) for the conformance kit (`shardcore.testing`)."""
+"""Tiny DeBERTas for the conformance kit (`shardcore.testing`)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     return batch
 
 
-def _supports(*, sequence: bool = True) -> Supports:
-    return Supports(tensor_parallel=(1, 2, 3, 4), sequence=sequence, captured=("attentions", "hidden_states"))
+def _supports(*, sizes: tuple[int, ...] = (1, 2, 3, 4), sequence: bool = True) -> Supports:
+    return Supports(tensor_parallel=sizes, sequence=sequence, captured=("attentions", "hidden_states"))
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
@@ -74,6 +74,11 @@ def cases() -> list[Case]:
     states: dict[str, Any] = {"outputs": ("last_hidden_state",), "loss": hidden_loss, "layers": "encoder.layer"}
     spans = ("start_logits", "end_logits")
     refused = ({"legacy": False},)
+    first: dict[str, Any] = {
+        "sharded": ("word_embeddings", "in_proj", "q_bias", "intermediate.dense"),
+        "refuses": ({"num_attention_heads": 3}, {"talking_head": True}),
+        "supports": _supports(sizes=(1, 2, 4)),
+    }
     return [
         _case("masked_lm", "DebertaV2ForMaskedLM", options=ways),
         _case("shared", "DebertaV2ForMaskedLM", usual=shared, refuses=refused),
@@ -83,4 +88,9 @@ def cases() -> list[Case]:
         _case("multiple_choice", "DebertaV2ForMultipleChoice"),
         _case("token_classification", "DebertaV2ForTokenClassification"),
         _case("question_answering", "DebertaV2ForQuestionAnswering", outputs=spans),
+        _case("first_masked_lm", "DebertaForMaskedLM", **first, options={"pos_att_type": ways["pos_att_type"]}),
+        _case("first_model", "DebertaModel", **{**first, **states}),
+        _case("first_sequence_classification", "DebertaForSequenceClassification", **first),
+        _case("first_token_classification", "DebertaForTokenClassification", **first),
+        _case("first_question_answering", "DebertaForQuestionAnswering", **first, outputs=spans),
     ]

@@ -71,6 +71,7 @@ _FIRST_PARTY = {
     "transformers.models.modernbert.": "shard-modernbert",
     "transformers.models.albert.": "shard-albert",
     "transformers.models.ernie.": "shard-ernie",
+    "transformers.models.deberta.": "shard-deberta",
     "transformers.models.deberta_v2.": "shard-deberta",
     "transformers.models.deepseek_v2.": "shard-deepseek",
     "transformers.models.deepseek_v3.": "shard-deepseek",

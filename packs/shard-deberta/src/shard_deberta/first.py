@@ -1,0 +1,65 @@
+"""How the first DeBERTa is sharded: queries, keys and values in one linear, with biases beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shard_deberta import heads, policy
+from shardcore.policy import Heads, ModulePolicy, Rule
+from shardcore.styles import attribute, by_heads, local_heads, refuse, region, segments, shared_rng
+
+
+def _mixes_heads(layer: nn.Module) -> bool:
+    attention: Any = layer.attention
+    return bool(attention.self.talking_head)
+
+
+class DebertaModelPolicy(policy.DebertaV2ModelPolicy):
+    """The encoder without a head."""
+
+    checks = (Heads("num_attention_heads"),)
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rules of DeBERTa-v2, also of a head, for the classes of DeBERTa."""
+        return {str(name).replace("DebertaV2", "Deberta"): rules for name, rules in super().module_policy().items()}
+
+    def attention(self) -> list[Rule]:
+        """Return the rules of the attention: positions always have linears of their own."""
+        config = self.model.config
+        positions = {"c2p": "pos_proj", "p2c": "pos_q_proj"}
+        kinds = (config.pos_att_type or ()) if config.relative_attention else ()
+        linears = [linear for kind, linear in positions.items() if kind in kinds]
+        return [
+            refuse(_mixes_heads, "talking_head mixes the scores of all heads", todo="set talking_head=False"),
+            region(
+                enter="attention.self",
+                also="rel_embeddings",
+                col=(
+                    segments("attention.self.in_proj", 3, by="head"),
+                    *(f"attention.self.{linear}" for linear in linears),
+                ),
+                row="attention.output.dense",
+                unit="head",
+            ),
+            by_heads("attention.self.q_bias", "attention.self.v_bias"),
+            attribute("attention.self.num_attention_heads", local_heads),
+            shared_rng("attention.self.pos_dropout", optional=True),
+        ]
+
+
+class DebertaForMaskedLMPolicy(DebertaModelPolicy, heads.DebertaV2ForMaskedLMPolicy):
+    """Masked words."""
+
+
+class DebertaForSequenceClassificationPolicy(DebertaModelPolicy, heads.DebertaV2ForSequenceClassificationPolicy):
+    """A label for each sequence."""
+
+
+class DebertaForTokenClassificationPolicy(DebertaModelPolicy, heads.DebertaV2ForTokenClassificationPolicy):
+    """A label for each token."""
+
+
+class DebertaForQuestionAnsweringPolicy(DebertaModelPolicy, heads.DebertaV2ForQuestionAnsweringPolicy):
+    """Scores for where an answer starts and ends."""
