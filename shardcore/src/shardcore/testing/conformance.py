@@ -115,7 +115,8 @@ class PolicyConformance:
     """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
 
     A test that a case closes is skipped with the reason. ``pytest --families`` leaves what is the same for all models
-    of a family to the first case of each; ``--quick`` also leaves out what needs more than two ranks.
+    of a family to the first case of each; ``--quick`` leaves it to the first case of all, and leaves out what needs
+    more than two ranks.
 
     Attributes:
         plugin: the module of the pack's plugin; the pack need not be installed.
@@ -142,8 +143,9 @@ class PolicyConformance:
         ranks = 2 if quick else 4
         cases = self.all_cases()
         kit: Any = type(self)  # mypy does not take classes for hashable
-        shared = quick or metafunc.config.getoption("families")
-        standing = _standing(kit) if shared else {case.name for case in cases}
+        standing = {case.name for case in (cases[:1] if quick else cases)}
+        if not quick and metafunc.config.getoption("families"):
+            standing = _standing(kit)
         # By name, so that a subclass can override a test.
         check = next((c for c in CHECKS if metafunc.function.__name__ == _name(c)), None)
         section = SECTIONS[CHECKS[check]] if check else SECTIONS["plan"]

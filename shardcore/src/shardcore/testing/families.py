@@ -2,7 +2,7 @@
 
 Models of one class of configuration have their blocks from the same classes, and one policy's words for them. With
 ``--families`` the numbers of every case are compared, and once what depends on those blocks alone (dropout,
-recomputation, the cost of a block, replicas, checkpoints).
+recomputation, the cost of a block, replicas, checkpoints). ``--quick`` leaves that to the first case of the pack.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="shardcore: --families, on one and two ranks only, and without tests that are marked as `whole`",
+        help="shardcore: what is the same for all models of a family runs for the first case of all, on one and two "
+        "ranks only, and without tests that are marked as `whole`",
     )
 
 
