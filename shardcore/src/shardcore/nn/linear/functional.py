@@ -74,7 +74,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     changed in place, as models do (``query /= scale``): what is returned here is no view.
     """
     out = F.linear(x, weight, bias)
-    return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+    return out if bias is None or out.ndim <= 2 else torch.ops.aten._unsafe_view(out, out.shape)
 
 
 class _LocalLinear(Function):
