@@ -42,7 +42,7 @@ def name(page: Path) -> str:
 
 def test_every_planned_value_is_refused_with_its_release():
     asked = {
-        "pipeline_parallel_size": 2, "context_parallel_size": 2, "expert_parallel_size": 2,
+        "pipeline_parallel_size": 2, "context_parallel_size": 2,
         "pipeline_stage_manager": object(), "tensor_parallel_mode": "2d", "enable_sequence_overlap": True,
         "fp8_communication": True,
         "make_vocab_size_divisible_by": 64, "enable_flash_attention": "xformers",

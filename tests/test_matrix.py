@@ -90,6 +90,21 @@ def test_packs_share_the_environment_of_a_release(packs):
     assert by_name["timm-1.0.23"].pins == ("timm==1.0.23", "transformers==5.5.4")
 
 
+def test_releases_of_torch_itself(tmp_path):
+    folder = tmp_path / "packs" / "shard-c"
+    folder.mkdir(parents=True)
+    folder.joinpath("pyproject.toml").write_text(
+        PACK.format(name="shard-c", matrix='torch = ["2.14.1", "2.13.0"]', needs="")
+    )
+    packs = find_packs(tmp_path)
+    found = [cell.environment for cell in cells_of(packs, "torch==2.13.0")]
+    assert [(e.name, e.torch, e.pins) for e in found] == [
+        ("torch-2.14.1", ("torch==2.14.1", "torchvision==0.29.1"), ()),  # as installed for timm
+        ("torch-2.13.0", ("torch==2.13.0",), ()),
+    ]
+    assert newest_of(packs) == {}  # every environment has one already
+
+
 def test_limits(packs):
     assert newest_of(packs) == {"transformers": "5.10.4"}
     assert lowest(packs[0].dependencies, "torch") == "torch==2.11"

@@ -22,6 +22,8 @@ __all__ = ["Cell", "Pack", "cells_of", "find_packs", "lowest", "newest_of"]
 
 # Libraries that need a torch of their own: timm needs torchvision, which has to match torch.
 APART: Mapping[str, tuple[str, ...]] = {"timm": ("torch==2.14.1", "torchvision==0.29.1")}
+# What every environment has, in a release that is the same for all: a pack may be tested against others.
+_EVERYWHERE = "torch"
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,11 @@ def find_packs(root: Path) -> list[Pack]:
 
 
 def newest_of(packs: Iterable[Pack]) -> dict[str, str]:
-    """Return library -> the newest release that any of the packs is tested against; without those that are apart."""
+    """Return library -> the newest release that a pack is tested against; without torch, and what is apart."""
     newest: dict[str, str] = {}
     for pack in packs:
         for library, releases in pack.matrix.items():
-            if library not in APART:
+            if library not in (*APART, _EVERYWHERE):
                 newest[library] = max(newest.get(library, releases[-1]), releases[-1], key=Version)
     return newest
 
@@ -137,7 +139,11 @@ def _cell(pack: Pack, library: str, release: str, torch: str) -> Cell:
     releases = pack.matrix[library]
     at = "newest" if release == releases[-1] else "oldest" if release == releases[0] else "between"
     others = () if library not in APART else tuple(f"{name}=={of}" for name, of in newest_of([pack]).items())
-    environment = Environment(f"{library}-{release}", APART.get(library, (torch,)), (f"{library}=={release}", *others))
+    pin = f"{library}=={release}"
+    # A torch that a library has apart is installed once, with what has to match it.
+    shared = next((pins for pins in APART.values() if pin in pins), (pin,))
+    torches = shared if library == _EVERYWHERE else APART.get(library, (torch,))
+    environment = Environment(f"{library}-{release}", torches, (*(() if library == _EVERYWHERE else (pin,)), *others))
     always = at != "between" if pack.whole else at == "newest"
     tags = (at, "matrix", pack.name, *(("tests",) if always else ()))
     select = ("-k", f"{library} or every_policy") if library in APART else ()

@@ -95,6 +95,16 @@ def test_torchrun_malformed(monkeypatch: pytest.MonkeyPatch, variable: str, valu
     assert str(caught.value) == message
 
 
+def test_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SHARDCORE_PACKS", "vit")
+    handed = _env.of_a_child(["", "/first", "/second"])
+    assert handed["PYTHONPATH"] == "/first:/second"
+    assert handed["SHARDCORE_PACKS"] == "vit"
+    assert not [name for name in handed if "RANK" in name or "PROCID" in name or name.startswith("TORCHELASTIC")]
+
+
 def _reads_environment(source: str) -> bool:
     """Whether a module uses `os.environ` or `os.getenv` to read."""
     return any(

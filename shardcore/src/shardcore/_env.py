@@ -10,6 +10,7 @@
 | `OMPI_COMM_WORLD_LOCAL_RANK`, `MPI_LOCALRANKID`, `SLURM_LOCALID` | `torchrun` | what mpirun and srun say |
 | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_NTASKS`, `ENVIRONMENT` | `torchrun` | the ranks of a job step of srun |
 | `SLURM_STEP_NODELIST`, `SLURM_JOB_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` | `torchrun` | where they meet |
+| all others | `of_a_child` | handed on to a process that is no rank of a job |
 | `CXX` | `compilers` | the C++ compiler that torch.compile runs on the CPU |
 
 Every reader looks at the environment when it is called; nothing is remembered. `setting` is the one place that changes
@@ -20,13 +21,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = ["TorchrunEnv", "compilers", "disabled_packs", "packs", "setting", "strict", "torchrun"]
+__all__ = ["TorchrunEnv", "compilers", "disabled_packs", "of_a_child", "packs", "setting", "strict", "torchrun"]
 
 
 # Variables of mpirun and srun: the number of a process on its machine, and its number among all.
@@ -35,6 +36,22 @@ _LAUNCHERS = (
     ("MPI_LOCALRANKID", "PMI_RANK"),
     ("SLURM_LOCALID", "SLURM_PROCID"),
 )
+
+
+# What says that a process is a rank of a job: names, and how names begin.
+_OF_A_JOB = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+)
+_OF_A_JOB_STEMS = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +107,12 @@ def setting(name: str, value: str) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+def of_a_child(path: Iterable[str]) -> dict[str, str]:
+    """Return the environment for a Python process of its own: no rank of a job, with ``path`` to import from."""
+    handed = {k: v for k, v in os.environ.items() if k not in _OF_A_JOB and not k.startswith(_OF_A_JOB_STEMS)}
+    return {**handed, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def torchrun() -> TorchrunEnv | None:

@@ -47,9 +47,6 @@ FIELDS = {
     "context_parallel_size": PlannedField(
         "0.5", "use tensor and data parallelism", (None, 1), feature="context parallelism"
     ),
-    "expert_parallel_size": PlannedField(
-        "0.5", "use tensor and data parallelism", (None, 1), feature="expert parallelism"
-    ),
     "tensor_parallel_mode": PlannedField("1.0", "use '1d'", ("1d",), feature="tensor parallelism in 2d, 2.5d and 3d"),
     "sequence_parallelism_mode": PlannedField(
         "0.5", "use 'split_gather'", (None, "split_gather"), feature="ring and all-to-all sequence parallelism"
@@ -111,10 +108,8 @@ OTHERS = {
     "finetune.py": NAMES["Booster"].release,
     "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
-    "SAM": "0.5",
-    "BEiT": "0.5",
+    "BLIP-2": "0.5",
     "ChatGLM-2": "0.5",
-    "nn.MultiheadAttention": "0.5",
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from shardcore.errors import NotSupportedError
 
 __all__ = [
+    "CLIPPING",
     "CORE",
     "DATA_PARALLEL",
     "FUSED",
@@ -37,6 +38,7 @@ TESTED = ("2.11", "2.14")
 # What needs a name: it works as long as all of its names are there.
 CORE = "everything"
 DATA_PARALLEL = "data parallelism"
+CLIPPING = "clipping the gradients of whole experts"
 FUSED = "linears that fuse several segments"
 SAVING = "saving"
 LOADING = "models without values"
@@ -130,6 +132,10 @@ TORCH: tuple[PrivateName, ...] = (
         "naming them",
         FUSED,
         code=f"{_FSDP}._fsdp_param.FSDPParam.__init__",
+    ),
+    *(
+        PrivateName(f"torch.nn.utils.clip_grad.{name}", "one norm of gradients on several meshes", CLIPPING)
+        for name in ("_clip_grads_with_norm_", "_get_total_norm")
     ),
     PrivateName(f"{_C10D}._get_default_store", "the store that every process group has", SAVING),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group"),

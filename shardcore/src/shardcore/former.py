@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +21,7 @@ from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
 from shardcore.errors import ConfigError
+from shardcore.inferred import Inference, inferred
 from shardcore.mesh import group_of
 from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.policy import Policy
@@ -28,7 +29,7 @@ from shardcore.weights.loading import Filling
 from shardcore.weights.reading import Reading
 from shardcore.weights.weights import Place, Weights
 from shardcore.wrap.optimizers import warn_of_stale_optimizers
-from shardcore.wrap.wrapping import Wrapping
+from shardcore.wrap.wrapping import Wrap, Wrapping
 
 __all__ = ["ShardFormer", "failing_together", "shard", "shard_new"]
 
@@ -39,9 +40,10 @@ def shard(
     model: Model,
     config: ShardConfig | None = None,
     *,
-    policy: Policy | type[Policy] | None = None,
+    policy: Policy | type[Policy] | Literal["infer"] | None = None,
+    infer: Inference = "proved",
     optimizer: Optimizer | None = None,
-    wrap: bool = True,
+    wrap: Wrap = True,
     sync_from: int | None = None,
     weights: Weights | Place | None = None,
     reading: Reading = "auto",
@@ -63,10 +65,15 @@ def shard(
     Args:
         model: any model that an installed pack serves (or any module at all, with ``policy``).
         config: the configuration; ``fields`` override it.
-        policy: a policy or its class, used instead of looking for one among the installed packs.
+        policy: a policy or its class, used instead of looking for one among the installed packs. ``"infer"`` infers one
+            for a class of transformers that no pack serves, from what a small copy of the class computes.
+        infer: with ``policy="infer"``: ``"proved"`` trains the small copy on two processes first, and raises unless
+            outputs, loss and gradients are those of the unsharded one; ``"drafted"`` does not.
         optimizer: an optimizer made before this call and not stepped yet; its parameter groups are re-pointed in place.
             Its class, settings and groups have to be the same on every rank.
-        wrap: apply FSDP2 over the data axes; False leaves that to the caller.
+        wrap: apply FSDP2 over the data axes; False leaves that to the caller. A mapping has options of ``fully_shard``
+            (``mp_policy``, ``offload_policy``, ``reshard_after_forward``), with which it is applied without replicas
+            too: ``wrap={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}``.
         sync_from: take the weights and the training mode of this global rank instead of requiring equal ones; the
             models of the others may be on the meta device.
         weights: read the values from here, each rank its own part: a ``.safetensors`` file, a list of them, or a folder
@@ -89,6 +96,7 @@ def shard(
         model,
         config,
         policy=policy,
+        infer=infer,
         optimizer=optimizer,
         wrap=wrap,
         sync_from=sync_from,
@@ -105,9 +113,10 @@ def shard_new(
     model: Model,
     config: ShardConfig | None = None,
     *,
-    policy: Policy | type[Policy] | None = None,
+    policy: Policy | type[Policy] | Literal["infer"] | None = None,
+    infer: Inference = "proved",
     optimizer: Optimizer | None = None,
-    wrap: bool = True,
+    wrap: Wrap = True,
     sync_from: int | None = None,
     weights: Weights | Place | None = None,
     reading: Reading = "auto",
@@ -122,6 +131,11 @@ def shard_new(
         wrapping = Wrapping(model, optimizer, wrap=wrap)
         filling = None if weights is None else Filling(model, weights, sync_from, reading)
         told = wrapping.items if filling is None else lambda: (*wrapping.items(), *filling.items())
+        if isinstance(policy, str):
+            if policy != "infer":
+                raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
+            start_process_group(config)  # one rank infers for all
+            policy = inferred(model, infer, config.group())
         sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=wrapping.check, told=told)
     start_process_group(config)
     sharder.shard()  # discover, resolve, compile, agree, apply

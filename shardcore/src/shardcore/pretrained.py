@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
+from shardcore.inferred import Inference
 from shardcore.plugins.isolation import in_one_line
 from shardcore.policy import Policy
 from shardcore.weights.reading import Reading
+from shardcore.wrap.wrapping import Wrap
 
 __all__ = ["from_pretrained"]
 
@@ -19,8 +21,9 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *model_args: Any,
     shard_config: ShardConfig | None = None,
-    policy: Policy | type[Policy] | None = None,
-    wrap: bool = True,
+    policy: Policy | type[Policy] | Literal["infer"] | None = None,
+    infer: Inference = "proved",
+    wrap: Wrap = True,
     seed: int = 0,
     reading: Reading = "auto",
     **options: Any,
@@ -42,6 +45,7 @@ def from_pretrained(
         *model_args: as of the native ``from_pretrained``.
         shard_config: the configuration; fields of it among ``options`` override it.
         policy: as of `shardcore.shard`.
+        infer: as of `shardcore.shard`.
         wrap: as of `shardcore.shard`.
         seed: of parameters that no file holds (a new head): initialised as the native class does, with the same values
             on every mesh.
@@ -74,6 +78,7 @@ def from_pretrained(
         *model_args,
         shard_config=shard_config,
         policy=policy,
+        infer=infer,
         wrap=wrap,
         seed=seed,
         reading=reading,

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+from enum import Enum
 
 import pytest
 import torch
@@ -67,6 +68,42 @@ def test_inside_of_a_real_list(saved, tmp_path, place):
     replace(saved, ".metadata", pickle.dumps(found))
     refused(saved, "describes no tensor")
     assert not (tmp_path / "proof").exists()
+
+
+class Asked:
+    """What a pickle says where something is asked for an attribute."""
+
+    def __init__(self, *asked):
+        self.asked = asked
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+class MembersByGetattr(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.2 does."""
+
+    def reducer_override(self, thing):
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, Enum) else NotImplemented
+
+
+def test_members_by_getattr(saved):
+    stream = io.BytesIO()
+    MembersByGetattr(stream).dump(metadata(saved))
+    assert b"getattr" in stream.getvalue()
+    replace(saved, ".metadata", stream.getvalue())
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    shardcore.load_checkpoint(saved, model)
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(torch.Size, "__init__"), (type(None), "__subclasses__")])
+def test_no_other_attributes_by_getattr(saved, kind, name):
+    found = metadata(saved)
+    found.planner_data = Asked(kind, name)
+    replace(saved, ".metadata", pickle.dumps(found))
+    refused(saved, "describes no tensor")
 
 
 @pytest.mark.parametrize("zipped", [True, False])

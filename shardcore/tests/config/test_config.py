@@ -53,6 +53,9 @@ def _sizes(config):
         ({"dp_shard_size": 2, "dp_replicate_size": 2}, 8, (2, 4, 2, 2)),
         ({"dp": 4, "dp_shard_size": 1}, 4, (1, 4, 4, 1)),
         ({"dp_replicate_size": 2}, 4, (2, 2, 2, 1)),
+        ({"ep": 2}, 4, (2, 2, 1, 2)),
+        ({"tp": 2, "ep": 2}, 8, (2, 4, 1, 4)),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2, "ep": 2}, 4, (1, 4, 2, 2)),
     ],
 )
 def test_sizes_are_filled_in(fields, world, sizes):
@@ -80,6 +83,11 @@ def test_sizes_are_filled_in(fields, world, sizes):
                 "--nproc-per-node 2 ...) or change the sizes"
             ),
         ),
+        (
+            {"tp": 2, "ep": 2},
+            2,
+            "expert_parallel_size 2 does not divide dp_shard_size 1: experts are shared",
+        ),
         ({"tp": 1, "dp": 4, "dp_shard_size": 3}, 4, "dp_replicate_size 1 times dp_shard_size 3 is 3, but"),
     ],
 )
@@ -87,6 +95,12 @@ def test_sizes_that_do_not_fit(fields, world, message):
     with pytest.raises(ConfigError) as caught:
         ShardConfig.of(**fields).resolve(world)
     assert str(caught.value).startswith(message)
+
+
+def test_the_least_number_of_ranks_has_those_that_share_experts():
+    assert ShardConfig.of(ep=4).ranks == 4
+    assert ShardConfig.of(ep=2, tp=2).ranks == 4
+    assert ShardConfig.of(ep=2, dp=4).ranks == 4
 
 
 def test_short_names():

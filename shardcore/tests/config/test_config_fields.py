@@ -17,7 +17,6 @@ from shardcore.errors import ConfigError, NotSupportedError
 LATER = [
     ("pipeline_parallel_size", 2, "0.4"),
     ("context_parallel_size", 2, "0.5"),
-    ("expert_parallel_size", 2, "0.5"),
     ("tensor_parallel_mode", "2d", "1.0"),
     ("tensor_parallel_mode", "2.5d", "1.0"),
     ("tensor_parallel_mode", "3d", "1.0"),

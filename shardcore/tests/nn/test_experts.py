@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from experts_net import KINDS, MixturePolicy, balance, batch, build, captured, twins
-from torch import nn
+from experts_net import KINDS, balance, batch, build, captured, trains, twins
 from torch.distributed.tensor import DTensor
 
 import shardcore
@@ -18,7 +17,6 @@ from shardcore.testing.parity import (
     assert_close,
     assert_gradients_own_storage,
     assert_same_gradients,
-    assert_same_parameters,
     whole,
 )
 
@@ -96,32 +94,6 @@ def test_each_mixture_sums_once_each_way(pool):
     for forward, backward in counts.values():
         assert sum(forward.values()) == 2
         assert sum(backward.values()) == 2 * 3
-
-
-def trains(kind, folder, fields, source):
-    reference = build(kind)
-    model = shardcore.shard(build(kind, seed=0 if source is None else 9), policy=MixturePolicy, **fields)
-    both = reference, model
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4) for net in both]
-    context = context_of(model)
-    parts, part = context.sizes.replicas, context.replica
-    for step in range(4):
-        if source is not None and step == 2:
-            shardcore.load_checkpoint(source, model, optimizers[1])
-        norms = []
-        for net, optimizer in zip(both, optimizers, strict=True):
-            if net is model and source is not None and step < 2:
-                continue
-            x = batch(step, rows=4)
-            net(x if net is reference else x.chunk(parts)[part]).pow(3).mean().backward()
-            norms.append(whole(nn.utils.clip_grad_norm_(net.parameters(), 0.05)).detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        if len(norms) == 2:
-            assert_close(norms[0], norms[1], "norm of all gradients")
-            assert_same_parameters(reference, model)
-        if source is None and step == 1:
-            shardcore.save_checkpoint(folder, model, optimizers[1])
 
 
 MESHES = {"tp2": (2, {"tp": 2}), "tp4": (4, {"tp": 4}), "tp2 dp2": (4, {"tp": 2, "dp": 2})}

@@ -166,10 +166,13 @@ def contradictions():
     ):
         with pytest.raises(ConfigError, match=message):
             ShardConfig(**fields)
-    for axis, release in (("pp", "0.4"), ("cp", "0.5"), ("ep", "0.5")):
+    for axis, release in (("pp", "0.4"), ("cp", "0.5")):
         deep = init_device_mesh("cpu", (2, 2), mesh_dim_names=(axis, "tp"))
         with pytest.raises(NotSupportedError, match=f"axis '{axis}'.*planned for release {release}"):
             ShardConfig(device_mesh=deep)
+    deep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    with pytest.raises(ConfigError, match="has 2 ranks on an axis 'ep'; give a mesh without it"):
+        ShardConfig(device_mesh=deep)
     former = ShardFormer(ShardConfig(tensor_parallel_process_group=pair))
     with pytest.raises(ConfigError, match=r"the 4 ranks are not all in tensor_parallel_process_group \(2\)"):
         former.shard_dataset([1, 2, 3])

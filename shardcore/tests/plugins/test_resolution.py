@@ -109,7 +109,7 @@ def test_no_policy_says_what_was_left_out(site: Site) -> None:
         "    off (shard-off 1.0): loaded",
         "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
         "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
-        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
         "  way out: pass policy= (a Policy class or an instance), which needs no pack",
     ]
 
@@ -121,7 +121,7 @@ def test_no_policy_without_any_pack() -> None:
         "no installed pack serves user.Mine.",
         "  looked for: user.Mine",
         "  installed packs: none",
-        "  way out: have a pack drafted: shardcore new-pack shard-mine --model user.Mine",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
         "  way out: pass policy= (a Policy class or an instance), which needs no pack",
     ]
 

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore import Policy
+from shardcore.mesh import context_of
 from shardcore.policy import Stages
 from shardcore.styles import experts, norm, partial, replicate, sequence
+from shardcore.testing.parity import assert_close, assert_same_parameters, whole
 
 WIDTH, INNER, EXPERTS, TOP = 6, 11, 5, 2  # 11 columns divide by no number of ranks
 #: How the weights lie: one tensor for all experts, the same transposed, or a list of modules.
@@ -39,19 +41,21 @@ class Stacked(nn.Module):
     def __init__(self, transposed: bool, inner: int = INNER) -> None:
         super().__init__()
         shapes = (EXPERTS, 2 * inner, WIDTH), (EXPERTS, WIDTH, inner)
-        self.is_transposed = transposed
+        self.is_transposed, self.num_experts = transposed, EXPERTS
         up, down = ((e, b, a) for e, a, b in shapes) if transposed else shapes
         self.gate_up_proj, self.down_proj = nn.Parameter(torch.empty(up)), nn.Parameter(torch.empty(down))
 
-    def forward(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for i in range(EXPERTS):
-            tokens, place = torch.where(places == i)
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        self.dtypes = hidden_states.dtype, top_k_weights.dtype
+        out = torch.zeros_like(hidden_states)
+        for i in range(self.num_experts):
+            tokens, place = torch.where(top_k_index == i)
             up, down = self.gate_up_proj[i], self.down_proj[i]
             if self.is_transposed:
                 up, down = up.T, down.T
-            gate, value = F.linear(x[tokens], up).chunk(2, -1)
-            out.index_add_(0, tokens, F.linear(F.silu(gate) * value, down) * weights[tokens, place, None])
+            gate, value = F.linear(hidden_states[tokens], up).chunk(2, -1)
+            made = F.linear(F.silu(gate) * value, down) * top_k_weights[tokens, place, None]
+            out.index_add_(0, tokens, made.to(out.dtype))
         return out
 
 
@@ -164,3 +168,30 @@ def balance(logits: list[Tensor]) -> Tensor:
     scores = torch.cat(logits).softmax(-1)
     chosen = F.one_hot(scores.topk(TOP, -1).indices, EXPERTS).sum(1).to(scores.dtype)
     return (scores.mean(0) * chosen.mean(0)).sum() * 20
+
+
+def trains(kind, folder, fields, source):
+    """Train two steps and save, or, from a checkpoint of another run, two more; compare both with one rank."""
+    reference = build(kind)
+    model = shardcore.shard(build(kind, seed=0 if source is None else 9), policy=MixturePolicy, **fields)
+    both = reference, model
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4) for net in both]
+    context = context_of(model)
+    parts, part = context.sizes.replicas, context.replica
+    for step in range(4):
+        if source is not None and step == 2:
+            shardcore.load_checkpoint(source, model, optimizers[1])
+        norms = []
+        for net, optimizer in zip(both, optimizers, strict=True):
+            if net is model and source is not None and step < 2:
+                continue
+            x = batch(step, rows=4)
+            net(x if net is reference else x.chunk(parts)[part]).pow(3).mean().backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(net.parameters(), 0.05)).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        if len(norms) == 2:
+            assert_close(norms[0], norms[1], "norm of all gradients")
+            assert_same_parameters(reference, model)
+        if source is None and step == 1:
+            shardcore.save_checkpoint(folder, model, optimizers[1])

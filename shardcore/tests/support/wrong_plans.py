@@ -34,6 +34,12 @@ class OnlyTheVocabulary(NetPolicy):
         return {"Net": [vocab("embed"), head("head"), replicate("encode", "decoder")]}
 
 
+class NormBeforeTheBlocks(NetPolicy):
+    """The last norm is said to be of the first stage."""
+
+    stages = Stages(first=("embed", "encode", "positions", "decoder.norm"), blocks="decoder.layers", last="head")
+
+
 class OneLinearWhole(NetPolicy):
     """A linear of every block is replicated, for no reason."""
 

@@ -32,6 +32,8 @@ _SIZES: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 0,
 }
+#: Before, each expert was a module of its own, which no rank has alone.
+_TOGETHER = Version("5.0.0rc0") <= _RELEASE
 #: Before, routing within groups of experts read an attribute that DeepSeek-V2 did not have.
 _ROUTING = "group_limited_greedy" if Version("5.17.0") <= _RELEASE else "greedy"
 _LAYER = ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj", "experts", "embed_tokens")
@@ -61,6 +63,7 @@ def _cases(family: str, **usual: Any) -> list[Case]:
         whole=("gate", "q_a_proj", "kv_a_proj_with_mqa"),
         refuses=({"num_attention_heads": 1, "num_key_value_heads": 1},),
     )
+    found = [replace(case, supports=replace(case.supports, experts=_TOGETHER)) for case in found]
     return [
         replace(case, name=f"{prefix}tied", sharded=("q_proj",), whole=("gate", "kv_a_proj_with_mqa"))
         if case.name == f"{prefix}tied_shared_kv"
@@ -71,5 +74,5 @@ def _cases(family: str, **usual: Any) -> list[Case]:
 
 def cases() -> list[Case]:
     """Return the cases of DeepSeek-V2 and DeepSeek-V3."""
-    second = [] if Version("5.0.0rc0") > _RELEASE else _cases("DeepseekV2", topk_method=_ROUTING)
+    second = [] if not _TOGETHER else _cases("DeepseekV2", topk_method=_ROUTING)
     return [*second, *_cases("DeepseekV3")]

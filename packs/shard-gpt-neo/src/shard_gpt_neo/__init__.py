@@ -1,1 +1,1 @@
-"""GPT-Neo and GPT-J of transformers, for shardcore."""
+"""GPT-Neo, GPT-J, GPT-NeoX and GPT-NeoX-Japanese of transformers, for shardcore."""

@@ -1,4 +1,4 @@
-"""Tiny models of both families for the conformance kit (`shardcore.testing`)."""
+"""Tiny models of every family for the conformance kit (`shardcore.testing`)."""
 
 from __future__ import annotations
 
@@ -30,19 +30,42 @@ _SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32,
     },
     "GPTJ": {"n_embd": 64, "n_inner": 83, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 32},
+    "GPTNeoX": {
+        "hidden_size": 64,
+        "intermediate_size": 83,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "attn_implementation": "eager",  # captured attentions
+    },
+    "GPTNeoXJapanese": {
+        "hidden_size": 64,
+        "intermediate_multiple_size": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    },
 }
 _DROPOUTS = {
     "GPTNeo": ("attention_dropout", "resid_dropout", "embed_dropout", "classifier_dropout"),
     "GPTJ": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "GPTNeoX": ("attention_dropout", "hidden_dropout", "classifier_dropout"),
+    "GPTNeoXJapanese": ("attention_dropout", "hidden_dropout"),
 }
+_NEOX = ("query_key_value", "attention.dense.", "dense_h_to_4h", "dense_4h_to_h", "embed_in")
 _NAMES = {
     "GPTNeo": ("q_proj", "out_proj", "c_fc", "wte"),
     "GPTJ": ("q_proj", "out_proj", "fc_in", "wte"),
+    "GPTNeoX": _NEOX,
+    "GPTNeoXJapanese": _NEOX,
 }
-_SEVEN = {
+_REFUSED = {
     "GPTNeo": {"num_heads": 7, "hidden_size": 56},
     "GPTJ": {"n_head": 7, "n_embd": 56, "rotary_dim": 4},
+    "GPTNeoX": {"num_attention_heads": 1},
+    "GPTNeoXJapanese": {"num_attention_heads": 1},
 }
+_RANKS = {"GPTNeoX": (1, 2, 3, 4), "GPTNeoXJapanese": (1, 2, 3, 4)}
 
 
 def build(family: str, head: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -60,8 +83,14 @@ def _case(family: str, head: str, **fields: Any) -> Case:
         "inputs": text_batch,
         "outputs": outputs.get(head, ("logits",)),
         "sharded": _NAMES[family],
-        "refuses": (_SEVEN[family],),
-        "supports": Supports(sequence=True, captured=("attentions", "hidden_states"), generation=head == "ForCausalLM"),
+        "refuses": (_REFUSED[family],),
+        "supports": Supports(
+            tensor_parallel=_RANKS.get(family, (1, 2, 4)),
+            sequence=True,
+            captured=("attentions", "hidden_states"),
+            generation=head == "ForCausalLM",
+            checkpointing=family != "GPTNeoXJapanese",
+        ),
         **({"loss": hidden_loss} if head == "Model" else {}),
         **fields,
     }
@@ -71,7 +100,15 @@ def _case(family: str, head: str, **fields: Any) -> Case:
 def cases() -> list[Case]:
     """Return a case for every class."""
     heads = ("ForCausalLM", "Model", "ForSequenceClassification", "ForQuestionAnswering")
+    switches = {
+        "attn_implementation": ("eager", "sdpa"),
+        "use_parallel_residual": (True, False),
+        "tie_word_embeddings": (False, True),
+    }
     return [
         *(_case("GPTNeo", head) for head in (*heads, "ForTokenClassification")),
         *(_case("GPTJ", head) for head in heads),
+        _case("GPTNeoX", "ForCausalLM", options=switches),
+        *(_case("GPTNeoX", head) for head in (*heads[1:], "ForTokenClassification")),
+        *(_case("GPTNeoXJapanese", head) for head in heads[:2]),
     ]

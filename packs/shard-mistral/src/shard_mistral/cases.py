@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from shardcore.testing import Case, Supports
@@ -77,6 +78,8 @@ def hidden_loss(out: Any) -> Tensor:
     return (hidden * weights).sum()
 
 
+#: Before, each expert was a module of its own, which no rank has alone.
+_TOGETHER = Version("5.0.0rc0") <= Version(transformers.__version__)
 _ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "embed_tokens")
 _OUTPUTS = {"Model": ("last_hidden_state",), "ForQuestionAnswering": ("start_logits", "end_logits")}
 _REFUSED = ({"num_attention_heads": 7, "num_key_value_heads": 7, "hidden_size": 56},)
@@ -97,7 +100,10 @@ def _case(name: str, family: str, kind: str, **fields: Any) -> Case:
         "collectives": (2, 3) if mixtral else (2, 2),
         "refuses": (*_REFUSED, *(({"router_jitter_noise": 0.1},) if mixtral else ())),
         "supports": Supports(
-            sequence=True, captured=("attentions", "hidden_states", *routing), generation=kind == "ForCausalLM"
+            sequence=True,
+            experts=mixtral and _TOGETHER,
+            captured=("attentions", "hidden_states", *routing),
+            generation=kind == "ForCausalLM",
         ),
         **fields,
     }

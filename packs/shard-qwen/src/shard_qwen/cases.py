@@ -53,7 +53,14 @@ def _mixtures(family: str, collectives: tuple[int, int]) -> list[Case]:
     handed_on = tuple(f"{family.lower()}_{kind}" for kind in ("causal_lm", "tied_shared_kv", "model"))
     routed = ("attentions", "hidden_states", "router_logits")
     return [
-        replace(case, supports=replace(case.supports, captured=routed)) if case.name in handed_on else case
+        replace(
+            case,
+            supports=replace(
+                case.supports,
+                experts=not _OLD,  # each was a module of its own
+                captured=routed if case.name in handed_on else case.supports.captured,
+            ),
+        )
         for case in found
     ]
 

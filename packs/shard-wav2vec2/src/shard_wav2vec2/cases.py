@@ -108,13 +108,15 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
 _STABLE = {"stable": True}
 
 
-def _case(name: str, kind: str, usual: dict[str, Any] | None = None, **fields: Any) -> Case:
+def _case(name: str, kind: str, usual: dict[str, Any] | None = None, *, pipeline: bool = True, **fields: Any) -> Case:
     settings: dict[str, Any] = {
         "outputs": ("logits",),
         "layers": "wav2vec2.encoder.layers",
         "sharded": ("attention.q_proj", "attention.out_proj", "intermediate_dense", "output_dense"),
         "refuses": ({"num_attention_heads": 1},),
-        "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=True, captured=("attentions", "hidden_states")),
+        "supports": Supports(
+            tensor_parallel=(1, 2, 3, 4), sequence=True, captured=("attentions", "hidden_states"), pipeline=pipeline
+        ),
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **usual or {}), inputs=inputs, **settings)
@@ -123,7 +125,7 @@ def _case(name: str, kind: str, usual: dict[str, Any] | None = None, **fields: A
 def cases() -> list[Case]:
     """Return a case for every class, and one with adapters in its layers."""
     projected = ("projected_states", "projected_quantized_states")
-    weighted = {"use_weighted_layer_sum": True}
+    weighted = {"use_weighted_layer_sum": True}  # a sum of the states of all layers, which no stage has
     return [
         _case(
             "ctc",
@@ -139,8 +141,8 @@ def cases() -> list[Case]:
             outputs=("last_hidden_state", "extract_features"),
             layers="encoder.layers",
         ),
-        _case("pretraining", "Wav2Vec2ForPreTraining", _STABLE, outputs=projected),
-        _case("sequence_classification", "Wav2Vec2ForSequenceClassification", {**_STABLE, **weighted}),
-        _case("audio_frame_classification", "Wav2Vec2ForAudioFrameClassification", weighted),
+        _case("pretraining", "Wav2Vec2ForPreTraining", _STABLE, outputs=projected, pipeline=False),
+        _case("sequence_classification", "Wav2Vec2ForSequenceClassification", {**_STABLE, **weighted}, pipeline=False),
+        _case("audio_frame_classification", "Wav2Vec2ForAudioFrameClassification", weighted, pipeline=False),
         _case("xvector", "Wav2Vec2ForXVector", _STABLE, outputs=("logits", "embeddings")),
     ]

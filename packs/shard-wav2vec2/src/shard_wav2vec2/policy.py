@@ -20,15 +20,10 @@ class Wav2Vec2ModelPolicy(PretrainedPolicy):
 
     checks = (Heads("num_attention_heads", uneven=True),)
     stages = Stages(
-        first=(
-            "feature_extractor",
-            "feature_projection",
-            "masked_spec_embed",
-            "encoder.pos_conv_embed",
-            "encoder.layer_norm",
-        ),
+        first=("feature_extractor", "feature_projection", "masked_spec_embed", "encoder.pos_conv_embed"),
         blocks="encoder.layers",
         last="adapter",
+        everywhere="encoder.layer_norm",
         optional="masked_spec_embed",
     )
     #: What a head adds.

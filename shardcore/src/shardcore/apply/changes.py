@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.layout import GroupShardedLayout, Layout, Specs, distribute
+from shardcore.nn.layout import ExpertsLayout, GroupShardedLayout, Layout, Specs, distribute
 from shardcore.nn.sequence.tokens import SequenceShard
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Bench, Commit, above
@@ -29,10 +29,14 @@ class Changes:
     def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> Self:
         """Prepare everything that ``plan`` does to ``model``; the model is not changed.
 
-        Without a context, or with one tensor-parallel rank, no parameter changes and no step of the plan splits.
+        Without a context no parameter changes and no step of the plan splits; with one tensor-parallel rank, none but
+        those of whole experts.
         """
         commits: list[Commit] = []
-        if context is not None and context.size > 1:
+        if context is not None and context.size == 1:
+            spread = {p.name: p.layout for p in plan.parameters if isinstance(p.layout, ExpertsLayout)}
+            commits.append(functools.partial(_assign, list(_parts(model, spread, context))))
+        elif context is not None:
             for group_size in sorted(
                 {p.layout.group_size for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
             ):
@@ -80,7 +84,7 @@ class _Bench(Bench):
 
 
 def _parts(
-    model: nn.Module, layouts: dict[str, Layout], context: ShardContext
+    model: nn.Module, layouts: Mapping[str, Layout], context: ShardContext
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield (owner, name, new parameter) for every place of every parameter; tied places share one object."""
     made: dict[int, nn.Parameter] = {}

@@ -198,6 +198,7 @@ class ModelSharder:
             seed=reports[0].seed,
             partial_gradients=config.partial_gradients,
             keeps_gathered=config.sequence_keep_gathered,
+            experts=config.expert_mesh(),
             origin=self._origin,
         )
         return self.context
@@ -242,7 +243,6 @@ class ModelSharder:
             if self._give_class(part, *given):
                 set_part_of(part, self.context)
         set_context(self.model, self.context)
-        ShardedModel.swap_class(self.model, self.context)
         if self.context.partial_gradients == "deferred":
             require_sums(self.model)
 
@@ -301,6 +301,8 @@ class ModelSharder:
     def _change(self, context: ShardContext, changes: Changes) -> None:
         self.replace_model_class()
         changes.commit()
+        # Around whatever the plan makes of the model itself: that draws from the model's random stream too.
+        ShardedModel.swap_class(self.model, context)
         take_full_tensors(self.model)
         for policy in self._policies:
             self._run_users_code(policy.postprocess)

@@ -11,6 +11,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,20 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise CheckpointError(f".metadata names {module}.{name}, which describes no tensor; it is not what DCP writes")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of an enumeration: pickles of Python 3.11.0 to 3.11.2 name ``getattr`` for that."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise CheckpointError(
+            f".metadata asks {kind!r} for {name!r}, which describes no tensor; DCP writes no such thing"
+        )
+    return kind[name]
 
 
 class _Reader(FileSystemReader):

@@ -276,33 +276,41 @@ def convert(checkpoint: Path, out: Path, dtype: str | None, max_shard_size: str)
 
 @main.command(name="new-pack")
 @click.argument("name")
-@click.option("--model", required=True, help="The model class it is for: of transformers, or package.module.Class.")
+@click.option("--model", help="The model class it is for: of transformers, a folder with a config.json, or that file.")
+@click.option(
+    "--example",
+    help="For any other class: package.module:function that returns a small model and the keyword arguments of a call.",
+)
 @click.option(
     "--into",
     default=Path(),
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where the folder is made [default: here].",
 )
-def new_pack(name: str, model: str, into: Path) -> None:
-    """Write a complete pack NAME for a model class that none serves: its rules are guessed, every guess is marked.
+def new_pack(name: str, model: str | None, example: str | None, into: Path) -> None:
+    """Write a complete pack NAME for a model class that none serves.
+
+    A small model of the class is run once, and autograd says what depends on what; the policy follows from that. What
+    could not be split is named, with the reason.
 
     \b
     Example:
-      shardcore new-pack shard-gpt-neox \\
-        --model transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM
+      shardcore new-pack shard-stablelm \
+        --model transformers.models.stablelm.modeling_stablelm.StableLmForCausalLM
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
-    from shardcore.integrations.models import meta_model
-    from shardcore.scaffold import write_pack
+    from shardcore.cli import drafts as command
 
     with answer_only():
-        files = write_pack(name, meta_model(model), into)
+        files, draft = command.new_pack(name, model, example, into)
     for file in files:
         click.echo(file)
+    for doubt in dict.fromkeys(draft.doubts):
+        click.echo(f"note: {doubt}")
     package = name.replace("-", "_")
     click.echo(
-        f"\nNext: read {into / name / 'src' / package / 'policy.py'} beside the model's forward, see the lines marked "
-        f"EDIT in cases.py, then: python -m pip install -e '{into / name}[testing]' && python -m pytest {into / name}"
+        f"\nNext: read {into / name / 'src' / package / 'policy.py'} beside the model's forward, then: "
+        f"python -m pip install -e '{into / name}[testing]' && python -m pytest {into / name}"
     )
 
 

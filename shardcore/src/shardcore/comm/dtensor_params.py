@@ -7,6 +7,7 @@ touches a DTensor's internals (`_local_tensor`, `_spec` and the wrapping constru
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, overload
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "read_partial",
     "refuse_assigned",
     "spec_of",
+    "splits_on_tp",
     "with_spec",
 ]
 
@@ -45,6 +47,13 @@ def spec_of(parameter: Tensor) -> DTensorSpec | None: ...
 def spec_of(parameter: Tensor) -> DTensorSpec | None:
     """Return the DTensor spec of a parameter, or None for a plain tensor."""
     return getattr(parameter, "_spec", None)
+
+
+def splits_on_tp(parameter: DTensor) -> bool:
+    """Tell whether the ranks of ``tp`` have parts of a parameter, whatever those of other axes have."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    placed = zip(itertools.chain(names, itertools.repeat("tp")), parameter.placements, strict=False)
+    return any(axis != "ep" and not placement.is_replicate() for axis, placement in placed)
 
 
 def local_tensor(parameter: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from shardcore.compile.parts import Part
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, SwappedModule
+from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan.steps import PlanView, Step, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
 
@@ -90,6 +91,17 @@ class PlanBuilder(PlanView):
         """Let every step say what does not fit between it and the others."""
         for step in list(self.steps.values()):
             self._check(step)
+        if (self.config.expert_parallel_size or 1) > 1 and not any(
+            isinstance(claim.layout, ExpertsLayout) for claims in self.claims.values() for claim in claims
+        ):
+            self.problems.append(
+                Problem(
+                    where="",
+                    rule=f"ShardConfig.expert_parallel_size={self.config.expert_parallel_size}",
+                    what="the model has no experts that the policy shares among replicas",
+                    todo="leave it None, or add an experts(...) rule to the policy",
+                )
+            )
         # One rank alone carries none of them out; what the policy says is the same.
         if self.config.enable_sequence_parallelism and not any(step.splits_tokens for step in self.steps.values()):
             self.problems.append(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_args
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -143,10 +144,14 @@ def _check_place(config: ShardConfig) -> None:
             )
         if mesh.get_coordinate() is None:
             raise ConfigError("ShardConfig.device_mesh does not hold this rank; only the ranks of a mesh shard over it")
+        if "ep" in names and mesh["ep"].size() > 1:
+            raise ConfigError(
+                f"ShardConfig.device_mesh has {mesh['ep'].size()} ranks on an axis 'ep'; give a mesh without it, whose "
+                "'dp_shard' has all replicas that shard parameters, and expert_parallel_size"
+            )
         for axis, planned in (
             ("pp", _planned.FIELDS["pipeline_parallel_size"]),
             ("cp", _planned.FIELDS["context_parallel_size"]),
-            ("ep", _planned.FIELDS["expert_parallel_size"]),
         ):
             if axis in names and mesh[axis].size() > 1:
                 raise NotSupportedError(
@@ -154,6 +159,7 @@ def _check_place(config: ShardConfig) -> None:
                     f"supported by shardcore {shardcore.__version__}; it is planned for release {planned.release}. "
                     f"Until then: {planned.instead}."
                 )
+    _check_experts(config)
     source = "device_mesh" if mesh is not None else "tensor_parallel_process_group"
     for name, size in sizes_of_place(config).items():
         given = getattr(config, name)
@@ -161,6 +167,23 @@ def _check_place(config: ShardConfig) -> None:
             raise ConfigError(f"ShardConfig.{name} is {given}, but {source} says {size}; leave the size None")
     if not config.enable_tensor_parallelism and sizes_of_place(config).get("tensor_parallel_size", 1) > 1:
         raise ConfigError(f"ShardConfig.enable_tensor_parallelism=False contradicts {source}; leave it None")
+
+
+def _check_experts(config: ShardConfig) -> None:
+    """Refuse to share experts among ranks that are not those of the default process group, in its order."""
+    if (config.expert_parallel_size or 1) == 1:
+        return
+    mesh, group = config.device_mesh, config.tensor_parallel_process_group
+    if group is not None:
+        raise ConfigError(
+            "ShardConfig.expert_parallel_size needs to know the replicas, and tensor_parallel_process_group says "
+            "nothing about them; leave the group None, or give device_mesh"
+        )
+    if mesh is not None and mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ConfigError(
+            f"ShardConfig.expert_parallel_size with a device_mesh of the ranks {mesh.mesh.flatten().tolist()}; wanted "
+            f"all {dist.get_world_size()} ranks in their order"
+        )
 
 
 def sizes_of_place(config: ShardConfig) -> dict[str, int]:
@@ -173,9 +196,14 @@ def sizes_of_place(config: ShardConfig) -> dict[str, int]:
     return {} if config.enable_tensor_parallelism else {"tensor_parallel_size": 1}
 
 
-def fill_in(given: Mapping[str, int | None], world_size: int) -> dict[str, int]:
-    """Derive the sizes that are None from the others and the number of ranks."""
+def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 1) -> dict[str, int]:
+    """Derive the sizes that are None from the others and the number of ranks.
+
+    Where nothing says how many replicas there are, there are as many as share ``experts``.
+    """
     tensor, data, replicate, shard = (given[name] for name in SIZES)
+    if experts > 1 and tensor is data is replicate is shard is None:
+        shard = experts
     if data is None and shard:
         data = shard * (replicate or 1)
     if tensor is None:
@@ -194,5 +222,10 @@ def fill_in(given: Mapping[str, int | None], world_size: int) -> dict[str, int]:
         raise ConfigError(
             f"dp_replicate_size {replicate} times dp_shard_size {shard} is {replicate * shard}, but "
             f"data_parallel_size is {data}"
+        )
+    if shard % experts:
+        raise ConfigError(
+            f"expert_parallel_size {experts} does not divide dp_shard_size {shard}: experts are shared among so many "
+            f"replicas. Use dp={experts} or a multiple of it, or another expert_parallel_size"
         )
     return dict(zip(SIZES, (tensor, data, replicate, shard), strict=True))

@@ -108,7 +108,8 @@ class ShardConfig:
             data-parallel ranks.
         pipeline_parallel_size: stages of a pipeline; 1 in this release, more from 0.4.
         context_parallel_size: ranks that share each sequence; 1 in this release, more from 0.5.
-        expert_parallel_size: ranks over which whole experts are split; 1 in this release, more from 0.5.
+        expert_parallel_size: of the ``dp_shard_size`` replicas, which it divides, so many share the experts of a model:
+            each has whole ones, and tokens travel. Default: 1, every replica has all experts.
         enable_tensor_parallelism: False is ``tensor_parallel_size=1``.
         tensor_parallel_mode: ``"1d"``; ``"2d"``, ``"2.5d"`` and ``"3d"`` are not planned before 1.0.
         tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
@@ -212,9 +213,13 @@ class ShardConfig:
     @property
     def ranks(self) -> int:
         """The product of the sizes that are given: where some are None, the least number of ranks."""
-        given = {**{name: getattr(self, name) for name in SIZES}, **sizes_of_place(self)}
+        given = self._given_sizes
         tensor, data, replicate, shard = (given[name] for name in SIZES)
-        return (tensor or 1) * (data or (replicate or 1) * (shard or 1))
+        return (tensor or 1) * (data or (replicate or 1) * (shard or self.expert_parallel_size or 1))
+
+    @property
+    def _given_sizes(self) -> dict[str, int | None]:
+        return {**{name: getattr(self, name) for name in SIZES}, **sizes_of_place(self)}
 
     def mesh(self) -> DeviceMesh:
         """Return the caller's mesh, or make the one that a resolved configuration describes.
@@ -229,6 +234,23 @@ class ShardConfig:
             Sizes(
                 dp_replicate=self.dp_replicate_size or 1,
                 dp_shard=self.dp_shard_size or 1,
+                tp=self.tensor_parallel_size or 1,
+            )
+        )
+
+    def expert_mesh(self) -> DeviceMesh | None:
+        """Return the mesh of the same ranks, with an axis ``ep``, that a resolved configuration describes.
+
+        Every rank of the default process group has to call it. None where no rank has whole experts.
+        """
+        experts = self.expert_parallel_size or 1
+        if experts == 1:
+            return None
+        return build_mesh(
+            Sizes(
+                dp_replicate=self.dp_replicate_size or 1,
+                dp_shard=(self.dp_shard_size or 1) // experts,
+                ep=experts,
                 tp=self.tensor_parallel_size or 1,
             )
         )
@@ -248,8 +270,7 @@ class ShardConfig:
         Raises:
             ConfigError: the sizes do not multiply to ``world_size``.
         """
-        given = {**{name: getattr(self, name) for name in SIZES}, **sizes_of_place(self)}
-        values: dict[str, Any] = {**fill_in(given, world_size)}
+        values: dict[str, Any] = {**fill_in(self._given_sizes, world_size, experts=self.expert_parallel_size or 1)}
         for name in SWITCHES:
             if getattr(self, name) is None:
                 values[name] = "auto" if self.enable_all_optimization else False

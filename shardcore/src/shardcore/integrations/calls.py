@@ -13,7 +13,7 @@ from torch.nn import functional
 from shardcore.errors import ConfigError
 from shardcore.planner.workload import DTYPES, Call, Workload
 
-__all__ = ["call_of"]
+__all__ = ["call_of", "labels_of"]
 
 #: Tokens of a sample, where neither the caller nor the model says less.
 _TOKENS = 4096
@@ -115,10 +115,11 @@ def _inputs(model: nn.Module, config: Any, main: str, workload: Workload, seq: i
     else:
         yield main, ids[:, None].expand(rows, _CHOICES, seq) if name.endswith("MultipleChoice") else ids
     if workload.trains:
-        yield from _labels(name, rows, ids).items()
+        yield from labels_of(name, rows, ids).items()
 
 
-def _labels(name: str, rows: int, ids: Tensor) -> Mapping[str, Tensor]:
+def labels_of(name: str, rows: int, ids: Tensor) -> Mapping[str, Tensor]:
+    """Return what the head of a class learns from, by its name: ``ids`` (rows, tokens), or a one for each row."""
     one = torch.ones(rows, dtype=torch.long)
     if name.endswith("QuestionAnswering"):
         return {"start_positions": one, "end_positions": one}

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from shardcore.config import ShardConfig
 from shardcore.config.shard_config import SHORT_NAMES
 from shardcore.errors import ConfigError
 from shardcore.former import failing_together, shard_new
+from shardcore.inferred import Inference
 from shardcore.integrations import _private
 from shardcore.policy import Policy
 from shardcore.weights.emptying import emptied
@@ -37,6 +38,7 @@ from shardcore.weights.lazy import LazyTensor, recording
 from shardcore.weights.reading import Reading
 from shardcore.weights.recipes import Source, slices
 from shardcore.weights.weights import Weights
+from shardcore.wrap.wrapping import Wrap
 
 __all__ = ["from_pretrained"]
 
@@ -74,8 +76,9 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *model_args: Any,
     shard_config: ShardConfig | None = None,
-    policy: Policy | type[Policy] | None = None,
-    wrap: bool = True,
+    policy: Policy | type[Policy] | Literal["infer"] | None = None,
+    infer: Inference = "proved",
+    wrap: Wrap = True,
     seed: int = 0,
     reading: Reading = "auto",
     **options: Any,
@@ -86,7 +89,9 @@ def from_pretrained(
         start_process_group(ShardConfig.of(shard_config, **sharding))  # one rank speaks for all from here on
         wants_info = bool(options.pop("output_loading_info", False))
         model, weights, info = load_empty(model_class, path, *model_args, seed=seed, **options)
-    model = shard_new(model, shard_config, policy=policy, wrap=wrap, weights=weights, reading=reading, **sharding)
+    model = shard_new(
+        model, shard_config, policy=policy, infer=infer, wrap=wrap, weights=weights, reading=reading, **sharding
+    )
     return (model, info) if wants_info else model
 
 

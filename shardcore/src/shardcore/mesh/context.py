@@ -39,6 +39,8 @@ class ShardContext:
         keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
         fuses_regions: whether the entry of a region computes the parameter gradients of its members beside its own
             collective. False where each node has to compute its own gradient (schedules that split a backward).
+        experts: the mesh of the ranks by the experts that they hold: its axes ``dp_shard`` and ``ep`` together are the
+            ``dp_shard`` of ``mesh``. None where every rank has all experts, or slices of all.
         neighbours: between this rank and so many neighbours on ``tp``, as far as `join_neighbours` made it.
         origin: the distribution that brought the model's policy, and its version; empty for a policy that was given.
     """
@@ -50,6 +52,7 @@ class ShardContext:
     partial_gradients: PartialGradients = "in_backward"
     keeps_gathered: bool = True
     fuses_regions: bool = True
+    experts: DeviceMesh | None = None
     neighbours: dict[int, Channel] = field(default_factory=dict)
     origin: str = ""
 
@@ -64,12 +67,13 @@ class ShardContext:
         fuses_regions: bool = True,
         forks: bool = True,
         transport: type[Channel] = Channel,
+        experts: DeviceMesh | None = None,
         origin: str = "",
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
 
         With ``forks=False``, for modules alone, dropouts on split activations draw from the user's generators.
-        ``transport`` is how activations travel along ``tp``.
+        ``transport`` is how activations travel along ``tp``; ``experts`` as the attribute.
         """
         tp = mesh["tp"] if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh
         device = torch.device(mesh.device_type)
@@ -82,6 +86,7 @@ class ShardContext:
             partial_gradients=partial_gradients,
             keeps_gathered=keeps_gathered,
             fuses_regions=fuses_regions,
+            experts=experts,
             neighbours=neighbours_on(channel.group),
             origin=origin,
         )
@@ -169,10 +174,24 @@ class ShardContext:
         """
         if name == "tp":
             return Axis(name=name, mesh=self.tp, channel=self.channel)
+        if name == "ep" and self.experts is not None:
+            return Axis.of(name, self.experts[name])
         if (own := axis_name(self.mesh, name)) is None:
             names = ", ".join(self.mesh.mesh_dim_names or ("tp",))
             raise ConfigError(f"the mesh has no axis {name!r}; its axes are {names}")
         return Axis.of(name, self.mesh[own])
+
+    def mesh_along(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh whose axes are ``axes``, in this order.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if len(axes) == 1:
+            return self.axis(axes[0]).mesh
+        if self.experts is None:
+            raise ConfigError(f"no parameter lies on the axes {', '.join(axes)}: the model has no axis 'ep'")
+        return self.experts[axes]
 
     @property
     def device(self) -> torch.device:

@@ -78,6 +78,9 @@ class SwappedModule(ParallelModule):
     #: derived from it, by ``super().forward``.
     plan_serves_super: ClassVar[bool] = False
 
+    #: Whether one rank alone on ``tp`` has no use for it.
+    plan_needs_tp: ClassVar[bool] = True
+
     #: The names of the options that `layouts` and `swap_class` understand.
     option_names: ClassVar[frozenset[str]] = frozenset()
 

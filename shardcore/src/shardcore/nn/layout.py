@@ -20,6 +20,7 @@ from shardcore.mesh import Axis, ShardContext
 
 __all__ = [
     "ExchangedLayout",
+    "ExpertsLayout",
     "GroupShardedLayout",
     "Layout",
     "ReplicatedLayout",
@@ -47,23 +48,37 @@ def are_parts(rows: Sequence[Runs], size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout(ABC):
-    """The placement of a parameter on one axis of the mesh."""
+    """The placement of a parameter on the mesh: on one axis, unless a subclass says otherwise."""
 
     #: The axis; the parameter is a DTensor on it.
     axis: ClassVar[str] = "tp"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that the parameter is a DTensor on."""
+        return (self.axis,)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The DTensor placement on each of `axes`."""
+        return (self.placement,)
 
     @property
     @abstractmethod
     def placement(self) -> Placement:
         """The DTensor placement on the axis."""
 
+    def part(self, full: Tensor, context: ShardContext) -> Tensor:
+        """Return this rank's part of ``full`` as a tensor with storage of its own."""
+        return self.local(full, context.axis(self.axis))
+
     @abstractmethod
     def local(self, full: Tensor, axis: Axis) -> Tensor:
-        """Return this rank's part of ``full`` as a tensor with storage of its own."""
+        """Return the part of this rank on the axis as a tensor with storage of its own."""
 
     @abstractmethod
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        """Return the shape of the part of ``rank``."""
+        """Return the shape of the part of ``rank`` among the ``ranks`` on ``tp``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +186,61 @@ class SegmentedLayout(Layout):
         return f"{self.count} segments, each split on dim {self.dim}"
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsLayout(Layout):
+    """Dim 0 counts experts, of which each rank of the axis ``ep`` has whole ones; each of these lies as ``inner`` says.
+
+    Attributes:
+        ranks: the number of ranks on ``ep``. Experts are cut as `torch.chunk` cuts: the last rank may have fewer.
+        inner: the layout of one rank's experts on ``tp``; None where that has one rank.
+    """
+
+    axis: ClassVar[str] = "ep"
+
+    ranks: int
+    inner: Layout | None = None
+
+    @property
+    @override
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis, *(self.inner.axes if self.inner else ()))
+
+    @property
+    @override
+    def placements(self) -> tuple[Placement, ...]:
+        return (self.placement, *(self.inner.placements if self.inner else ()))
+
+    @property
+    @override
+    def placement(self) -> Placement:
+        return Shard(0)
+
+    @override
+    def part(self, full: Tensor, context: ShardContext) -> Tensor:
+        if self.inner is None:
+            return self.local(full, context.axis(self.axis))
+        start, stop = self._bounds(full.size(0), context.axis(self.axis).rank)
+        return self.inner.part(full[start:stop], context)
+
+    @override
+    def local(self, full: Tensor, axis: Axis) -> Tensor:
+        start, stop = self._bounds(full.size(0), axis.rank)
+        return full.detach()[start:stop].clone(memory_format=torch.contiguous_format)
+
+    @override
+    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+        start, stop = self._bounds(full[0], 0)  # none has more than the first
+        own = (stop - start, *full[1:])
+        return self.inner.shape(own, ranks, rank) if self.inner else own
+
+    def _bounds(self, experts: int, rank: int) -> tuple[int, int]:
+        return chunk_bounds(experts, self.ranks, rank)
+
+    def __str__(self) -> str:
+        inner = f", each {self.inner}" if self.inner else ""
+        return f"whole experts on {self.ranks} ranks{inner}"
+
+
 #: The specs of DTensors by what decides them, for those that lie alike: to make one costs more than the tensor.
 Specs: TypeAlias = dict[tuple[Layout, torch.Size, torch.dtype], DTensorSpec]
 
@@ -178,14 +248,14 @@ Specs: TypeAlias = dict[tuple[Layout, torch.Size, torch.dtype], DTensorSpec]
 def distribute(
     parameter: nn.Parameter, layout: Layout, context: ShardContext, specs: Specs | None = None
 ) -> nn.Parameter:
-    """Return ``parameter`` as a DTensor on the axis of its layout; the original is not changed.
+    """Return ``parameter`` as a DTensor on the axes of its layout; the original is not changed.
 
     No collective runs: every rank cuts its part out of the full tensor that it has. Only that part moves to the device
     of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
 
     Args:
         parameter: the full parameter.
-        layout: how it lies on the axis.
+        layout: how it lies on them.
         context: this rank's place on the mesh.
         specs: of parameters that were distributed in the same context; what is made is added.
     """
@@ -198,15 +268,15 @@ def distribute(
 
 
 def _as_dtensor(full: Tensor, layout: Layout, context: ShardContext, specs: Specs) -> Tensor:
-    axis = context.axis(layout.axis)
-    local = layout.local(full, axis)
-    if local.device.type not in ("meta", axis.mesh.device_type):
+    mesh = context.mesh_along(layout.axes)
+    local = layout.part(full, context)
+    if local.device.type not in ("meta", mesh.device_type):
         local = local.to(context.device)
     if spec := specs.get((layout, full.shape, full.dtype)):
         return with_spec(local, spec)
     stride: Any = torch.empty(full.shape, device="meta").stride()  # the parts are contiguous, so the full tensor is
     made = DTensor.from_local(
-        local.contiguous(), axis.mesh, (layout.placement,), run_check=False, shape=full.shape, stride=stride
+        local.contiguous(), mesh, layout.placements, run_check=False, shape=full.shape, stride=stride
     )
     specs[layout, full.shape, full.dtype] = spec_of(made)
     return made

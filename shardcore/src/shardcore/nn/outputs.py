@@ -15,7 +15,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["OutputGatherer", "ReturnDict"]
+__all__ = ["OutputGatherer", "ReturnDict", "StageAttentions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,47 @@ class OutputGatherer(SwappedModule):
     def _gathered(self, captured: Tensor | None, dim: int, size: int | tuple[int, ...]) -> Tensor | None:
         # None where an attention implementation returns no weights.
         return None if captured is None else gather_from_tp(captured, self._shard_context.channel, dim, size)
+
+
+class StageAttentions(SwappedModule):
+    """An encoder of stages, or one stage of it, that gathers attention weights (..., heads/tp, N, N) over their heads.
+
+    An encoder returns them by name, a tensor for each stage; a stage last in a tuple, behind three others.
+
+    Options:
+        sizes: the heads of each stage; 0 where every rank has all of them.
+    """
+
+    keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"sizes"})
+
+    _sizes: tuple[int, ...]
+    _shard_context: ShardContext
+
+    @classmethod
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, sizes: tuple[int, ...] = (), **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
+        new._sizes = sizes
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward and gather what it captured."""
+        out = super().forward(*args, **kwargs)
+        if type(out) is tuple:
+            return (*out[:_OF_A_STAGE], *(self._whole(weights, self._sizes[0]) for weights in out[_OF_A_STAGE:]))
+        if out.attentions:  # none where an attention implementation returns none
+            out.attentions = tuple(map(self._whole, out.attentions, self._sizes))
+        return out
+
+    def _whole(self, weights: Tensor, size: int) -> Tensor:
+        return gather_from_tp(weights, self._shard_context.channel, 1, size) if size else weights
+
+
+#: What a stage returns before its attention weights: states, states before patches are merged, the size of the image.
+_OF_A_STAGE = 3
 
 
 def _captured(out: Any, name: str) -> Any:

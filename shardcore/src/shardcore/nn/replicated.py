@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardcore._torch import backward_task
-from shardcore.comm.dtensor_params import read_local, read_partial, spec_of
+from shardcore.comm.dtensor_params import read_local, read_partial, splits_on_tp
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward
@@ -240,8 +240,7 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_split(parameter: Tensor | None) -> bool:
-    spec = None if parameter is None else spec_of(parameter)
-    return spec is not None and not all(placement.is_replicate() for placement in spec.placements)
+    return isinstance(parameter, DTensor) and splits_on_tp(parameter)
 
 
 class _Local(dict[str, Any]):

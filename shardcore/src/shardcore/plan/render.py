@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from shardcore.nn.layout import ReplicatedLayout
+from shardcore.nn.layout import ExpertsLayout, ReplicatedLayout
 from shardcore.plan.steps import above
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def _first_parameters(plan: ShardPlan) -> dict[str, int]:
 
 def _parameter(parameter: ParameterPlan, ranks: int) -> str:
     layout, full = parameter.layout, parameter.shape
-    local = layout.shape(full, ranks) if layout and ranks > 1 else full
+    splits = isinstance(layout, ExpertsLayout) or (layout is not None and ranks > 1)
+    local = layout.shape(full, ranks) if layout and splits else full
     tied = f", tied to {', '.join(parameter.aliases)}" if parameter.aliases else ""
     name = parameter.name.rpartition(".")[2]
     return f"{name} {_shape(full)} -> {_shape(local)}  {layout or 'by user code'}{tied}"

@@ -19,7 +19,7 @@ from shardcore._private import PLANNING, require
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import Sizes, context_of
 from shardcore.plan import ShardPlan
 from shardcore.planner.layers import Kind, kept, kinds_of, label, truncated
@@ -169,6 +169,11 @@ def _config(config: ShardConfig, workload: Workload) -> ShardConfig:
         config = ShardConfig.of(config, inference_only=True)
     if config.enable_jit_fused is True:
         raise ConfigError("blocks that are compiled cannot be planned; leave enable_jit_fused out to plan without")
+    if (config.expert_parallel_size or 1) > 1:
+        raise NotSupportedError(
+            "expert_parallel_size cannot be planned: how many tokens travel is known when they do. Plan without it: "
+            "parameters, gradients and optimizer state are the same per rank"
+        )
     return config.resolve(config.ranks)
 
 

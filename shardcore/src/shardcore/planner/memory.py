@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan import ParameterPlan, ShardPlan
 
 __all__ = ["parameter_bytes"]
@@ -21,9 +22,11 @@ def parameter_bytes(plan: ShardPlan, dtype: torch.dtype | None = None) -> list[i
 
 
 def _bytes(parameter: ParameterPlan, ranks: int, rank: int, cast: torch.dtype | None) -> int:
-    shape = parameter.shape
-    if parameter.layout is not None and ranks > 1:
-        shape = parameter.layout.shape(shape, ranks, rank)
+    shape, layout = parameter.shape, parameter.layout
+    if isinstance(layout, ExpertsLayout):
+        layout = layout.inner  # the ranks of ``ep`` are among those of ``dp_shard``
+    if layout is not None and ranks > 1:
+        shape = layout.shape(shape, ranks, rank)
     dtype: torch.dtype = getattr(torch, parameter.dtype.removeprefix("torch."))
     if cast is not None and dtype.is_floating_point:
         dtype = cast

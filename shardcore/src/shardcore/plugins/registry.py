@@ -44,6 +44,11 @@ _FIRST_PARTY = {
     "transformers.models.bert.": "shard-bert",
     "transformers.models.gpt2.": "shard-gpt2",
     "transformers.models.vit.": "shard-vit",
+    "transformers.models.beit.": "shard-beit",
+    "transformers.models.dinov2.": "shard-dinov2",
+    "transformers.models.dinov2_with_registers.": "shard-dinov2",
+    "transformers.models.swin.": "shard-swin",
+    "transformers.models.swinv2.": "shard-swin",
     "transformers.models.whisper.": "shard-whisper",
     "transformers.models.t5.": "shard-t5",
     "transformers.models.mt5.": "shard-t5",
@@ -66,6 +71,8 @@ _FIRST_PARTY = {
     "transformers.models.opt.": "shard-opt",
     "transformers.models.gpt_neo.": "shard-gpt-neo",
     "transformers.models.gptj.": "shard-gpt-neo",
+    "transformers.models.gpt_neox.": "shard-gpt-neo",
+    "transformers.models.gpt_neox_japanese.": "shard-gpt-neo",
     "transformers.models.roberta.": "shard-roberta",
     "transformers.models.xlm_roberta.": "shard-roberta",
     "transformers.models.modernbert.": "shard-modernbert",
@@ -79,8 +86,11 @@ _FIRST_PARTY = {
     "transformers.models.falcon.": "shard-falcon",
     "transformers.models.clip.": "shard-clip",
     "transformers.models.siglip.": "shard-clip",
+    "transformers.models.sam.": "shard-sam",
     "transformers.models.wav2vec2.": "shard-wav2vec2",
     "timm.": "shard-vit",
+    "torch.nn.modules.transformer.": "shard-torch",
+    "torch.nn.modules.activation.MultiheadAttention": "shard-torch",
 }
 
 
@@ -287,8 +297,11 @@ class Registry:
         first_party = (pack for name in names for start, pack in _FIRST_PARTY.items() if name.startswith(start))
         if family := next(first_party, None):
             yield f"  the first-party pack for this family is {family}"
-        else:
+        elif names[0].startswith("transformers."):
+            yield '  way out: policy="infer", which infers one and proves it on a small copy of the class'
             yield f"  way out: have a pack drafted: shardcore new-pack shard-mine --model {names[0]}"
+        else:
+            yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
         yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
 
 

@@ -1,8 +1,8 @@
-"""A complete pack for a model class that none serves yet: its rules are guessed from the module tree and marked."""
+"""New packs: what a model class computes, the policy that follows from it, and the files of a distribution."""
 
 from __future__ import annotations
 
-from shardcore.scaffold.files import write_pack
-from shardcore.scaffold.guess import Draft, guess
+from shardcore.scaffold.draft import Draft
+from shardcore.scaffold.files import Example, write_pack
 
-__all__ = ["Draft", "guess", "write_pack"]
+__all__ = ["Draft", "Example", "write_pack"]

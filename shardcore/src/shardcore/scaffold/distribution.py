@@ -23,7 +23,7 @@ class Distribution:
     """What the metadata of a pack says; everything else in it follows from the name.
 
     Attributes:
-        name: of the distribution, such as ``shard-gpt-neox``.
+        name: of the distribution, such as ``shard-stablelm``.
         version: its version.
         description: one line about it.
         dependencies: what it needs.

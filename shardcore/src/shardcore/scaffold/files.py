@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
-import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import importlib_metadata
 from torch import nn
 
 import shardcore
 from shardcore.errors import ConfigError
+from shardcore.scaffold.cases import cases
 from shardcore.scaffold.distribution import Distribution
-from shardcore.scaffold.guess import Draft, guess, lines
+from shardcore.scaffold.draft import Draft, source
+from shardcore.scaffold.guess import guess
 from shardcore.scaffold.names import check_model, check_name
 
-__all__ = ["write_pack"]
+__all__ = ["Example", "write_pack"]
 
 
-def write_pack(name: str, model: nn.Module, folder: Path) -> list[Path]:
-    """Write a complete distribution for the class of ``model`` below ``folder`` and return its files.
+@dataclass(frozen=True)
+class Example:
+    """A small model, and how it is called.
+
+    Attributes:
+        model: small, in float64 on the CPU, without dropout.
+        inputs: the keyword arguments of one call.
+        settings: the fields of its configuration that make it small; None for a model without one.
+        dropouts: those that are dropouts.
+        source: ``module:function`` that makes the model and its arguments, for a model without a configuration.
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    settings: Mapping[str, Any] | None = None
+    dropouts: Sequence[str] = ()
+    source: str = ""
+
+
+def write_pack(name: str, example: Example, folder: Path) -> tuple[list[Path], Draft]:
+    """Write a complete distribution for the class of a model below ``folder``; return its files, and what was drafted.
 
     Args:
-        name: of the distribution, such as ``shard-gpt-neox``.
-        model: a model of the class, on the meta device.
+        name: of the distribution, such as ``shard-stablelm``.
+        example: a small model of the class.
         folder: where the distribution's own folder is made.
 
     Raises:
-        ConfigError: the name is none that works, the folder exists, nothing can be guessed, or a name in the model
-            cannot be written into a program.
+        ConfigError: the name is none that works, the folder exists, no policy that was drafted fits the model, or a
+            name in the model cannot be written into a program.
     """
     check_name(name)
-    check_model(model)
+    check_model(example.model)
     root = folder / name
     if root.exists() or root.is_symlink():
         raise ConfigError(f"{root} exists already; choose another name or folder")
-    draft = guess(model)
-    texts = _files(name, model, draft)
+    draft = guess(example.model, lambda model: model(**example.inputs))
     written = []
-    for path, text in texts.items():
+    for path, text in _files(name, example, draft).items():
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         written.append(file)
-    return written
+    return written, draft
 
 
-def _files(name: str, model: nn.Module, draft: Draft) -> dict[str, str]:
+def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:
+    model = example.model
     package = name.replace("-", "_")
     short = name.removeprefix("shard-")
     cls = type(model)
@@ -63,9 +86,6 @@ def _files(name: str, model: nn.Module, draft: Draft) -> dict[str, str]:
         "library": library,
         "version": version,
         "floor": f">={version}" if version else "",
-        "config": type(getattr(model, "config", None)).__name__,
-        "generates": str(callable(getattr(model, "generate", None))),
-        "imports": _imports(model),
         "series": ".".join(shardcore.__version__.split(".")[:2]),
         "next": _next(shardcore.__version__),
     }
@@ -76,10 +96,11 @@ def _files(name: str, model: nn.Module, draft: Draft) -> dict[str, str]:
         ".github/workflows/tests.yml": _CI,
         f"src/{package}/__init__.py": f'"""The {short} family for shardcore."""\n',
         f"src/{package}/plugin.py": _PLUGIN.format(**values),
-        f"src/{package}/policy.py": _policy(values, draft),
-        f"src/{package}/cases.py": _CASES.format(**values),
+        f"src/{package}/policy.py": source(cls, draft),
+        f"src/{package}/cases.py": cases(short, example.model, example.inputs, draft, settings=example.settings,
+                                         dropouts=example.dropouts, origin=example.source),
         "tests/test_conformance.py": _TESTS.format(**values),
-    }
+    }  # fmt: skip
 
 
 def _distribution(values: dict[str, str]) -> Distribution:
@@ -94,58 +115,9 @@ def _distribution(values: dict[str, str]) -> Distribution:
     )
 
 
-def _imports(model: nn.Module) -> str:
-    """Return the lines that import a model's class and its configuration."""
-    classes = [type(model), type(getattr(model, "config", None))]
-    return "\n".join(sorted({f"from {cls.__module__} import {cls.__name__}" for cls in classes}))
-
-
 def _next(version: str) -> str:
     major, minor = version.split(".")[:2]
     return f"{major}.{int(minor) + 1}"
-
-
-def _policy(values: dict[str, str], draft: Draft) -> str:
-    base = "PretrainedPolicy" if values["library"] == "transformers" else "Policy"
-    home = "integrations.transformers" if base == "PretrainedPolicy" else "policy"
-    imports = ["ModulePolicy", "Stages", *(["Heads"] if draft.checks else [])]
-    if base == "Policy":
-        imports.append("Policy")
-    head = [f"from shardcore.{home} import {base}"] if base == "PretrainedPolicy" else []
-    doubts = "".join(
-        f"{textwrap.fill(doubt, 116, initial_indent='#   - ', subsequent_indent='#     ')}\n"
-        for doubt in dict.fromkeys(draft.doubts)
-    )
-    body = "\n".join(f"        {line}" for line in lines(draft))
-    return (
-        f'"""How {values["model"]} is sharded."""\n\nfrom __future__ import annotations\n\n'
-        + "".join(f"{line}\n" for line in head)
-        + f"from shardcore.policy import {', '.join(sorted(imports))}\n"
-        + f"from shardcore.styles import {', '.join(sorted(draft.words))}\n\n"
-        + "# The rules below were guessed from names and sizes. Read the model's forward beside them, and look at:\n"
-        + doubts
-        + f"\n\nclass {values['model']}Policy({base}):\n"
-        + f'    """Guessed from the module tree of {values["library"]} {values["version"]}."""\n\n'
-        + (f"    checks = {draft.checks}\n" if draft.checks else "")
-        + f"    stages = Stages(\n{_stages(draft)}    )\n\n"
-        + "    def module_policy(self) -> ModulePolicy:\n"
-        + '        """Return the rows of each class."""\n'
-        + body
-        + "\n"
-    )
-
-
-def _stages(draft: Draft) -> str:
-    """Return the arguments of ``Stages``, a part on each line if it fits, and a name on each line if it does not."""
-    text = ""
-    for part, names in draft.stages.items():
-        quoted = [f'"{name}"' for name in names]
-        value = quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
-        line = f"        {part}={value},"
-        if len(line) > 120:
-            line = "\n".join([f"        {part}=(", *(f"            {name}," for name in quoted), "        ),"])
-        text += f"{line}\n"
-    return text
 
 
 _README = """\
@@ -233,63 +205,6 @@ def shardcore_policies() -> list[PolicySpec]:
 def shardcore_conformance_cases() -> list[str]:
     """Test it on a tiny model."""
     return ["{package}.cases:cases"]
-'''
-
-_CASES = '''\
-"""The tiny models on which the conformance kit tests this pack."""
-
-from __future__ import annotations
-
-from typing import Any
-
-import torch
-from torch import Tensor
-{imports}
-
-from shardcore.testing import Case, Supports
-
-__all__ = ["cases"]
-
-
-def build(*, dropout: float = 0.0, **options: Any) -> {model}:
-    """Return a tiny model whose every parameter is random, the same in every process."""
-    # EDIT: sizes that are small, and a vocabulary that no number of ranks divides. Heads: a multiple of 4.
-    config = {config}(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, **options
-    )
-    for name in vars(config):
-        # EDIT: name the dropouts of this configuration, if they are named otherwise.
-        if "dropout" in name and isinstance(getattr(config, name), float):
-            setattr(config, name, dropout)
-    model = {model}(config).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
-
-
-def inputs(model: {model}, seed: int) -> dict[str, Tensor]:
-    """Return the arguments of one call."""
-    # EDIT: what the model takes.
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, model.config.vocab_size, (3, 8), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[seed % 3, 6:] = 0
-    return {{"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}}
-
-
-def cases() -> list[Case]:
-    """Return the cases of this pack."""
-    return [
-        Case(
-            name="{short}",
-            build=build,
-            inputs=inputs,
-            outputs=("logits",),
-            supports=Supports(generation={generates}),
-        ),
-    ]
 '''
 
 _TESTS = '''\

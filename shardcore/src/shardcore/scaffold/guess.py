@@ -1,290 +1,209 @@
-"""A first guess of a policy's rules, from names and sizes in the module tree of one model class."""
+"""A first draft of a policy: from what a small model computes, not from the names of its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.scaffold.draft import Draft, optional, policy_of
+from shardcore.scaffold.facts import Facts, common
+from shardcore.scaffold.mixtures import Mixture, mixtures_of
+from shardcore.scaffold.outside import add_outside, leaf
+from shardcore.scaffold.stages import lists_of, stages_of
+from shardcore.scaffold.structure import Region
+from shardcore.scaffold.trial import misfit
+from shardcore.scaffold.wording import Worded, worded
 
-__all__ = ["Draft", "guess"]
-
-_ATTENTION = ("attn", "attention")
-_ROWS = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "out", "out_lin", "dense_4h_to_h", "fc2", "down_proj")
-_KV = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", "wk", "wv", "k", "v")
-_EPS = ("variance_epsilon", "eps", "epsilon")
-
-
-@dataclass
-class Draft:
-    """A policy as text.
-
-    Attributes:
-        rows: lines of rows by the name of the class that they are listed under.
-        checks: the check of heads, or empty.
-        stages: the names in each part of ``Stages``.
-        words: the words of `shardcore.styles` that the rules use.
-        doubts: what the author has to look at, in words.
-        heads: the number of heads in the configuration; None if it is not known.
-        shares_kv: the configuration counts key/value heads apart.
-    """
-
-    rows: dict[str, list[str]] = field(default_factory=dict)
-    checks: str = ""
-    stages: dict[str, list[str]] = field(default_factory=dict)
-    words: set[str] = field(default_factory=set)
-    doubts: list[str] = field(default_factory=list)
-    heads: int | None = None
-    shares_kv: bool = False
-
-    def add(self, cls: str, word: str, row: str) -> None:
-        """List a rule once."""
-        self.words.add(word)
-        rows = self.rows.setdefault(cls, [])
-        if row not in rows:
-            rows.append(row)
+__all__ = ["guess"]
 
 
-def guess(model: nn.Module) -> Draft:
-    """Return a first guess for ``model``, which may be on the meta device.
+def guess(model: nn.Module, call: Callable[[nn.Module], Any]) -> Draft:
+    """Return a first draft for the class of ``model``.
+
+    What one rank cannot run, or what the way of its gradients shows to be wrong, is left whole, and the draft says so.
+
+    Args:
+        model: small, on the CPU in float64, with random parameters and without dropout.
+        call: calls it and returns what it returns.
 
     Raises:
-        ConfigError: there is no list of equal blocks in it, so that nothing can be guessed.
+        ConfigError: not even a policy that splits nothing fits the model.
     """
-    where, blocks = _stack(model)
-    draft = Draft(stages=_stages(model, where))
-    draft.doubts.append(
-        "stages: what stands before the blocks in the model was put into first, what stands after them into last, and "
-        "what has buffers only into everywhere. A second list of blocks belongs into blocks too."
-    )
-    block = blocks[0]
-    _check_heads(model, draft)
-    covered = _regions(block, type(block).__name__, draft)
-    _norms(block, type(block).__name__, covered, draft)
-    _rest(block, type(block).__name__, covered, draft)
-    _outside(model, blocks, draft)
-    return draft
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)  # the same draft in every process
+        return _guess(Facts(model, call))
 
 
-def _stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the longest list of modules of one class, and its name."""
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and len({type(m) for m in module}) == 1
-    ]
-    if not lists:
-        raise ConfigError(
-            f"{type(model).__name__} has no nn.ModuleList of equal blocks, from which a policy could be guessed; write "
-            "the rules by hand: docs/writing-a-pack.md"
-        )
-    if len(lists) > 1:
-        lists.sort(key=lambda pair: -sum(p.numel() for p in pair[1].parameters()))
-    return lists[0]
+_STACKED = 3  # dims of several matrices in one parameter
+
+#: What is done with mixtures of experts: the place of the logits that a balancing loss needs, if it needs any; or they
+#: are left whole.
+_MIXED: tuple[int | Literal["whole"] | None, ...] = (None, 0, 1, 2, "whole")
 
 
-def _stages(model: nn.Module, where: str) -> dict[str, list[str]]:
-    """Return the names of each part, which hold every parameter and buffer once; ``where`` is the list of blocks."""
-    first: list[str] = []
-    last: list[str] = []
-    everywhere: list[str] = []
-    owner, above = model, ""
-    for part in where.split("."):
-        first += [above + name for name, parameter in owner._parameters.items() if parameter is not None]
-        everywhere += [above + name for name, buffer in owner._buffers.items() if buffer is not None]
-        children = [name for name, _ in owner.named_children()]
-        behind: list[str] = []
-        for place, name in enumerate(children):
-            child = owner.get_submodule(name)
-            if name != part and any(True for _ in child.parameters()):
-                (first if place < children.index(part) else behind).append(above + name)
-            elif name != part and any(True for _ in child.buffers()):
-                everywhere.append(above + name)
-        last = behind + last  # what is inside runs before what is around it
-        owner, above = owner.get_submodule(part), f"{above}{part}."
-    parts = {"first": first, "blocks": [where], "last": last, "everywhere": everywhere}
-    return {part: names for part, names in parts.items() if names}
+def _guess(facts: Facts) -> Draft:
+    mixed = _MIXED if any(True for _ in mixtures_of(facts)) else _MIXED[-1:]
+    for captured in mixed:
+        draft = _Drafting(facts, captured=captured).draft
+        problem = _misfit(facts, draft)
+        if not problem:
+            return draft
+    regions = sorted(draft.regions, key=lambda key: not draft.regions[key])  # attention first
+    dropped = [frozenset({key}) for key in regions]
+    dropped += [frozenset(key for key in regions if draft.regions[key]), frozenset(regions)]
+    for without in dict.fromkeys(dropped):
+        less = _Drafting(facts, without).draft
+        if not _misfit(facts, less):
+            for cls, row in sorted(without):
+                less.doubts.append(f"{cls}: what ends at {row} is left whole. Split, it fails: {problem[:300]}")
+            return less
+    bare = _Drafting(facts, frozenset(regions), tables=False).draft
+    if last := _misfit(facts, bare):
+        raise ConfigError(f"no policy for {type(facts.model).__name__} could be guessed: {last[:500]}")
+    bare.doubts.append(f"neither blocks nor vocabulary are split: {problem[:300]}")
+    return bare
 
 
-def _check_heads(model: nn.Module, draft: Draft) -> None:
-    config = getattr(model, "config", None)
-    for query in ("num_attention_heads", "n_head", "num_heads", "n_heads"):
-        if isinstance(getattr(config, query, None), int):
-            draft.heads = getattr(config, query)
-            draft.shares_kv = bool(getattr(config, "num_key_value_heads", None))
-            kv = ', kv="num_key_value_heads"' if draft.shares_kv else ""
-            draft.checks = f'(Heads("{query}"{kv}),)'
-            return
-    draft.doubts.append("the configuration counts heads under a name that was not recognized: checks is empty")
+def _misfit(facts: Facts, draft: Draft) -> str:
+    return misfit(facts.model, policy_of(type(facts.model), draft), facts.call)
 
 
-def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+class _Drafting:
+    """The rules for what is known of a model.
 
+    Args:
+        facts: what is known.
+        without: the regions that are left whole, by class and row linear.
+        tables: split embeddings and heads over the vocabulary.
+        captured: what is done with mixtures of experts.
+    """
 
-def _regions(block: nn.Module, cls: str, draft: Draft) -> set[str]:
-    """Add one region for each part that holds linears; returns the names of the linears that they cover."""
-    covered: set[str] = set()
-    loose = [(name, m) for name, m in block.named_children() if isinstance(m, nn.Linear)]
-    if len(loose) >= 2:
-        covered |= _region(cls, "", None, loose, draft)
-    for name, child in block.named_children():
-        for where, module in _groups(name, child):
-            linears = [(f"{where}.{inner}", m) for inner, m in _linears(module) if inner]
-            covered |= _region(cls, where, module, linears, draft)
-    return covered
+    def __init__(
+        self,
+        facts: Facts,
+        without: Collection[tuple[str, str]] = frozenset(),
+        *,
+        tables: bool = True,
+        captured: int | Literal["whole"] | None = "whole",
+    ) -> None:
+        self.facts, self.modules, self.without, self.captured = facts, facts.modules, without, captured
+        self.draft = Draft()
+        if facts.query:
+            kv = f', kv="{facts.kv}"' if facts.kv else ""
+            self.draft.checks = f'(Heads("{facts.query}"{kv}),)'
+        self.split: dict[str, int | None] = {}
+        self.partial: set[str] = set()
+        self.blocks: set[str] = set()
+        self._add_blocks()
+        self.draft.lists = lists_of(facts.model, self.blocks)
+        self.draft.stages = stages_of(facts.model, self.draft.lists)
+        add_outside(self.draft, facts, self.blocks, split=self.split, partial=self.partial, tables=tables)
 
+    def _add_blocks(self) -> None:
+        """Add the rules of every class of blocks in which something can be split."""
+        regions: dict[str, list[Region]] = defaultdict(list)
+        mixtures = [] if self.captured == "whole" else list(mixtures_of(self.facts))
+        for region in self.facts.regions:
+            above = common([region.row, *(column.name for column in region.columns)])
+            block = self.facts.owner(f"{above}.x") if above else None
+            if block is not None and not any(region.row.startswith(f"{mixture.path}.") for mixture in mixtures):
+                regions[block].append(region)
+        mixed = {str(self.facts.owner(mixture.weights)): mixture for mixture in mixtures}
+        classes = dict.fromkeys(type(self.modules[block]) for block in (*regions, *mixed))
+        self.blocks = {path for path, module in self.modules.items() if type(module) in classes}
+        for cls in classes:
+            places = sorted(path for path in self.blocks if type(self.modules[path]) is cls)
+            covered = self._add_regions(cls.__name__, places, regions)
+            covered |= self._add_mixtures(cls.__name__, places, mixed)
+            self._add_rest(cls.__name__, places, covered)
 
-def _groups(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that hold a whole region: the smallest with several linears, or what encloses such ones."""
-    inner = [
-        (f"{name}.{path}" if path else name, m)
-        for path, m in module.named_modules()
-        if sum(isinstance(child, nn.Linear) for child in m.children()) >= 2
-    ]
-    closed = [pair for pair in inner if any(child in _ROWS for child, _ in pair[1].named_children())]
-    if closed and len(closed) == len(inner):
-        yield from closed
-    elif len(_linears(module)) >= 2:
-        yield name, module
-
-
-def _region(
-    cls: str, enter: str, module: nn.Module | None, linears: list[tuple[str, nn.Linear]], draft: Draft
-) -> set[str]:
-    last, end = next(((n, m) for n, m in reversed(linears) if n.rpartition(".")[2] in _ROWS), linears[-1])
-    attention = any(word in enter.lower() for word in _ATTENTION)
-    columns, kv = [], []
-    for name, linear in linears:
-        times, remainder = divmod(linear.out_features, end.in_features)
-        if name == last:
-            continue
-        if attention and draft.shares_kv and name.rpartition(".")[2] in _KV:
-            kv.append(f'"{name}"')
-        elif times == 1 and not remainder:
-            columns.append(f'"{name}"')
-        elif times > 1 and not remainder:
-            columns.append(f'segments("{name}", {times}, by="head")')
-            draft.words.add("segments")
-            draft.doubts.append(
-                f'{cls}: {name} computes {times} projections at once. by="head" is right if its output is viewed as '
-                f'(heads, {times} * head size), by="projection" if it is viewed as ({times}, heads, head size).'
-            )
-        else:
-            draft.doubts.append(f"{cls}: {name} ({linear.out_features} outputs) was left out of the region of {last}.")
-    if not columns:
-        return set()
-    parts = {
-        "enter": f'"{enter}"' if enter else "",
-        "col": _tuple(columns),
-        "kv": _tuple(kv) if kv else "",
-        "row": f'"{last}"',
-    }
-    parts["unit"] = '"head"' if attention else ""
-    draft.add(cls, "region", _call("region", {key: value for key, value in parts.items() if value}))
-    if attention and module is not None:
-        _attributes(cls, enter, module, draft)
-    return {name for name, _ in linears if any(f'"{name}"' in text for text in (*columns, *kv))} | {last}
-
-
-def _call(word: str, arguments: dict[str, str]) -> str:
-    """Return the call on one line, or on several if it is long."""
-    text = ", ".join(f"{key}={value}" for key, value in arguments.items())
-    if len(text) < 80:
-        return f"{word}({text}),  # guess"
-    inside = "\n".join(f"    {key}={value}," for key, value in arguments.items())
-    return f"{word}(  # guess\n{inside}\n),"
-
-
-def _attributes(cls: str, enter: str, module: nn.Module, draft: Draft) -> None:
-    """Add a rule for each attribute that counts heads: views by it would be wrong in silence (or not, with -1)."""
-    counts = [
-        name for name, value in vars(module).items() if value == draft.heads and "heads" in name and name.isidentifier()
-    ]
-    for name in counts:
-        draft.add(cls, "per_rank", f'attribute("{enter}.{name}", per_rank),  # guess')
-        draft.words.add("attribute")
-    if draft.shares_kv and hasattr(module, "num_key_value_groups"):
-        draft.add(cls, "local_groups", f'attribute("{enter}.num_key_value_groups", local_groups),  # guess')
-        draft.words.add("attribute")
-    if not counts:
-        draft.doubts.append(
-            f"{cls}: no attribute of {enter} counts heads, so the views in its forward must have -1 where heads are "
-            "counted."
-        )
-
-
-def _tuple(texts: list[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not list(module.children())
-
-
-def _norm(name: str, module: nn.Module) -> str:
-    eps = next((a for a in _EPS if isinstance(getattr(module, a, None), float)), None)
-    written_out = not isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm) and "RMS" in type(module).__name__
-    return f'norm("{name}", rms="{eps}"),' if written_out and eps else f'norm("{name}"),'
-
-
-def _norms(block: nn.Module, cls: str, covered: set[str], draft: Draft) -> None:
-    inside = {name.partition(".")[0] for name in covered}
-    for name, module in block.named_modules():
-        if not _is_norm(module) or not list(module.parameters()):
-            continue
-        if name.partition(".")[0] in inside and "." in name:
-            draft.add(cls, "partial", f'partial("{name}"),  # guess: it normalizes local heads')
-        else:
-            draft.add(cls, "norm", _norm(name, module))
-
-
-def _rest(block: nn.Module, cls: str, covered: set[str], draft: Draft) -> None:
-    for name, module in block.named_modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        if name and own and name not in covered and not _is_norm(module):
-            draft.add(cls, "replicate", f'replicate("{name}"),  # guess: nothing better is known')
-
-
-def _outside(model: nn.Module, blocks: nn.ModuleList, draft: Draft) -> None:
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    inside = {id(m) for m in blocks.modules()}
-    for owner_name, owner in model.named_modules():
-        if id(owner) in inside:
-            continue
-        cls = type(owner).__name__
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and not _is_leaf(owner):
-                draft.add(cls, "replicate", f'replicate("{name}"),')
-        for name, module in owner.named_children():
-            if id(module) in inside or not _is_leaf(module) or not list(module.parameters()):
+    def _add_regions(self, cls: str, places: list[str], regions: dict[str, list[Region]]) -> set[str]:
+        """Add the regions that are the same in every block of a class; return what they cover."""
+        found: dict[str, dict[str, Worded | str]] = defaultdict(dict)  # row linear -> block -> its words
+        for place in places:
+            for region in regions[place]:
+                found[region.row[len(place) + 1 :]][place] = worded(self.facts, place, region)
+        covered: set[str] = set()
+        for row, by_place in found.items():
+            there = [place for place in places if f"{place}.{row}" in self.modules]
+            said = [words for words in by_place.values() if isinstance(words, Worded)]
+            if len({tuple(words.rules) for words in said}) != 1 or len(said) < len(there):
+                why = next(
+                    (words for words in by_place.values() if isinstance(words, str)), "it differs from block to block"
+                )
+                self.draft.doubts.append(f"{cls}: what ends at {row} is left whole: {why}")
                 continue
-            draft.add(cls, *_leaf(name, module, vocabulary))
-        del owner_name
+            words = said[0]
+            self.draft.regions[cls, row] = words.region.width > 1
+            if (cls, row) in self.without:
+                continue
+            for word, text in words.rules:
+                names = [name for name in words.covered if f'"{name}"' in text]
+                always = len(there) == len(places) and all(self._has(place, n) for place in places for n in names)
+                self.draft.add(cls, word, text if always else optional(text))
+            covered |= words.covered
+            for each in said:
+                self.split |= {split.name: split.dim for split in each.split}
+                self.partial |= set(each.partial)
+            if words.region.width > 1 and not self.facts.query:
+                self.draft.heads.add(words.region.units)
+        return covered
 
+    def _add_mixtures(self, cls: str, places: list[str], mixed: dict[str, Mixture]) -> set[str]:
+        """Add the mixtures of experts of a class of blocks; return what they cover."""
+        captured = None if self.captured == "whole" else self.captured
+        covered: set[str] = set()
+        for place, mixture in mixed.items():
+            if place in places:
+                for word, text in mixture.rules(place, captured):
+                    self.draft.add(cls, word, text if all(p in mixed for p in places) else optional(text))
+                inside = [path for path in self.modules if path.startswith(f"{mixture.path}.")]
+                names = [name for name, _ in self.facts.model.named_parameters() if name.startswith(f"{mixture.path}.")]
+                covered |= {name[len(place) + 1 :] for name in (*inside, *names)}
+        return covered
 
-def _is_leaf(module: nn.Module) -> bool:
-    return not list(module.children())
+    def _has(self, place: str, name: str) -> bool:
+        owner, _, last = f"{place}.{name}".rpartition(".")
+        return f"{place}.{name}" in self.modules or (owner in self.modules and last in self.modules[owner]._parameters)
 
+    def _add_rest(self, cls: str, places: list[str], covered: set[str]) -> None:
+        """Add a rule for everything in the blocks of a class that no region covers."""
+        rest: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for place in places:
+            for rule in self._rest(place, covered):
+                rest[rule].add(place)
+            self.draft.whole += [
+                linear
+                for linear in self.facts.dependence.linears
+                if linear.startswith(f"{place}.") and linear[len(place) + 1 :] not in covered
+            ]
+        for (word, text), where in rest.items():
+            self.draft.add(cls, word, text if len(where) == len(places) else optional(text))
 
-def _leaf(name: str, module: nn.Module, vocabulary: int | None) -> tuple[str, str]:
-    """Return the word and the rule for a module without children."""
-    if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary:
-        return "vocab", f'vocab("{name}"),'
-    if isinstance(module, nn.Linear) and module.out_features == vocabulary:
-        return "head", f'head("{name}"),'
-    if _is_norm(module):
-        return "norm", _norm(name, module)
-    return "replicate", f'replicate("{name}"),'
-
-
-def lines(draft: Draft) -> Iterator[str]:
-    """Yield the body of ``module_policy``."""
-    yield "return {"
-    for cls, rows in draft.rows.items():
-        yield f'    "{cls}": ['
-        yield from (f"        {line}" for row in rows for line in row.split("\n"))
-        yield "    ],"
-    yield "}"
+    def _rest(self, place: str, covered: set[str]) -> Iterator[tuple[str, str]]:
+        inner = [block for block in self.blocks if block.startswith(f"{place}.")]
+        for path, module in self.modules.items():
+            if path != place and not path.startswith(f"{place}."):
+                continue
+            if any(path == block or path.startswith(f"{block}.") for block in inner):
+                continue
+            name = path[len(place) + 1 :]
+            own = [short for short, p in module._parameters.items() if p is not None]
+            loose = [short for short in own if f"{name}.{short}".lstrip(".") not in covered]
+            if name in covered or not loose:
+                continue
+            if any(module._parameters[short].ndim == _STACKED for short in loose):
+                self.draft.doubts.append(
+                    f"{type(self.modules[place]).__name__}: {name} is left whole: several matrices in one"
+                )
+            if name and not module._modules and len(loose) == len(own):
+                yield leaf(name, module)
+            else:
+                for short in loose:
+                    bare = f"{name}.{short}".lstrip(".")
+                    yield "replicate", f'replicate("{bare}"),'

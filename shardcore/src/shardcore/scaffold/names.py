@@ -45,7 +45,7 @@ def check_name(name: str) -> None:
     else:
         return
     shown = name if len(name) <= _LONGEST else f"{name[:20]}..."
-    raise ConfigError(f"the name {shown!r} {problem}. Choose another one, such as shard-gpt-neox")
+    raise ConfigError(f"the name {shown!r} {problem}. Choose another one, such as shard-stablelm")
 
 
 def _importable(package: str) -> bool:

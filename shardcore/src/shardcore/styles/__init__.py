@@ -23,13 +23,15 @@ from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
 from shardcore.styles.local import by_heads
 from shardcore.styles.methods import calls
 from shardcore.styles.mixtures import experts
-from shardcore.styles.model_outputs import loss, outputs
+from shardcore.styles.model_outputs import loss, outputs, stage_attentions
+from shardcore.styles.multihead import attention
 from shardcore.styles.over_heads import norm_over_heads
 from shardcore.styles.randomness import shared_numpy, shared_rng
 from shardcore.styles.regions import enter_arg, region, segments
 from shardcore.styles.sequences import sequence
 
 __all__ = [
+    "attention",
     "attribute",
     "bias_net",
     "by_heads",
@@ -58,6 +60,7 @@ __all__ = [
     "shared_numpy",
     "shared_rng",
     "slice_arg",
+    "stage_attentions",
     "vocab",
     "when_divisible",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.nn.experts.slices import Cut, Slices
+from shardcore.nn.experts.whole import WholeExperts
 from shardcore.nn.replicated import Replicated
 from shardcore.plan.steps import EnterExperts
 from shardcore.policy import Rule, Scope
@@ -35,6 +36,10 @@ def experts(
 
     Activations enter where the block is called, and what it returns is summed there, once for all experts. The router
     is replicated, its gradients are summed.
+
+    With ``expert_parallel_size`` each of so many replicas has whole experts, of which the tensor-parallel ranks of the
+    replica have slices, and tokens travel to the replicas of their experts and back. That needs the weights of all
+    experts in one module, whose ``forward`` takes ``hidden_states``, ``top_k_index`` and ``top_k_weights``.
 
     Args:
         block: the module that routes, whose ``forward`` takes the tokens first and returns what its experts add up, or
@@ -92,6 +97,14 @@ class ExpertsRule(Rule):
             scope.problem(f"{type(block).__name__}.forward names no argument", "give it one", self.block)
             return
         if isinstance(weights, nn.ModuleList):
+            if _spread(scope) > 1:
+                self._refuse(
+                    scope,
+                    f"its experts are a list of {len(weights)} modules, of which none are given to the axis ep: tokens "
+                    "travel where all experts are in one module",
+                    self._below(self.weights),
+                    weights,
+                )
             for i in range(len(weights)):
                 self._linears(scope, f"{self.weights}.{i}.", self.col, self.row, ("col=", "row="))
         else:
@@ -119,7 +132,7 @@ class ExpertsRule(Rule):
         gate_up, down = weights._parameters.get(GATE_UP), weights._parameters.get(DOWN)
         cuts = None if gate_up is None or down is None else _cuts(gate_up, down)
         own = {name for name, p in weights._parameters.items() if p is not None}
-        if cuts is None or own != {GATE_UP, DOWN}:
+        if down is None or cuts is None or own != {GATE_UP, DOWN}:
             shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in weights._parameters.items() if p is not None)
             self._refuse(
                 scope,
@@ -130,6 +143,16 @@ class ExpertsRule(Rule):
             )
         elif not getattr(weights, "is_concatenated", True):
             self._refuse(scope, f"{GATE_UP} interleaves gate and up; wanted one after the other", place, weights)
+        elif (spread := _spread(scope)) > 1:
+            scope.swap(place, WholeExperts, cuts=cuts, spread=spread)
+            shards, width = (scope.config.dp_shard_size or 1) // spread, _width(down, cuts)
+            if width % shards:
+                scope.problem(
+                    f"FSDP2 divides whole experts along their {width} features, which {shards} ranks (dp_shard_size / "
+                    "expert_parallel_size) do not divide",
+                    "use a larger expert_parallel_size, or dp_replicate_size for the rest",
+                    place,
+                )
         else:
             scope.swap(place, Slices, cuts=cuts)
 
@@ -165,6 +188,17 @@ class ExpertsRule(Rule):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 scope.claim(place, name, None)  # said already: not "covered by no rule" too
+
+
+def _width(down: Tensor, cuts: tuple[Cut, ...]) -> int:
+    """Return the number of features, H, of what experts take and return."""
+    cut = next(cut for cut in cuts if cut.parameter == DOWN)
+    return down.size(3 - cut.dim)
+
+
+def _spread(scope: Scope) -> int:
+    """Return how many ranks share the experts, each with whole ones."""
+    return scope.config.expert_parallel_size or 1
 
 
 def _cuts(gate_up: Tensor, down: Tensor) -> tuple[Cut, ...] | None:

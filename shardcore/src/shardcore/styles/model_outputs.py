@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from shardcore.plan.steps import GatherOutputs, TakeLoss
+from shardcore.plan.steps import GatherOutputs, GatherStageAttentions, TakeLoss
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, number_of
 from shardcore.styles._text import names_of, written
 
-__all__ = ["loss", "outputs"]
+__all__ = ["loss", "outputs", "stage_attentions"]
 
 
 def outputs(
@@ -43,6 +44,17 @@ def outputs(
     return OutputsRule(
         text=text, optional=optional, by_heads=by_heads, by_tokens=by_tokens, places=names_of(places), heads=heads
     )
+
+
+def stage_attentions(heads: str) -> Rule:
+    """Gather the attention weights of stages with heads of different numbers, of which the ranks may divide some.
+
+    For an encoder that returns them by name, one for each of its ``layers``, or for a stage that returns them last.
+
+    Args:
+        heads: the attribute of a layer (``blocks[0]`` of a stage) that counts its heads.
+    """
+    return StageAttentionsRule(text=written("stage_attentions", heads), heads=heads)
 
 
 def loss(
@@ -94,6 +106,21 @@ class OutputsRule(Rule):
             size: int | tuple[int, ...] = heads.query if len(set(parts)) == 1 else parts
             dims = tuple((name, 1, size) for name in self.by_heads)
         scope.add(GatherOutputs(path=scope.name(""), dims=dims, by_tokens=by_tokens, places=self.places))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAttentionsRule(Rule):
+    """`shardcore.styles.stage_attentions`."""
+
+    heads: str
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        stages: Any = getattr(scope.module, "layers", (scope.module,))
+        counts = [operator.attrgetter(self.heads)(stage.blocks[0]) for stage in stages]
+        sizes = tuple(0 if count % scope.ranks else count for count in counts)
+        if any(sizes):
+            scope.add(GatherStageAttentions(path=scope.name(""), sizes=sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

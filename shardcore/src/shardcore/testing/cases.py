@@ -25,6 +25,8 @@ class Supports:
         generation: ``generate`` works.
         captured: outputs that can be asked for: ``attentions``, ``hidden_states``, ``cross_attentions``, ...
         sequence: ``enable_sequence_parallelism`` works. Give inputs a number of tokens that no size divides.
+        experts: ``expert_parallel_size`` works: all experts of a block are in one module.
+        pipeline: the model can be cut into stages, each of which computes what it can of the whole arguments of a call.
         save_pretrained: the model saves itself as an unsharded checkpoint.
         flash_attention: ``enable_flash_attention`` may work, given a device for it.
     """
@@ -36,6 +38,8 @@ class Supports:
     generation: bool = False
     captured: tuple[str, ...] = ()
     sequence: bool = False
+    experts: bool = False
+    pipeline: bool = True
     save_pretrained: bool = True
     flash_attention: bool = True
 

@@ -11,6 +11,7 @@ from shardcore.testing import (
     checks_data,
     checks_loading,
     checks_logits,
+    checks_pipeline,
     checks_plan,
     checks_random,
     checks_ranks,
@@ -41,6 +42,7 @@ class Section:
             size for the first case of a pack, and at the smallest size of several ranks for the others.
         family: what it checks is the same for all models of a family. With ``--families`` it is left to the first case
             of each; see `shardcore.testing.families`.
+        claim: the capability that it is about: it runs for the cases that claim it, and for the first of a pack.
         replicas: how many replicas of that many ranks it runs on. Several replicas run alone for every case, and of two
             ranks each for the first.
     """
@@ -51,6 +53,7 @@ class Section:
     several: bool = True
     mechanical: bool = False
     family: bool = False
+    claim: str = ""
     replicas: int = 1
 
     def sizes(self, case: Case, *, first: bool, stands: bool = True) -> list[int]:
@@ -63,9 +66,11 @@ class Section:
         """
         if self.family and not stands:
             return []
+        if self.claim and not (first or getattr(case.supports, self.claim)):
+            return []
         of_several = sorted(size for size in case.supports.tensor_parallel if size > 1) if self.several else []
         if self.replicas > 1:
-            return [1, *(size for size in of_several if size == 2 and first)]
+            return [1, *(size for size in of_several if size == 2 and (first or self.claim))]
         if self.mechanical and not first:
             del of_several[1:]
         # On one rank nothing is split: what a family's other models differ in shows on several.
@@ -76,6 +81,8 @@ SECTIONS: Mapping[str, Section] = {
     "case": Section(run=checks_plan.case, checks=("case",), alone=True, several=False),
     "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True),
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
+    "pipeline": Section(run=checks_pipeline.pipeline, checks=("pipeline",), alone=True, several=False),
+    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), mechanical=True, family=True),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
     "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True),
     "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True, family=True),
@@ -83,6 +90,7 @@ SECTIONS: Mapping[str, Section] = {
     "data parallel": Section(
         run=checks_data.data_parallel, checks=("data parallel",), alone=True, family=True, replicas=2
     ),
+    "experts": Section(run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts"),
     "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True, family=True),
     "options": Section(run=checks_training.options, checks=("options",), mechanical=True, family=True),
     "checkpointing": Section(

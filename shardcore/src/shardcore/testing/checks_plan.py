@@ -15,6 +15,7 @@ from shardcore.errors import AlreadyShardedError, PlanError
 from shardcore.nn.layout import ReplicatedLayout, last_rank_is_empty
 from shardcore.nn.linear.alike import product_of
 from shardcore.plan import ShardPlan
+from shardcore.testing.checks_pipeline import refuses_pipeline
 from shardcore.testing.findings import Ledger
 from shardcore.testing.subject import Subject, checkpointing, flat, meta_copy
 
@@ -190,6 +191,10 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
         yield "generation", generate
     if not supports.sequence:
         yield "sequence parallelism", lambda: s.plan(s.build(), enable_sequence_parallelism=True)
+    if not supports.experts:
+        yield "expert parallelism", lambda: s.plan(s.build(), dp=2, ep=2)
+    if not supports.pipeline:
+        yield "pipeline parallelism", lambda: refuses_pipeline(s)
     if not supports.save_pretrained:
         yield "save_pretrained", lambda: s.shard(s.build()).save_pretrained("/dev/null/nowhere")
 

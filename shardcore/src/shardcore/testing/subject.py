@@ -19,6 +19,7 @@ import shardcore
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
+from shardcore.nn.copies import meta_copy
 from shardcore.plan import ShardPlan
 from shardcore.plugins.registry import GROUP, Registry, default_registry
 from shardcore.policy import Policy
@@ -194,16 +195,6 @@ def flat(out: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(out, list | tuple):
         for index, value in enumerate(out):
             yield from flat(value, f"{prefix}[{index}]")
-
-
-def meta_copy(model: nn.Module) -> Any:
-    """Return a copy of ``model`` on the meta device, with the same ties."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(model, memo)
 
 
 def _delegates(cls: type[nn.Module]) -> tuple[Any, str]:

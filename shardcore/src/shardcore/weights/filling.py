@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -85,9 +86,19 @@ def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device, way
         part = Reader().kept(recipe, places[0][0])
         if part is not None and part.dtype == local.dtype and part.shape == local.shape:
             return _by_itself(part)
-    new = torch.empty(local.shape, dtype=local.dtype, device=device)
+    new = _room(local, device)
     way.write(recipe, places, new)
     return new
+
+
+def _room(like: Tensor, device: torch.device) -> Tensor:
+    """Return memory for a tensor of the form of ``like``.
+
+    Host memory is numpy's, which asks for huge pages: each page of new memory costs a fault when it is first written.
+    """
+    if device.type != "cpu" or not like.numel():
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    return torch.from_numpy(numpy.empty(like.nbytes, dtype=numpy.uint8)).view(like.dtype).view(like.shape)
 
 
 def _by_itself(part: Tensor) -> Tensor:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import Problem
 from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn import SegmentedLayout
+from shardcore.nn.experts.whole import WholeExperts
 from shardcore.nn.units import prepare_units, require_known_fsdp
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
+from shardcore.wrap.scalars import replicate_scalars
 
 __all__ = ["apply_data_parallel", "unwrappable"]
 
 
 def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> nn.Module:
-    """Apply FSDP2 to every block and to the rest of ``model``, in place; does nothing without a data axis.
+    """Apply FSDP2 to every block and to the rest of ``model``, in place.
+
+    Without replicas it does nothing, unless ``options`` say what it is to do besides, such as computing in bfloat16.
 
     ``dp_shard`` shards parameters, gradients and optimizer state (`torch.distributed.fsdp.fully_shard`);
     ``dp_replicate`` keeps whole copies whose gradients are averaged; both together are hybrid sharding. Any part of the
@@ -36,20 +42,36 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     """
     sizes = context.sizes
     replicas, shards = sizes.dp_replicate, sizes.dp_shard
-    if replicas * shards == 1:
+    if replicas * shards == 1 and not options:
         return model
-    wide = {"dp_replicate": replicas, "dp_shard": shards}
-    mesh = context.mesh[tuple(axis_name(context.mesh, axis) or axis for axis, size in wide.items() if size > 1)]
-    wrap: Callable[..., Any] = _replicate if shards == 1 else fully_shard
-    if shards > 1 and any(fsdp_placement(p) for p in model.parameters()):
+    wide = tuple(axis for axis, size in (("dp_replicate", replicas), ("dp_shard", shards)) if size > 1) or ("dp_shard",)
+    axes = tuple(axis_name(context.mesh, axis) or axis for axis in wide)
+    mesh = context.mesh[axes]
+    options["ignored_params"] = {*(options.get("ignored_params") or ()), *replicate_scalars(model, context, axes)}
+    wrap: Callable[..., Any] = _replicate if wide == ("dp_replicate",) else fully_shard
+    if wrap is fully_shard and any(fsdp_placement(p) for p in model.parameters()):
         options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
     lists = stages.lists if stages else ()
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     reshards = options.get("reshard_after_forward") is not False
-    for unit in prepare_units(model, blocks, reshards=reshards):
-        wrap(unit.module, mesh=mesh, **options)
+    experts = [module for module in model.modules() if isinstance(module, WholeExperts)]
+    for unit in prepare_units(model, [*experts, *blocks], reshards=reshards):
+        if isinstance(unit.module, WholeExperts) and context.experts is not None:
+            fully_shard(unit.module, mesh=context.experts[wide], **_of_experts(unit.module, options))
+        else:
+            wrap(unit.module, mesh=mesh, **options)
         unit.watch()
     return model
+
+
+def _of_experts(module: WholeExperts, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of FSDP2 for a module of whole experts, which stands in a block of its own."""
+    dims = {id(p): module.dim_of_data(name) for name, p in module._parameters.items() if p is not None}
+    own = {**options, "shard_placement_fn": lambda p: Shard(dims[id(p)])}
+    if (policy := options.get("mp_policy")) is not None:
+        # What the block computes in full precision, the weights of a token's experts, comes as it is.
+        own["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False, output_dtype=None)
+    return own
 
 
 def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
@@ -69,8 +91,13 @@ def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
         what = todo = ""
         layout = parameter.layout
         fused = not alone and isinstance(layout, SegmentedLayout) and layout.dim == 0 and len(parameter.shape) > 1
-        if not parameter.shape:
-            what, todo = "FSDP2 cannot shard a parameter without dims", "give it the shape (1,), or pass wrap=False"
+        if (
+            not parameter.shape
+            and getattr(layout, "partial_gradient", False)
+            and config.partial_gradients == "deferred"
+        ):
+            what = "FSDP2 cannot shard a parameter without dims, whose gradient would stay partial until it is summed"
+            todo = "give it the shape (1,), or leave partial_gradients='in_backward'"
         elif fused and parameter.shape[1] % shards:
             what = (
                 f"FSDP2 cuts this fused weight {parameter.shape} along dim 1, whose {parameter.shape[1]} columns "

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from shardcore.agree.fingerprint import Item, optimizer_items
 from shardcore.errors import ConfigError, PlanError
-from shardcore.mesh import ShardContext
+from shardcore.mesh import DATA_AXES, ShardContext, axis_name
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 from shardcore.wrap.data_parallel import apply_data_parallel, unwrappable
 from shardcore.wrap.optimizers import check_optimizer, repoint
 
-__all__ = ["Wrapping"]
+__all__ = ["Wrap", "Wrapping"]
+
+
+#: Whether FSDP2 is applied over the data axes, or with which of its options.
+Wrap: TypeAlias = bool | Mapping[str, Any]
+
+#: The options of FSDP2 that `Wrap` may hold, and what each may be.
+_OPTIONS: dict[str, tuple[type, ...]] = {
+    "mp_policy": (MixedPrecisionPolicy,),
+    "offload_policy": (OffloadPolicy,),
+    "reshard_after_forward": (bool, int, type(None)),
+}
 
 
 class Wrapping:
@@ -25,28 +38,48 @@ class Wrapping:
     Args:
         model: the model, unsharded yet.
         optimizer: an optimizer of its parameters, or None.
-        wrap: whether FSDP2 is applied over the data axes.
+        wrap: whether FSDP2 is applied over the data axes, or its options.
 
     Raises:
-        ConfigError: ``wrap`` is neither True nor False.
+        ConfigError: ``wrap`` is something else.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, wrap: bool) -> None:
-        if not isinstance(wrap, bool):
-            raise ConfigError(f"wrap= must be True or False, got {wrap!r}")
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, wrap: Wrap) -> None:
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._model, self._optimizer, self._wrap = model, optimizer, wrap
+        self._model, self._optimizer, self._wrap, self._options = model, optimizer, wrap is not False, _options(wrap)
 
     def check(self, plan: ShardPlan) -> None:
         """Refuse what would fail after the model was changed."""
         if self._optimizer is not None:
             check_optimizer(self._optimizer, self._names)
+        config, given = plan.config, ", ".join(map(repr, self._options))
+        if given and config.ranks == 1:
+            raise ConfigError(
+                f"wrap= has options of FSDP2 ({given}), which needs a process group of two ranks at least: start more "
+                "with torchrun, or leave them out"
+            )
+        if given and not _has_data_axis(plan):
+            raise ConfigError(
+                f"wrap= has options of FSDP2 ({given}), and nothing says over which ranks it is applied: give "
+                "device_mesh an axis 'dp_shard' (of one rank, if there are no more)"
+            )
+        if "reshard_after_forward" in self._options and (config.dp_shard_size or 1) == 1:
+            raise ConfigError(
+                "wrap={'reshard_after_forward': ...} says when parameters that FSDP2 has divided are let go, and "
+                "dp_shard_size is 1: nothing is divided; leave it out"
+            )
+        experts = config.expert_parallel_size or 1
+        if not self._wrap and experts > 1:
+            raise ConfigError(
+                f"wrap=False with expert_parallel_size {experts}: experts and the rest of a model are divided over "
+                "different ranks, which shard() knows; leave wrap=True, or give wrap= options of FSDP2"
+            )
         if self._wrap and (problems := unwrappable(self._model, plan)):
             raise PlanError(f"{type(self._model).__qualname__} cannot be wrapped by FSDP2", problems)
 
     def items(self) -> Iterator[Item]:
         """Yield what has to be the same on every rank."""
-        yield "the argument wrap", str(self._wrap)
+        yield "the argument wrap", str(dict(sorted(self._options.items())) or self._wrap)
         yield "the argument optimizer", "given" if self._optimizer else "not given"
         if self._optimizer is not None:
             yield from optimizer_items(self._optimizer, self._names)
@@ -61,12 +94,33 @@ class Wrapping:
             stages: those of its plan.
             together: calls a function on every rank, and raises on all of them if it fails on one.
         """
-        wraps = self._wrap and context.mesh.size() > context.size
+        wraps = bool(self._options) or (self._wrap and context.mesh.size() > context.size)
         if wraps or self._optimizer is not None:
             together(functools.partial(self._change, context, stages))
 
     def _change(self, context: ShardContext, stages: Stages | None) -> None:
         if self._wrap:
-            apply_data_parallel(self._model, context, stages)
+            apply_data_parallel(self._model, context, stages, **self._options)
         if self._optimizer is not None:
             repoint(self._optimizer, self._names, dict(self._model.named_parameters()))
+
+
+def _options(wrap: object) -> dict[str, Any]:
+    """Return the options of FSDP2 that ``wrap`` holds."""
+    if isinstance(wrap, bool):
+        return {}
+    if not isinstance(wrap, Mapping):
+        raise ConfigError(f"wrap= must be True, False or a mapping of options of FSDP2, got {wrap!r}")
+    for name, value in wrap.items():
+        if name not in _OPTIONS:
+            raise ConfigError(f"wrap= has no option {name!r}; the options of FSDP2 are {', '.join(_OPTIONS)}")
+        if not isinstance(value, _OPTIONS[name]):
+            wanted = " or ".join(kind.__name__ for kind in _OPTIONS[name])
+            raise ConfigError(f"wrap={{{name!r}: ...}} must be a {wanted}, got {value!r}")
+    return dict(wrap)
+
+
+def _has_data_axis(plan: ShardPlan) -> bool:
+    if (mesh := plan.config.device_mesh) is not None:
+        return any(axis_name(mesh, axis) for axis in DATA_AXES)
+    return plan.config.tensor_parallel_process_group is None

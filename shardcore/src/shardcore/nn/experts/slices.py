@@ -91,7 +91,7 @@ class Slices(Replicated):
     def swap_class(
         cls, module: nn.Module, context: ShardContext, *, cuts: tuple[Cut, ...] = (), **options: Any
     ) -> Self:
-        if any(segments > 1 for _, _, segments in cuts):
+        if context.size > 1 and any(segments > 1 for _, _, segments in cuts):
             install()
         new = super().swap_class(module, context)
         # Products and lookups of rows make the gradients of matrices; that of a bias may be what others hold too.

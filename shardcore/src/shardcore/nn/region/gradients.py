@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.dtensor_params import splits_on_tp
 from shardcore.comm.flow import State
 from shardcore.errors import Problem
 from shardcore.nn.region.flow import Got, Graph, Mistake
@@ -38,7 +39,7 @@ def wrong_gradients(graph: Graph, own: Mapping[int, Any]) -> list[Wrong]:
     found = []
     for leaf, got in graph.leaves:
         if isinstance(leaf, DTensor):
-            wanted = State.WHOLE if all(p.is_replicate() for p in leaf.placements) else State.OWN
+            wanted = State.OWN if splits_on_tp(leaf) else State.WHOLE
         elif id(leaf) in own:
             wanted = State.WHOLE
         else:

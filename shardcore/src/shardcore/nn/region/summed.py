@@ -75,4 +75,4 @@ def shared_source(x: Tensor, *, local: bool = False) -> str | None:
 def _is_own(leaf: Tensor, *, local: bool) -> bool:
     if not isinstance(leaf, DTensor):
         return local and not isinstance(leaf, nn.Parameter)
-    return not all(p.is_replicate() for p in leaf.placements)
+    return dtensor_params.splits_on_tp(leaf)

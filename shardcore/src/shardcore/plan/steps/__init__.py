@@ -11,7 +11,7 @@ from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, abov
 from shardcore.plan.steps.experts import EnterExperts
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
-from shardcore.plan.steps.outputs import GatherOutputs, KeepLogitsSharded, TakeLoss
+from shardcore.plan.steps.outputs import GatherOutputs, GatherStageAttentions, KeepLogitsSharded, TakeLoss
 from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.plan.steps.sequence import ShardSequence
 from shardcore.plan.steps.shardformer import ReplaceMethods, ReplaceModule, ReplaceParameters
@@ -28,6 +28,7 @@ __all__ = [
     "FreezeForInference",
     "FuseNorm",
     "GatherOutputs",
+    "GatherStageAttentions",
     "KeepLogitsSharded",
     "Phase",
     "PlanView",

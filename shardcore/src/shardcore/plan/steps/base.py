@@ -92,14 +92,17 @@ class Bench(Protocol):
 class Step(ABC):
     """One thing done to the module ``path`` (its full name in the model)."""
 
-    #: Whether the step splits something over ranks, so that one rank alone has no use for it.
-    splits: ClassVar[bool] = True
     #: When it is carried out.
     phase: ClassVar[Phase] = Phase.CHANGE
     #: What it adds to the behaviours of the module ``path``; a step that adds more says so in `behaviours`.
     behaviour: ClassVar[type[SwappedModule] | None] = None
 
     path: str
+
+    @property
+    def splits(self) -> bool:
+        """Whether the step splits something over ``tp``, so that one rank alone there has no use for it."""
+        return True
 
     def describe(self) -> str:
         """Return the step in a few words, without its path."""

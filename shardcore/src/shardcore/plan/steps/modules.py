@@ -42,6 +42,11 @@ class Swap(Step):
 
     @property
     @override
+    def splits(self) -> bool:
+        return self.target.plan_needs_tp
+
+    @property
+    @override
     def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
         return ((self.path, self.target),)
 

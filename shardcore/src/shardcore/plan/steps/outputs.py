@@ -13,10 +13,10 @@ from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.after_forward import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
-from shardcore.nn.outputs import OutputGatherer
+from shardcore.nn.outputs import OutputGatherer, StageAttentions
 from shardcore.plan.steps.base import Bench, Commit, Phase, Step
 
-__all__ = ["GatherOutputs", "KeepLogitsSharded", "TakeLoss"]
+__all__ = ["GatherOutputs", "GatherStageAttentions", "KeepLogitsSharded", "TakeLoss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,32 @@ class GatherOutputs(Step):
 
         def commit() -> None:
             OutputGatherer.swap_class(module, bench.shared, **options)._take_sequence(tokens)
+
+        return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherStageAttentions(Step):
+    """Attention weights of stages, which have heads of different numbers, are gathered.
+
+    Attributes:
+        sizes: the heads of each stage; 0 where every rank has all of them.
+    """
+
+    behaviour: ClassVar[type[SwappedModule]] = StageAttentions
+
+    sizes: tuple[int, ...]
+
+    @override
+    def describe(self) -> str:
+        return f"gathers attentions of {', '.join(str(size) for size in self.sizes if size)} heads"
+
+    @override
+    def prepare(self, bench: Bench) -> Commit:
+        module = bench.model.get_submodule(self.path)
+
+        def commit() -> None:
+            StageAttentions.swap_class(module, bench.shared, sizes=self.sizes)
 
         return commit
 

@@ -1,0 +1,1 @@
+"""BEiT of transformers, for shardcore."""

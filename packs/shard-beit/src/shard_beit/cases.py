@@ -1,0 +1,93 @@
+"""Tiny BEiTs for the conformance kit (`shardcore.testing`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from shard_beit.policy import IS_EARLY
+from shardcore.testing import Case, Supports, hidden_loss, tiny
+
+__all__ = ["build", "cases", "inputs"]
+
+_SIZE, _PATCH = 12, 2
+_TOKENS = 23
+
+
+def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+    """Return a tiny model of the class ``name``: 36 patches and the class token, two layers with a bias each."""
+    settings: dict[str, Any] = {
+        "image_size": _SIZE,
+        "patch_size": _PATCH,
+        "hidden_size": 40,
+        "intermediate_size": 37,  # divides by no number of ranks
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_labels": 3,
+        "vocab_size": _TOKENS,
+        "use_relative_position_bias": True,
+        "attn_implementation": "eager",
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"), dropout),
+        **options,
+    }
+    return tiny(getattr(transformers, name), seed=seed, **settings)
+
+
+def inputs(model: Any, seed: int) -> dict[str, Tensor]:
+    """Return three images with what the head of ``model`` learns from."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"pixel_values": torch.randn(3, 3, _SIZE, _SIZE, generator=generator, dtype=torch.float64)}
+    match type(model).__name__[len("Beit") :]:
+        case "ForImageClassification":
+            batch["labels"] = torch.randint(0, 3, (3,), generator=generator)
+        case "ForMaskedImageModeling":
+            patches = (_SIZE // _PATCH) ** 2
+            order = torch.rand(3, patches, generator=generator).argsort(1)
+            batch["bool_masked_pos"] = order < 10  # of each image as many
+            batch["labels"] = torch.randint(0, _TOKENS, (30,), generator=generator)
+        case "ForSemanticSegmentation":
+            batch["labels"] = torch.randint(0, 3, (3, _SIZE, _SIZE), generator=generator)
+    return batch
+
+
+def maps_loss(out: Any) -> Tensor:
+    """Return a loss of a backbone: a weighted mean of the features of each stage."""
+    generator = torch.Generator().manual_seed(7)
+    means = [(t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).mean() for t in out.feature_maps]
+    return torch.stack(means).sum()
+
+
+def _case(name: str, head: str, *, pipeline: bool = True, **fields: Any) -> Case:
+    around = "" if head == "Model" or (IS_EARLY and head == "Backbone") else "beit."
+    settings: dict[str, Any] = {
+        "inputs": inputs,
+        "layers": around + ("encoder.layer" if IS_EARLY else "layers"),
+        "sharded": ("attention.", "relative_position_bias_table"),
+        "supports": Supports(captured=("attentions", "hidden_states"), pipeline=pipeline),
+        **fields,
+    }
+    return Case(name=name, build=partial(build, f"Beit{head}", **settings.pop("with_", {})), **settings)
+
+
+def cases() -> list[Case]:
+    """Return a case for every class, and for biases that all layers share."""
+    ways = {"attn_implementation": ("eager", "sdpa"), "use_absolute_position_embeddings": (False, True)}
+    shared = {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}
+    return [
+        _case("image_classification", "ForImageClassification", outputs=("logits",), options=ways),
+        _case("shared", "ForImageClassification", outputs=("logits",), with_=shared),
+        _case("masked_image_modeling", "ForMaskedImageModeling", outputs=("logits",), with_={"use_mask_token": True}),
+        _case("model", "Model", loss=hidden_loss, outputs=("last_hidden_state", "pooler_output")),
+        _case(
+            "semantic_segmentation",
+            "ForSemanticSegmentation",
+            outputs=("logits",),
+            with_={"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [1, 2]},
+            pipeline=False,
+        ),
+        _case("backbone", "Backbone", loss=maps_loss, with_={"out_features": ["stage1", "stage2"]}, pipeline=False),
+    ]

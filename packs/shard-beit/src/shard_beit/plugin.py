@@ -1,0 +1,20 @@
+"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from shardcore.hooks import PolicySpec, hookimpl
+
+_BEIT = "transformers.models.beit.modeling_beit"
+_HEADS = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
+
+
+@hookimpl
+def shardcore_policies() -> list[PolicySpec]:
+    """Serve BEiT, its heads and its backbone."""
+    return [PolicySpec(target=f"{_BEIT}.Beit{head}", policy=f"shard_beit.policy:Beit{head}Policy") for head in _HEADS]
+
+
+@hookimpl
+def shardcore_conformance_cases() -> list[str]:
+    """Test every class, and every way to have biases of positions."""
+    return ["shard_beit.cases:cases"]

@@ -1,0 +1,1 @@
+"""DINOv2 of transformers, with registers and without, for shardcore."""

@@ -1,0 +1,1 @@
+"""SAM of transformers, for shardcore."""

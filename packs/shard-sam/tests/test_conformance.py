@@ -1,0 +1,9 @@
+"""What every pack is held to; the cases are in `shard_sam.cases`."""
+
+from __future__ import annotations
+
+from shardcore.testing import PolicyConformance
+
+
+class TestSam(PolicyConformance):
+    plugin = "shard_sam.plugin"

@@ -1,0 +1,1 @@
+"""The transformers of torch.nn, for shardcore."""

@@ -1,0 +1,70 @@
+"""``shardcore new-pack``: a small model of the class that is meant, and the pack that is drafted from it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from shardcore.errors import ConfigError
+from shardcore.integrations.models import meta_model
+from shardcore.integrations.small import small_model
+from shardcore.plugins.isolation import attempt, in_one_line
+from shardcore.scaffold import Draft, Example, write_pack
+
+__all__ = ["new_pack"]
+
+
+def new_pack(name: str, model: str | None, example: str | None, into: Path) -> tuple[list[Path], Draft]:
+    """Write a pack; return its files and what was drafted.
+
+    Raises:
+        ConfigError: as `shardcore.scaffold.write_pack`, or no small model could be built or called.
+    """
+    if (model is None) == (example is None):
+        raise ConfigError("give --model for a class of transformers, or --example for any other, and not both")
+    return write_pack(name, _of_transformers(model) if model is not None else _given(str(example)), into)
+
+
+def _of_transformers(source: str) -> Example:
+    empty = meta_model(source)
+    cls = type(empty)
+    if getattr(cls, "config_class", None) is None:
+        raise ConfigError(
+            f"{source} is no model of transformers, and it is not known how to call it; write a function that returns "
+            "a small model and the keyword arguments of a call, and give it as --example package.module:function"
+        )
+    try:
+        small = small_model(cls, empty.config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. Write a function that returns a small model and the keyword arguments of a call, and give it as "
+            "--example package.module:function"
+        ) from error
+    return Example(small.model, small.inputs, small.settings, small.dropouts)
+
+
+def _given(source: str) -> Example:
+    module, _, name = source.partition(":")
+    try:
+        function = getattr(attempt(lambda: importlib.import_module(module), module), name)
+        model, inputs = attempt(function, source)
+    except Exception as error:
+        raise ConfigError(
+            f"--example {source} gave nothing ({in_one_line(error)}); wanted package.module:function, which returns a "
+            "small model and the keyword arguments of a call"
+        ) from error
+    if not isinstance(model, nn.Module) or not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"--example {source} returned a {type(model).__name__} and a {type(inputs).__name__}; wanted a model and a "
+            "dict of arguments"
+        )
+    if missing := [p for p in ("seed",) if p not in inspect.signature(function).parameters]:
+        raise ConfigError(
+            f"{source} has no parameter {missing[0]!r}; it is called with seed=1, 2, ... for other arguments, and with "
+            "dropout=0.1 for live dropouts"
+        )
+    return Example(model.double().eval(), inputs, source=source)

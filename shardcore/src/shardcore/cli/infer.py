@@ -1,0 +1,117 @@
+"""Infers the policy of one class of transformers, in a process of its own: ``python -m shardcore.cli.infer``.
+
+Standard input is an object of JSON: ``module`` and ``name`` of the class, the ``config`` as JSON text, and whether the
+policy is to be ``proved``. The last line of standard output is one too: ``source``, ``doubts``, ``split`` (the share of
+the parameters of a small model), ``proof`` (what was compared, in words), or ``error``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
+from shardcore.errors import ConfigError, ShardcoreError
+from shardcore.integrations.small import Small, small_inputs, small_model
+from shardcore.scaffold.draft import Draft, policy_of, source
+from shardcore.scaffold.guess import guess
+from shardcore.testing.cases import Case
+from shardcore.testing.checks import examine
+from shardcore.testing.pool import WorkerPool
+from shardcore.testing.subject import Subject
+
+__all__ = ["answer", "build", "loss_of"]
+
+_RANKS = 2
+_LIMIT = 300  # seconds for the proof
+
+
+def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, Any]:
+    """Return what the module's docstring says.
+
+    Raises:
+        ShardcoreError: no policy fits, or the proof failed.
+    """
+    small = _small(module, name, config)
+    draft = guess(small.model, lambda model: model(**small.inputs))
+    found: dict[str, Any] = {
+        "source": source(type(small.model), draft),
+        "doubts": draft.doubts,
+        "split": _share(small.model, draft),
+    }
+    return {**found, "proof": _proof(module, name, config, found["source"]) if proved else ""}
+
+
+def build(module: str, name: str, config: str, **options: Any) -> nn.Module:
+    """Return the small model of a class, in the process of a rank."""
+    return _small(module, name, config).model.train()
+
+
+def _small(module: str, name: str, config: str) -> Small:
+    cls = getattr(importlib.import_module(module), name)
+    return small_model(cls, cls.config_class.from_dict(json.loads(config)))
+
+
+def _share(model: nn.Module, draft: Draft) -> float:
+    plan = compile_plan(
+        policy_of(type(model), draft), model, ShardConfig.of(tp=_RANKS).resolve(_RANKS), device_type="cpu"
+    )
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    split = sum(sizes.get(p.name, 0) for p in plan.parameters if p.layout and not p.layout.placement.is_replicate())
+    return split / sum(sizes.values())
+
+
+def _proof(module: str, name: str, config: str, text: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "shardcore_inferred_policy.py").write_text(text)
+        sys.path.insert(0, folder)  # which the ranks take over
+        case = Case(
+            name=name,
+            build=functools.partial(build, module, name, config),
+            inputs=small_inputs,
+            loss=loss_of,
+            policy=f"shardcore_inferred_policy:{name}Policy",
+        )
+        with WorkerPool(_RANKS, collective_timeout=120.0) as pool:
+            findings = examine(pool, Subject(case=case, tp=_RANKS), "training", timeout=_LIMIT)
+    failed = [finding for finding in findings if finding.state == "failed"]
+    if failed:
+        failed.sort(key=lambda finding: finding.message.startswith("not reached"))
+        raise ConfigError(
+            f"the policy that was inferred for {name} is not exact on {_RANKS} ranks: {failed[0].check}: "
+            f"{failed[0].message}. Write one from a draft: shardcore new-pack"
+        )
+    worst = max((finding.error for finding in findings if finding.error is not None), default=0.0)
+    return f"outputs, loss, gradients and optimizer steps of a small copy on {_RANKS} ranks, largest error {worst:.0e}"
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    """Return the model's own loss, or a weighted mean of what it returned."""
+    if isinstance(out.get("loss"), torch.Tensor):
+        found: torch.Tensor = out["loss"]
+        return found
+    values = [value for value in out.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    generator = torch.Generator().manual_seed(7)
+    weighted = [(v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).mean() for v in values]
+    return torch.stack(weighted).sum()
+
+
+def _main(asked: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return answer(asked["module"], asked["name"], asked["config"], proved=asked["proved"])
+    except ShardcoreError as error:
+        return {"error": str(error)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_main(json.load(sys.stdin))))

@@ -1,0 +1,102 @@
+"""The policy of a class that no pack serves, inferred from what a small model of the class computes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardcore import _env
+from shardcore.errors import ConfigError
+from shardcore.policy import Policy
+
+__all__ = ["Inference", "inferred"]
+
+#: How far an inferred policy is trusted: after a proof on a small copy of the class, or as it was drafted.
+Inference = Literal["proved", "drafted"]
+
+_LIMIT = 600  # seconds
+
+
+def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> type[Policy]:
+    """Return a policy for the class of ``model``; the first rank of ``group`` infers it for all.
+
+    Raises:
+        ConfigError: on all ranks: the class is none of transformers, no policy fits, or the proof failed.
+    """
+    together = dist.is_initialized() and dist.get_world_size(group) > 1
+    found: list[Any] = [None]
+    if not together or dist.get_rank(group) == 0:
+        found = [_asked(model, how)]
+    if together:
+        dist.broadcast_object_list(found, group=group, group_src=0)
+    told = found[0]
+    if "error" in told:
+        raise ConfigError(told["error"])
+    if not together or dist.get_rank(group) == 0:
+        _say(type(model).__name__, told)
+    return _policy(type(model).__name__, told["source"])
+
+
+def _asked(model: nn.Module, how: Inference) -> Mapping[str, Any]:
+    """Return what the process says, or an ``error``: nothing is raised on one rank alone."""
+    cls, config = type(model), getattr(model, "config", None)
+    if how not in ("proved", "drafted"):
+        return {"error": f"infer= must be 'proved' or 'drafted'; got {how!r}"}
+    if getattr(cls, "config_class", None) is None or config is None or "." in cls.__qualname__:
+        return {
+            "error": f"policy='infer' builds a small copy from a model's configuration, and {cls.__name__} has none of "
+            "transformers. Draft a policy from an example: shardcore new-pack NAME --example module:function"
+        }
+    try:
+        return _answer(cls, config, proved=how == "proved")
+    except subprocess.TimeoutExpired:
+        why = f"it took more than {_LIMIT} s"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    return {"error": f"no policy for {cls.__name__} could be inferred: {why}. See: shardcore new-pack --help"}
+
+
+def _answer(cls: type[nn.Module], config: Any, *, proved: bool) -> Mapping[str, Any]:
+    asked = {"module": cls.__module__, "name": cls.__name__, "config": config.to_json_string(use_diff=False)}
+    done = subprocess.run(
+        [sys.executable, "-m", "shardcore.cli.infer"],
+        input=json.dumps({**asked, "proved": proved}),
+        env=_env.of_a_child(sys.path),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(" ".join(done.stderr.split())[-500:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _say(name: str, told: Mapping[str, Any]) -> None:
+    proof = f"proved: {told['proof']}" if told["proof"] else "not proved"
+    left = "".join(f"\n  - {doubt}" for doubt in dict.fromkeys(told["doubts"]))
+    logging.getLogger("shardcore").warning(
+        "no pack was asked for %s: its policy was inferred from a small copy of the class (%s). It splits %.0f%% of a "
+        "small model's parameters.%s\nTo keep it: shardcore new-pack NAME --model %s",
+        name,
+        proof,
+        100 * told["split"],
+        left,
+        name,
+    )
+
+
+def _policy(name: str, text: str) -> type[Policy]:
+    names: dict[str, Any] = {"__name__": "shardcore_inferred_policy"}
+    exec(compile(text, f"<policy inferred for {name}>", "exec"), names)
+    found: type[Policy] = names[f"{name}Policy"]
+    return found

@@ -1,0 +1,86 @@
+"""Batches in micro-batches, each of which weighs as much as it has to say about the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardcore.agree.fingerprint import checksum
+from shardcore.errors import ConfigError
+
+__all__ = ["contents_of", "micro_batches", "rows_of", "shapes_of", "weight_of"]
+
+_IGNORED = -100
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """Return the number of rows of a batch: the first dim of its first tensor that has dims.
+
+    Raises:
+        ConfigError: no tensor has dims.
+    """
+    for leaf in tree_flatten(dict(batch))[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.size(0)
+    raise ConfigError(
+        f"a batch of {', '.join(batch) or 'nothing'} has no tensor with rows; pass tensors of shape (B, ...)"
+    )
+
+
+def micro_batches(
+    batch: Mapping[str, Any], *, number: int | None = None, size: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the micro-batches of a batch: equally many rows each, in their order.
+
+    Args:
+        batch: arguments of a call. Tensors of as many rows as the first one are divided, anything else goes to all.
+        number: how many micro-batches; or
+        size: rows of each.
+
+    Raises:
+        ConfigError: the rows cannot be divided so.
+    """
+    rows = rows_of(batch)
+    each = size or rows // (number or 1)
+    if not each or rows % each or (number is not None and rows // each != number):
+        wanted = f"{number} micro-batches" if number is not None else f"micro-batches of {size}"
+        raise ConfigError(
+            f"a batch of {rows} rows cannot be divided into {wanted} of equally many rows; use a number that divides "
+            f"{rows}, or a data loader that leaves out the last batch (drop_last=True)"
+        )
+
+    def part(start: int) -> dict[str, Any]:
+        divided: dict[str, Any] = tree_map_only(
+            Tensor, lambda t: t[start : start + each] if t.ndim and t.size(0) == rows else t, dict(batch)
+        )
+        return divided
+
+    return [part(start) for start in range(0, rows, each)]
+
+
+def shapes_of(batch: Mapping[str, Any]) -> str:
+    """Return in words what a script depends on: names, shapes and dtypes of tensors, and all other values."""
+    leaves, tree = tree_flatten(dict(batch))
+    told = [f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)[:80] for leaf in leaves]
+    return f"{tree} {told}"
+
+
+def contents_of(batch: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return checksums of the tensors of a batch, as what ranks compare."""
+    leaves = tree_flatten(dict(batch))[0]
+    return [(f"tensor {n} of the batch", checksum(leaf)) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+
+def weight_of(model: nn.Module, batch: Mapping[str, Any]) -> float:
+    """Return over how many items the loss of a micro-batch is a mean: labels that count, or else rows.
+
+    Of a causal language model, which predicts the next token, the first label of each row does not count.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return float(rows_of(batch))
+    causal = str(getattr(model, "loss_type", None)).startswith("ForCausalLM") and labels.ndim > 1
+    return float((labels[..., 1:] if causal else labels).ne(_IGNORED).sum())

@@ -1,0 +1,256 @@
+"""What crosses from stage to stage, found out by running the forward without what the stages hold.
+
+A rehearsal runs the model's own forward on real arguments, so that whatever it computes of masks, positions and lengths
+is computed; parts of the model, which hold all its parameters, are called on meta. What crosses to a stage is what its
+first block is called with and depends on parts of other stages. That is found by NaN: they answer NaN, all others
+numbers. No part of a stage may be called with NaN in any other way, and no loss may be made of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardcore.errors import NotSupportedError
+from shardcore.pipeline.cut import Cut
+from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
+from shardcore.pipeline.script import NOWHERE, Crossing, Script, Value
+
+__all__ = ["Reached", "Rehearsal", "answer", "modules_of_parts", "names_of_parts"]
+
+#: What parts answer that a stage can ask: any number but NaN, and none that norms divide by zero for.
+_SOMETHING = 0.5
+
+
+class Rehearsal:
+    """A copy of a whole model on meta, of which each part can be called without its values.
+
+    Args:
+        model: the copy, sharded along ``tp`` if the model is; it is good for nothing else afterwards.
+        cut: how the model is cut.
+        device: where the model runs.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, device: torch.device | str = "cpu") -> None:
+        self._model, self._cut, self._device = model, cut, device
+        self._watch: list[Watch] = []
+        self._names, self._absent = names_of_parts(model, cut), {}
+        claimed: set[tuple[int, str]] = set()
+        with types_kept(model, device):
+            for name in dict.fromkeys(self._names.values()):
+                own = [(m, leaf) for m, leaf in tensors_below(model, name) if (id(m), leaf) not in claimed]
+                claimed |= {(id(m), leaf) for m, leaf in own}
+                self._absent[name] = Absent(iter(own), device)
+        for name, module in modules_of_parts(model, cut):
+            if cut.holder(name) is not None:  # what all stages hold is run as it is, on what it is given
+                watched(module, self._names[name], self._watch)
+
+    def __call__(
+        self, arguments: Mapping[str, Any], loss: Callable[[Any], Tensor] | None = None, *, training: bool = True
+    ) -> Script:
+        """Return the script for calls of the model with arguments of these shapes.
+
+        Args:
+            arguments: of a call.
+            loss: returns the loss of the model's output.
+            training: the mode of the model.
+
+        Raises:
+            NotSupportedError: a stage would need what it does not have; the message names it.
+        """
+        self._model.train(training)
+        first = _Answering(self)
+        whole = self._run(first, arguments, held=lambda name: True)
+        answers = {name: tuple(trees) for name, trees in first.answers.items()}
+        crossings: list[Crossing] = []
+        missing: tuple[int, ...] = ()
+        for stage in range(len(self._cut)):
+            passing = _Passing(self, answers, stage)
+            out = self._run(passing, arguments, held=functools.partial(self._holds, stage))
+            if stage:
+                if passing.crossing is None:
+                    raise NotSupportedError(
+                        f"{self._cut.blocks[self._cut.bounds[stage]]} begins stage {stage}, and was not called; "
+                        f"{type(self._model).__name__} does not run its blocks in the order of its Stages"
+                    )
+                crossings.append(passing.crossing)
+            if stage == len(self._cut) - 1:
+                leaves = tree_flatten(out)[0]
+                missing = tuple(place for place, leaf in enumerate(leaves) if _is_nowhere(leaf))
+                # Of labels that are all left out a loss is NaN anyway.
+                if loss is not None and _is_nowhere(loss(out)) and not _is_nowhere(loss(whole)):
+                    raise NotSupportedError(
+                        f"the loss of {type(self._model).__name__} depends on what an earlier stage has computed, such "
+                        f"as states of {self._cut.blocks[0]}, besides what goes on to the last stage; use "
+                        "pipeline_parallel_size=1"
+                    )
+        told = None if loss is None else Value.of(loss(whole))
+        return Script(answers=answers, crossings=tuple(crossings), missing=missing, loss=told)
+
+    @contextmanager
+    def on_meta(self) -> Iterator[None]:
+        """Have all parts on meta: one may call or read another."""
+        with ExitStack() as stack:
+            for absent in self._absent.values():
+                stack.enter_context(absent.on_meta())
+            yield
+
+    def _holds(self, stage: int, name: str) -> bool:
+        """Tell whether a stage holds a part under any of its names."""
+        names = [other for other, first in self._names.items() if first == name]
+        return any(self._cut.holder(other) in (stage, None) for other in names)
+
+    def _run(self, watch: Watch, arguments: Mapping[str, Any], held: Callable[[str], bool]) -> Any:
+        for name, absent in self._absent.items():
+            absent.fill(_SOMETHING if held(name) else NOWHERE)
+        self._watch[:] = [watch]
+        try:
+            with torch.no_grad():
+                return self._model(**arguments)
+        except Reached:
+            return None
+        finally:
+            self._watch.clear()
+
+
+class Reached(BaseException):
+    """The forward of a stage came to the first block of the next one; nothing of the model may catch it."""
+
+
+class _Answering:
+    """Calls every part on meta, and writes down what it returns."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self._rehearsal = rehearsal
+        self._inside = False  # of a part, which has called another one
+        self.answers: dict[str, list[Any]] = {}
+
+    def entered(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            inner = forward(*args, **kwargs)
+            self.answers.setdefault(name, []).append(tree_map_only(Tensor, Value.of, inner))
+            return inner
+        self._inside = True
+        try:
+            with self._rehearsal.on_meta(), torch.device("meta"), _NumbersKnown(), _NothingFound():  # type: ignore[no-untyped-call]
+                out = forward(*_on_meta(args), **_on_meta(kwargs))
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise NotSupportedError(
+                f"{name} cannot be called on meta, which tells a pipeline what it returns: {error}; use "
+                "pipeline_parallel_size=1"
+            ) from error
+        finally:
+            self._inside = False
+        described = tree_map_only(Tensor, Value.of, out)
+        self.answers.setdefault(name, []).append(described)
+        return answer(described, self._rehearsal._device, _SOMETHING)
+
+
+class _Passing:
+    """Runs the forward as one stage does: what others hold answers NaN, as does what depends on it."""
+
+    def __init__(self, rehearsal: Rehearsal, answers: Mapping[str, tuple[Any, ...]], stage: int) -> None:
+        self._rehearsal, self._answers, self._stage = rehearsal, answers, stage
+        self._cut = rehearsal._cut
+        self._calls: dict[str, int] = {}
+        self._arrived: dict[int, Tensor] = {}  # what crossed, by the id of what stands for it, which it keeps alive
+        self.crossing: Crossing | None = None
+
+    def entered(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        index = self._cut.blocks.index(name) if name in self._cut.blocks else None
+        start, end = self._cut.held(self._stage).start, self._cut.held(self._stage).stop
+        leaves, _ = tree_flatten((args, kwargs))
+        nowhere = [place for place, leaf in enumerate(leaves) if _is_nowhere(leaf)]
+        if index is not None and index == start and index:
+            values = tuple(Value.of(leaves[place]) for place in nowhere)
+            self.crossing = Crossing(block=name, places=tuple(nowhere), values=values)
+            self._arrived = {id(leaves[place]): leaves[place] for place in nowhere}
+        elif self._rehearsal._holds(self._stage, name) or index == end:
+            loose = [place for place in nowhere if id(leaves[place]) not in self._arrived]
+            if loose:
+                raise NotSupportedError(
+                    f"stage {self._stage} calls {name} with a {_shown(leaves[loose[0]])} that only another stage can "
+                    f"compute, and that does not reach {self._cut.blocks[start]}, the first block of the stage; name "
+                    "what computes it in Stages(everywhere=...), or use pipeline_parallel_size=1"
+                )
+        if index is not None and index == end:
+            raise Reached
+        return args, kwargs
+
+    def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = self._rehearsal._holds(self._stage, name)
+        of_part = self._answers[name]
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        return answer(of_part[call % len(of_part)], self._rehearsal._device, _SOMETHING if here else NOWHERE)
+
+
+class _NumbersKnown(TorchFunctionMode):
+    """Keeps a tensor that is made of one number on the CPU, as a model may do where its tensors are on a GPU.
+
+    It may slice by it, and it goes with tensors of any device.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "cpu"})
+            return made if made.dim() == 0 else made.to("meta")
+        return func(*args, **kwargs)
+
+
+class _NothingFound(TorchDispatchMode):
+    """On meta nobody knows which entries are not zero: none are, so that no expert has a token."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
+        return func(*args, **(kwargs or {}))
+
+
+def names_of_parts(model: nn.Module, cut: Cut) -> dict[str, str]:
+    """Return the first of all names of each part of ``model``; a module may have several."""
+    first: dict[int, str] = {}
+    names = {}
+    for name in cut.parts():
+        owner, _, leaf = name.rpartition(".")
+        holder = model.get_submodule(owner)
+        value = getattr(holder, leaf)
+        names[name] = name if not isinstance(value, nn.Module) else first.setdefault(id(value), name)
+    return names
+
+
+def modules_of_parts(model: nn.Module, cut: Cut) -> Iterator[tuple[str, nn.Module]]:
+    """Yield those parts of ``model`` that are modules."""
+    for name in cut.parts():
+        owner, _, leaf = name.rpartition(".")
+        value = getattr(model.get_submodule(owner), leaf)
+        if isinstance(value, nn.Module):
+            yield name, value
+
+
+def answer(described: Any, device: torch.device | str, number: float) -> Any:
+    """Return a tree of tensors as ``described``, every entry of which is ``number``."""
+    return tree_map_only(Value, lambda value: value.stand_in(device, number), described)
+
+
+def _on_meta(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
+
+
+def _is_nowhere(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_meta and bool(leaf.isnan().any())
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"tensor {tuple(tensor.shape)}"

@@ -1,0 +1,200 @@
+"""Stages of a pipeline: the model's own forward, for what a stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardcore.errors import NotSupportedError
+from shardcore.pipeline.cut import Cut
+from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
+from shardcore.pipeline.rehearsal import Reached, answer, modules_of_parts, names_of_parts
+from shardcore.pipeline.script import NOWHERE, Script
+
+__all__ = ["Holding", "Stage"]
+
+# On a tensor that stands for one of another stage: what arrived from there. A block that is recomputed in the backward
+# is called with the same tensors again, when the stage may be at other arguments.
+_ARRIVED = "_pipeline_arrived"
+
+
+class Holding:
+    """A model that keeps the parameters of some stages, under their names, and loses all others.
+
+    Args:
+        model: the whole model. What it held beyond these stages is gone.
+        cut: how it is cut.
+        stages: which stages it holds.
+        device: where it runs.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, stages: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.model, self.cut, self.stages, self.device = model, cut, tuple(stages), device
+        self.names = names_of_parts(model, cut)
+        here = {name for stage in self.stages for name in self.of(stage)}
+        self.watch: list[Watch] = [_Recomputing(here)]
+        held = {(id(m), leaf) for name in here for m, leaf in tensors_below(model, name)}
+        self._absent = []
+        with types_kept(model, device):
+            for name in (name for name in dict.fromkeys(self.names.values()) if name not in here):
+                own = [(m, leaf) for m, leaf in tensors_below(model, name) if (id(m), leaf) not in held]
+                held |= {(id(m), leaf) for m, leaf in own}
+                self._absent.append(Absent(iter(own), device))
+        for name, module in modules_of_parts(model, cut):
+            watched(module, self.names[name], self.watch)
+
+    def of(self, stage: int) -> set[str]:
+        """Return the parts that a stage holds, by the first of their names."""
+        return {self.names[name] for name in self.cut.parts() if self.cut.holder(name) in (stage, None)}
+
+
+class Join(torch.autograd.Function):
+    """A tensor as it is, which a graph takes to depend on what arrived.
+
+    A backward of parameters alone starts from what depends on both. What leaves a stage in the middle of a pipeline may
+    depend on parameters alone, such as an embedding of the decoder, which would get no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, arrived: Tensor) -> Tensor:
+        """Return a copy of the tensor."""
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return its gradient, and none for what arrived."""
+        return grad, None
+
+
+def _joined(tensor: Tensor, arrived: Tensor) -> Tensor:
+    joined: Tensor = Join.apply(tensor, arrived) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return joined
+
+
+class Stage:
+    """One stage of a `Holding`.
+
+    The model's forward runs with the whole arguments of a call. Parts that other stages hold answer NaN of the right
+    shapes; the first block of the stage gets what crossed instead, and the forward ends where the next stage begins.
+
+    Args:
+        holding: the model, which holds the stage.
+        index: which stage it is.
+        splits: gradients of what arrived and of parameters are computed in two backwards.
+    """
+
+    def __init__(self, holding: Holding, index: int, *, splits: bool = False) -> None:
+        self.model, self.cut, self.index, self.device = holding.model, holding.cut, index, holding.device
+        self.here = holding.of(index)
+        self.splits = splits
+        self._watch = holding.watch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no stage comes after it."""
+        return self.index == len(self.cut) - 1
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the stage, each once."""
+        found: dict[int, nn.Parameter] = {}
+        for name in self.here:
+            for module, leaf in tensors_below(self.model, name):
+                if (parameter := module._parameters.get(leaf)) is not None:
+                    found[id(parameter)] = parameter
+        return list(found.values())
+
+    def __call__(self, arguments: Mapping[str, Any], arrived: Sequence[Tensor], script: Script) -> Any:
+        """Run the stage for one micro-batch.
+
+        Args:
+            arguments: those of the whole model.
+            arrived: what the stage before sent; nothing for the first one.
+            script: of arguments of these shapes.
+
+        Returns:
+            What crosses to the next stage, a tuple of tensors; of the last stage the output of the model.
+        """
+        performance = _Performance(self, arrived, script)
+        before, self._watch[:] = list(self._watch), [performance]
+        try:
+            out = self.model(**arguments)
+        except Reached:
+            return performance.leaving
+        finally:
+            self._watch[:] = before
+        return out
+
+
+class _Performance:
+    """One forward of a stage."""
+
+    def __init__(self, stage: Stage, arrived: Sequence[Tensor], script: Script) -> None:
+        self._stage, self._arrived, self._script = stage, arrived, script
+        self._calls: dict[str, int] = {}
+        held, blocks = stage.cut.held(stage.index), stage.cut.blocks
+        self._first = blocks[held.start]
+        self._next = None if stage.is_last else blocks[held.stop]
+        self.leaving: tuple[Tensor, ...] = ()
+
+    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        starts, ends = name == self._first, name == self._next
+        if not ends and name not in self._stage.here:
+            return args, kwargs
+        leaves, tree = tree_flatten((args, kwargs))
+        if starts and self._arrived:
+            crossing = self._script.crossings[self._stage.index - 1]
+            for place, tensor in zip(crossing.places, self._arrived, strict=True):
+                setattr(leaves[place], _ARRIVED, tensor)
+        leaves = _arrived(leaves)
+        if self._stage.splits and self._arrived and name in self._stage.cut.blocks and not ends:
+            leaves = self._dependent(leaves)
+        if ends:
+            self.leaving = tuple(leaves[place] for place in self._script.crossings[self._stage.index].places)
+            if self._stage.splits and self._arrived:
+                self.leaving = tuple(_joined(tensor, self._arrived[0]) for tensor in self.leaving)
+            raise Reached
+        args, kwargs = tree_unflatten(leaves, tree)
+        return args, kwargs
+
+    def _dependent(self, leaves: list[Any]) -> list[Any]:
+        """Make what a block is called with first depend on what arrived, if it is the user's and needs no gradient."""
+        first = next(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        tensor = leaves[first]
+        if torch.is_grad_enabled() and tensor.is_floating_point() and not tensor.requires_grad:
+            leaves[first] = Join.apply(tensor, self._arrived[0])  # type: ignore[no-untyped-call]
+        return leaves
+
+    def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in self._stage.here:
+            return forward(*args, **kwargs)
+        answers = self._script.answers[name]
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        return answer(answers[call % len(answers)], self._stage.device, NOWHERE)
+
+
+class _Recomputing:
+    """What runs outside of a forward of a stage: blocks that are recomputed, whichever stage they are of."""
+
+    def __init__(self, here: set[str]) -> None:
+        self._here = here
+
+    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        leaves, tree = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten(_arrived(leaves), tree)
+        return args, kwargs
+
+    def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in self._here:
+            raise NotSupportedError(
+                f"{name} is held by another rank of the pipeline, so that the model cannot be called by itself; run it "
+                "through its stages"
+            )
+        return forward(*args, **kwargs)
+
+
+def _arrived(leaves: list[Any]) -> list[Any]:
+    return [getattr(leaf, _ARRIVED, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -1,0 +1,277 @@
+"""Which numbers of a model depend on which: found out by running it, and asking autograd.
+
+Between its linears a model computes what it likes: heads, gates, norms, rotations. Whether a pair of linears can be
+split over ranks depends on nothing but this: do the features that the second one reads fall into groups, each of which
+is made of its own features of the first one, and of nothing else? So every linear's output is made a leaf here, and the
+gradient of each input feature of each linear is looked at: it is zero where there is no dependence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from shardcore.nn.linear.alike import Product, product_of
+
+__all__ = ["Dependence", "Linear", "Source", "dependence_of"]
+
+
+@dataclass(eq=False)
+class Linear:
+    """A module that multiplies, and what went in and came out in each of its calls.
+
+    Attributes:
+        name: its path in the model.
+        product: its sizes.
+        inputs: what it was given in each call.
+        outputs: leaves that stand for what it returned.
+    """
+
+    name: str
+    product: Product
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the input of a linear is made of, with no other linear in between.
+
+    Attributes:
+        name: of a linear, or of a parameter.
+        dim: None for the output features of a linear, else a dim of the parameter.
+        pattern: (input features, output features or entries of that dim), True where one depends on the other.
+    """
+
+    name: str
+    dim: int | None
+    pattern: Tensor
+
+
+@dataclass(eq=False)
+class Dependence:
+    """What was found.
+
+    Attributes:
+        linears: every module that multiplies and was called, by path, in the order of their first calls.
+        reads: linear -> the names of linears and of parameters that its input is made of.
+        returned: the linears and parameters that the outputs of the model are made of, with no linear in between.
+        arguments: module -> argument -> the tensor of fractions that it was, in each call.
+        first: module -> the name of its first argument.
+        residual: modules whose output is made of their own first argument with no linear in between.
+    """
+
+    linears: dict[str, Linear]
+    reads: dict[str, set[str]]
+    returned: set[str]
+    arguments: dict[str, dict[str, list[Tensor]]]
+    first: dict[str, str]
+    residual: set[str]
+    _parameters: dict[str, nn.Parameter]
+
+    def readers(self, name: str) -> set[str]:
+        """Return the linears whose input is made of a linear or parameter, and ``""`` if the outputs are."""
+        found = {linear for linear, sources in self.reads.items() if name in sources}
+        return found | ({""} if name in self.returned else set())
+
+    def sources(self, row: str) -> list[Source]:
+        """Return what each feature of the input of the linear ``row`` is made of."""
+        linear = self.linears[row]
+        names = [*(n for n in self.linears if n in self.reads[row]), *sorted(self.reads[row] - self.linears.keys())]
+        size = linear.product.in_features
+        found: dict[tuple[str, int | None], Tensor] = {}
+        for name in names:
+            if name in self.linears:
+                found[name, None] = torch.zeros(size, self.linears[name].product.out_features, dtype=torch.bool)
+            else:
+                shape = self._parameters[name].shape
+                found |= {(name, dim): torch.zeros(size, n, dtype=torch.bool) for dim, n in enumerate(shape)}
+        leaves = [(name, leaf) for name in names for leaf in self._leaves(name)]
+        for given in linear.inputs:
+            if not given.requires_grad:
+                continue
+            flat = given.reshape(-1, size)
+            weights = torch.rand(flat.shape[0], dtype=flat.dtype) + 0.5
+            for feature in range(size):
+                grads = torch.autograd.grad(
+                    flat[:, feature] @ weights, [leaf for _, leaf in leaves], retain_graph=True, allow_unused=True
+                )
+                for (name, _), grad in zip(leaves, grads, strict=True):
+                    if grad is not None:
+                        _mark(found, name, feature, grad, is_linear=name in self.linears)
+        return [Source(name, dim, pattern) for (name, dim), pattern in found.items()]
+
+    def patterns(self, row: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return, for each dim of some tensors of equal shape, which features that ``row`` reads depend on its entries.
+
+        As `Source.pattern`.
+        """
+        size = self.linears[row].product.in_features
+        found: dict[tuple[str, int | None], Tensor] = {
+            ("", dim): torch.zeros(size, n, dtype=torch.bool) for dim, n in enumerate(tensors[0].shape)
+        }
+        for given in self.linears[row].inputs:
+            flat = given.reshape(-1, size)
+            weights = torch.rand(flat.shape[0], dtype=flat.dtype) + 0.5
+            for feature in range(size):
+                grads = torch.autograd.grad(
+                    flat[:, feature] @ weights, list(tensors), retain_graph=True, allow_unused=True
+                )
+                for grad in grads:
+                    if grad is not None:
+                        _mark(found, "", feature, grad, is_linear=False)
+        return list(found.values())
+
+    def _leaves(self, name: str) -> Sequence[Tensor]:
+        return self.linears[name].outputs if name in self.linears else [self._parameters[name]]
+
+
+def _mark(found: dict[tuple[str, int | None], Tensor], name: str, feature: int, grad: Tensor, is_linear: bool) -> None:
+    touched = grad != 0
+    if is_linear:
+        found[name, None][feature] |= touched.reshape(-1, touched.shape[-1]).any(0)
+        return
+    for dim in range(grad.ndim):
+        others = [other for other in range(grad.ndim) if other != dim]
+        found[name, dim][feature] |= touched.any(others) if others else touched
+
+
+def dependence_of(model: nn.Module, call: Callable[[nn.Module], Any], *, passing: Collection[str] = ()) -> Dependence:
+    """Run ``model`` once and return what depends on what in it.
+
+    Args:
+        model: small, on the CPU, with random parameters; best in float64, without dropout.
+        call: calls it and returns what it returns.
+        passing: modules that let every feature pass by itself, for this once.
+    """
+    paths = dict(model.named_modules())
+    linears = {
+        name: Linear(name, product)
+        for name, module in paths.items()
+        if name and isinstance(product := product_of(module), Product)
+    }
+    arguments: dict[str, dict[str, list[Tensor]]] = defaultdict(dict)
+    first: dict[str, str] = {}
+    returned: dict[str, list[Tensor]] = defaultdict(list)
+    order: dict[str, None] = {}
+    parameters = {
+        name: p for name, p in model.named_parameters() if name.rpartition(".")[0] not in linears or p.ndim == 0
+    }
+    with ExitStack() as stack:
+        for name, module in paths.items():
+            if name in linears:
+                hook = module.register_forward_hook(_cut(linears[name], order))
+            else:
+                signature = inspect.signature(module.forward)
+                first[name] = next(iter(signature.parameters), "")
+                arrive = module.register_forward_pre_hook(_arrive(signature, arguments[name]), with_kwargs=True)
+                stack.callback(arrive.remove)
+                hook = module.register_forward_hook(_pass if name in passing else _leave(returned[name]))
+            stack.callback(hook.remove)
+        with _Awake():
+            out = call(model)
+    called = {name: linears[name] for name in order}
+    leaves = [(name, leaf) for name, linear in called.items() for leaf in linear.outputs]
+    leaves += [(name, p) for name, p in parameters.items() if p.requires_grad]
+    reads = {name: made_of(linear.inputs, leaves) for name, linear in called.items()}
+    residual = {
+        name for name, given in arguments.items() if (own := given.get(first[name])) and _reaches(returned[name], own)
+    }
+    return Dependence(called, reads, made_of(list(_tensors(out)), leaves), dict(arguments), first, residual, parameters)
+
+
+def _cut(linear: Linear, order: dict[str, None]) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        order[linear.name] = None
+        leaf = out.detach().requires_grad_()
+        linear.inputs.append(args[0])
+        linear.outputs.append(leaf)
+        return leaf.clone()  # which may be changed in place, as a leaf may not
+
+    return hook
+
+
+def _arrive(signature: inspect.Signature, arguments: dict[str, list[Tensor]]) -> Callable[..., Any]:
+    """Note the arguments, and put something in their places of which it is known whether it was used."""
+
+    def marked(name: str, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return value
+        mark = value if value.requires_grad else value.detach().requires_grad_()
+        arguments.setdefault(name, []).append(mark.view_as(mark))
+        return arguments[name][-1]
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = itertools.chain(signature.parameters, itertools.repeat(""))
+        placed = tuple(marked(name, value) for name, value in zip(names, args, strict=False))
+        return placed, {name: marked(name, value) for name, value in kwargs.items()}
+
+    return hook
+
+
+def _pass(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    return args[0] * 1.0
+
+
+def _leave(returned: list[Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        returned.extend(_tensors(out))
+
+    return hook
+
+
+class _Awake(TorchFunctionMode):
+    """Lets every feature pass where an activation lets only positive ones: what depends on what stays the same."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return functional.softplus(args[0]) if func in _SLEEPY else func(*args, **(kwargs or {}))
+
+
+_SLEEPY = frozenset(
+    {functional.relu, functional.relu_, functional.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def made_of(tensors: Sequence[Tensor], leaves: Sequence[tuple[str, Tensor]]) -> set[str]:
+    """Return the names of the leaves that some of the tensors are made of."""
+    ends = [tensor for tensor in tensors if tensor.requires_grad]
+    if not ends:
+        return set()
+    grads = torch.autograd.grad(
+        [(tensor * (torch.rand_like(tensor) + 0.5)).sum() for tensor in ends],
+        [leaf for _, leaf in leaves],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return {name for (name, _), grad in zip(leaves, grads, strict=True) if grad is not None and bool((grad != 0).any())}
+
+
+def _reaches(ends: Sequence[Tensor], starts: Sequence[Tensor]) -> bool:
+    found = made_of(ends, [(str(number), start) for number, start in enumerate(starts)])
+    return bool(found)

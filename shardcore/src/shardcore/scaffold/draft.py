@@ -1,0 +1,134 @@
+"""A policy as text: rows by class, checks and stages."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardcore.policy import Policy
+
+__all__ = ["Draft", "called", "lines", "names_in", "optional", "policy_of", "source"]
+
+
+@dataclass
+class Draft:
+    """A policy as text.
+
+    Attributes:
+        rows: lines of rows by the name of the class that they are listed under.
+        checks: the check of heads, or empty.
+        stages: the names in each part of ``Stages``.
+        words: the words of `shardcore.styles` that the rules use.
+        doubts: what the author has to look at, in words.
+        regions: whether each region that was found, by class and row linear, is one of heads.
+        whole: linears of blocks that are left whole.
+        lists: the lists of blocks.
+        heads: in how many parts at most regions of heads can be cut, where the model's own number is not used.
+    """
+
+    rows: dict[str, list[str]] = field(default_factory=dict)
+    checks: str = ""
+    stages: dict[str, list[str]] = field(default_factory=dict)
+    words: set[str] = field(default_factory=set)
+    doubts: list[str] = field(default_factory=list)
+    regions: dict[tuple[str, str], bool] = field(default_factory=dict)
+    whole: list[str] = field(default_factory=list)
+    lists: list[str] = field(default_factory=list)
+    heads: set[int] = field(default_factory=set)
+
+    def add(self, cls: str, word: str, row: str) -> None:
+        """List a rule once."""
+        self.words.add(word)
+        self.words |= {name for name in ("attribute", "segments") if f"{name}(" in row}
+        rows = self.rows.setdefault(cls, [])
+        if row not in rows:
+            rows.append(row)
+
+
+def called(word: str, **arguments: str) -> str:
+    """Return the call of a word, on one line, or on several if it is long; arguments that are empty are left out."""
+    given = {key: value for key, value in arguments.items() if value}
+    text = ", ".join(f"{key}={value}" for key, value in given.items())
+    if len(text) < 80:
+        return f"{word}({text}),"
+    inside = "\n".join(f"    {key}={value}," for key, value in given.items())
+    return f"{word}(\n{inside}\n),"
+
+
+def names_in(names: list[str]) -> str:
+    """Return names, or calls, as an argument: one of them, or a tuple."""
+    return names[0] if len(names) == 1 else f"({', '.join(names)})" if names else ""
+
+
+def optional(text: str) -> str:
+    """Return a rule that may match nothing."""
+    head, _, tail = text.rpartition(")")
+    return f"{head}    optional=True,\n){tail}" if head.endswith("\n") else f"{head}, optional=True){tail}"
+
+
+def lines(draft: Draft) -> Iterator[str]:
+    """Yield the body of ``module_policy``."""
+    yield "return {"
+    for cls, rows in draft.rows.items():
+        yield f'    "{cls}": ['
+        yield from (f"        {line}" for row in rows for line in row.split("\n"))
+        yield "    ],"
+    yield "}"
+
+
+def source(model_class: type[nn.Module], draft: Draft) -> str:
+    """Return the module of a policy."""
+    transformers = model_class.__module__.partition(".")[0] == "transformers"
+    base, home = ("PretrainedPolicy", "integrations.transformers") if transformers else ("Policy", "policy")
+    words = ["ModulePolicy", *(["Stages"] if draft.stages else []), *(["Heads"] if draft.checks else [])]
+    words += [] if transformers else ["Policy"]
+    body = "\n".join(f"        {line}" for line in lines(draft))
+    return (
+        f'"""How {model_class.__name__} is sharded."""\n\nfrom __future__ import annotations\n\n'
+        + (f"from shardcore.{home} import {base}\n" if transformers else "")
+        + f"from shardcore.policy import {', '.join(sorted(words))}\n"
+        + f"from shardcore.styles import {', '.join(sorted(draft.words))}\n\n"
+        + _doubts(draft)
+        + f"\nclass {model_class.__name__}Policy({base}):\n"
+        + f'    """Drafted from what a small {model_class.__name__} computes."""\n\n'
+        + (f"    checks = {draft.checks}\n" if draft.checks else "")
+        + (f"    stages = Stages(\n{_stages(draft)}    )\n" if draft.stages else "")
+        + "\n    def module_policy(self) -> ModulePolicy:\n"
+        + '        """Return the rows of each class."""\n'
+        + body
+        + "\n"
+    )
+
+
+def policy_of(model_class: type[nn.Module], draft: Draft) -> type[Policy]:
+    """Return the policy that `source` defines."""
+    names: dict[str, Any] = {"__name__": f"{__name__}.{model_class.__name__}"}
+    exec(compile(source(model_class, draft), f"<draft for {model_class.__name__}>", "exec"), names)
+    found: type[Policy] = names[f"{model_class.__name__}Policy"]
+    return found
+
+
+def _doubts(draft: Draft) -> str:
+    if not draft.doubts:
+        return ""
+    wrapped = (
+        textwrap.fill(doubt, 116, initial_indent="#   - ", subsequent_indent="#     ")
+        for doubt in dict.fromkeys(draft.doubts)
+    )
+    return "# Look at:\n" + "\n".join(wrapped) + "\n\n"
+
+
+def _stages(draft: Draft) -> str:
+    """Return the arguments of ``Stages``, a part on each line if it fits, and a name on each line if it does not."""
+    text = ""
+    for part, names in draft.stages.items():
+        quoted = [f'"{name}"' for name in names]
+        line = f"        {part}={names_in(quoted)},"
+        if len(line) > 120:
+            line = "\n".join([f"        {part}=(", *(f"            {name}," for name in quoted), "        ),"])
+        text += f"{line}\n"
+    return text

@@ -1,0 +1,61 @@
+"""Parameters without dims over the data axes: FSDP2 has nothing to divide, so every rank holds them whole.
+
+They are DTensors that are replicated on the mesh that FSDP2 puts its own on, so optimizers and clipping see one mesh.
+Each backward averages their gradients over the replicas, as FSDP2 does with those that it divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
+from shardcore.mesh import ShardContext
+from shardcore.nn.replicated import Replicated
+
+__all__ = ["replicate_scalars"]
+
+
+def replicate_scalars(model: nn.Module, context: ShardContext, axes: Sequence[str]) -> set[nn.Parameter]:
+    """Replicate the parameters of ``model`` without dims over the data axes, in place, and return them.
+
+    Args:
+        model: sharded along ``tp`` before; FSDP2 is told to leave what is returned alone.
+        context: its context.
+        axes: the names that its mesh has for the data axes.
+    """
+    mesh = context.mesh[(*axes, "tp")] if context.size > 1 else context.mesh[tuple(axes)]
+    groups = [context.mesh.get_group(axis) for axis in axes]
+    replicated: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.ndim:
+                continue
+            if id(parameter) not in replicated:
+                local = local_tensor(parameter).detach()
+                whole = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                replicated[id(parameter)] = _averaged(nn.Parameter(whole), groups, learns=parameter.requires_grad)
+            module._parameters[name] = replicated[id(parameter)]
+            if context.size == 1:
+                Replicated.swap_class(module, context)  # else its policy has said so
+    return set(replicated.values())
+
+
+def _averaged(parameter: nn.Parameter, groups: Sequence[ProcessGroup], *, learns: bool) -> nn.Parameter:
+    ranks = 1
+    for group in groups:
+        ranks *= group.size()
+
+    def average(grad: Tensor) -> Tensor:
+        mean = local_tensor(grad) / ranks
+        for group in groups:
+            dist.all_reduce(mean, group=group)
+        return with_spec(mean, spec_of(grad))
+
+    parameter.register_hook(average)  # of one that is frozen too: it may be trained later
+    parameter.requires_grad_(learns)
+    return parameter

@@ -1,0 +1,325 @@
+"""Pipelines over ranks train as the whole model does, and a failure of one rank is one on all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import TinyPolicy, batch, build
+from torch import Tensor, nn
+
+from shardcore.errors import AgreementError, ConfigError, NotSupportedError
+from shardcore.pipeline import SCHEDULES, Pipeline, micro_batches, weight_of
+from shardcore.plan import Stages
+from shardcore.policy import Policy
+
+LAYERS = 4
+
+
+def the_loss(out: Tensor, arguments: Any) -> Tensor:
+    return out
+
+
+def labelled(seed: int = 0, rows: int = 8, length: int = 8) -> dict[str, Any]:
+    """Return a batch of which rows, and so micro-batches, have unequal numbers of labels; the last ones have none."""
+    labels = batch(seed + 1, rows, length)
+    for row in range(rows):
+        labels[row, : row % length] = -100
+    labels[-2:] = -100
+    return {"ids": batch(seed, rows, length), "labels": labels}
+
+
+def pipeline(model: nn.Module, **settings: Any) -> Pipeline:
+    return Pipeline(model, TinyPolicy, **{"loss": the_loss, "num_microbatches": 4, **settings})
+
+
+def whole_step(model: nn.Module, call: dict[str, Any], number: int = 4) -> Tensor:
+    """Run forward and backward of the whole model with the same micro-batches."""
+    parts = micro_batches(call, number=number)
+    weights = [weight_of(model, part) for part in parts]
+    total = torch.zeros((), dtype=torch.float64)
+    for part, weight in zip(parts, weights, strict=True):
+        if weight:
+            loss = model(**part) * (weight / sum(weights))
+            loss.backward()
+            total += loss.detach()
+    return total
+
+
+def close(wanted: Tensor, got: Tensor, what: str, bound: float = 1e-12, scale: float = 0.0) -> None:
+    wanted, got = wanted.detach(), got.detach()
+    scale = scale or float(wanted.abs().max()) or 1.0
+    error = float((wanted - got).abs().max()) / scale
+    assert error <= bound, f"{what}: {error:.3g}"
+
+
+def trains(schedule: str, options: dict[str, Any]) -> None:
+    reference = build(layers=LAYERS, **options)
+    pipe = pipeline(copy.deepcopy(reference), schedule=schedule)
+    names = dict(reference.named_parameters(remove_duplicate=False))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (reference, pipe.model)]
+    for step in range(5):
+        calls = [labelled(2 * step, 8, 6 + step % 2), labelled(2 * step + 1, 16, 5)][: 1 + step % 2]  # accumulated
+        for call in calls:
+            assert abs(float(whole_step(reference, call)) - float(pipe.train_step(call))) <= 1e-12
+        # Some true gradients are zero, so that an error counts against the largest of all.
+        scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
+        for name, parameter in pipe.model.named_parameters(remove_duplicate=False):
+            close(names[name].grad, parameter.grad, f"step {step}: gradient of {name}", scale=scale)
+        wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        close(wanted, pipe.clip_grad_norm_(0.1), "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            evaluated = pipe.eval_step(labelled(99))
+            assert abs(float(evaluated) - float(_evaluated(reference, labelled(99)))) <= 1e-11
+        assert all(parameter.grad is None for parameter in pipe.model.parameters())
+    for name, parameter in pipe.model.named_parameters(remove_duplicate=False):
+        close(names[name], parameter, f"{name} after the last step", 1e-11)
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, [name for name, _ in pipe.model.named_parameters(remove_duplicate=False)])
+    assert set().union(*held) == set(names)
+    assert sum(map(len, held)) == len(names)
+
+
+def _evaluated(model: nn.Module, call: dict[str, Any]) -> Tensor:
+    parts = micro_batches(call, number=4)
+    weights = [weight_of(model, part) for part in parts]
+    losses = [model(**p) * (w / sum(weights)) for p, w in zip(parts, weights, strict=True) if w]
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_trains_as_the_whole_model(pool, schedule):
+    pool.run(trains, schedule, {"tied": True}, world=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "non-reentrant"}], ids=str)
+def test_more_ranks(pool, options):
+    pool.run(trains, "1f1b", options, world=4)
+
+
+class Everywhere(nn.Module):
+    """A scale that every stage reads."""
+
+    class Block(nn.Module):
+        def __init__(self, scale: nn.Module) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.__dict__["scale"] = scale  # the model's, not the block's
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x) * self.scale(x.new_ones(4))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 1)
+        self.blocks = nn.ModuleList(self.Block(self.scale) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class EverywherePolicy(Policy):
+    stages = Stages(blocks="blocks", everywhere="scale")
+
+    def module_policy(self) -> dict[str, Any]:
+        from shardcore.styles import replicate
+
+        return {"Everywhere": [replicate("scale")], "Block": [replicate("inner")]}
+
+
+def shared(world: int) -> None:
+    torch.manual_seed(3)
+    reference = Everywhere().double()
+    pipe = Pipeline(copy.deepcopy(reference), EverywherePolicy, loss=the_loss, num_microbatches=4)
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole_step(reference, {"x": x})
+    pipe.train_step({"x": x})
+    close(reference.scale.weight.grad, pipe.model.scale.weight.grad, "scale")
+    copies = [torch.empty_like(reference.scale.weight) for _ in range(world)]
+    dist.all_gather(copies, pipe.model.scale.weight.grad)
+    assert all(torch.equal(copies[0], other) for other in copies)
+    close(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0), pipe.clip_grad_norm_(1.0), "norm")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_all_stages_hold_gets_one_gradient(pool, world):
+    pool.run(shared, world, world=world)
+
+
+def fails(where: str, schedule: str) -> None:
+    model = build(layers=LAYERS)
+    reference = copy.deepcopy(model)
+    broken = {"now": False}
+
+    def loss(out: Tensor, arguments: Any) -> Tensor:
+        if broken["now"] and where == "loss":
+            raise ValueError("no such loss")
+        return out
+
+    pipe = pipeline(model, schedule=schedule, loss=loss)
+    last = pipe.rank == dist.get_world_size() - 1
+    block = pipe.model.model.layers[pipe.cut.held(pipe._stages[-1].index)[0]]
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if broken["now"] and last and where == "backward":
+                raise ValueError("no such gradient")
+            return grad
+
+    def hook(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        if broken["now"] and last and where == "forward":
+            raise ValueError("no such block")
+        return Breaks.apply(out)
+
+    block.register_forward_hook(hook)
+    call = labelled()
+    if where == "data" and not last:
+        call = {**call, "ids": call["ids"][:, :-1]}
+    if where == "values" and not last:
+        call = {**call, "ids": (call["ids"] + 1) % 97}
+    broken["now"] = True
+    with pytest.raises((ValueError, RuntimeError), match=r"no such|the shapes of the batch|tensor 0 of the batch"):
+        pipe.train_step(call)
+    assert all(parameter.grad is None for parameter in pipe.model.parameters())
+    broken["now"] = False
+    assert abs(float(pipe.train_step(labelled())) - float(whole_step(reference, labelled()))) <= 1e-12
+    names = dict(reference.named_parameters())
+    scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
+    for name, parameter in pipe.model.named_parameters():
+        close(names[name].grad, parameter.grad, name, scale=scale)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("where", ["forward", "backward", "loss", "data", "values"])
+def test_a_failure_of_one_rank_is_one_on_all(pool, where, schedule):
+    pool.run(fails, where, schedule, world=2)
+
+
+def fails_in_evaluation() -> None:
+    pipe = pipeline(build(layers=LAYERS), schedule="interleaved")
+
+    def raises(*_: Any) -> None:
+        raise ValueError("no such block")
+
+    handle = None
+    if pipe.rank == 0:
+        handle = pipe.model.model.layers[0].register_forward_hook(raises)
+    with pytest.raises((ValueError, AgreementError), match="no such block"):
+        pipe.eval_step(labelled())
+    if handle is not None:
+        handle.remove()
+    assert pipe.eval_step(labelled()).isfinite()
+
+
+def test_a_failure_in_evaluation(pool):
+    pool.run(fails_in_evaluation, world=2)
+
+
+def differing() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(AgreementError, match="the values of"):
+        pipeline(build(seed=rank, layers=LAYERS))
+    with pytest.raises(AgreementError, match=r"Pipeline\(schedule=\)"):
+        pipeline(build(layers=LAYERS), schedule=("1f1b", "gpipe")[rank])
+    with pytest.raises(ConfigError, match="cannot fill 2 stages"):
+        pipeline(build(layers=1))
+
+    class Uncut(TinyPolicy):
+        stages = None
+
+    with pytest.raises(NotSupportedError, match="does not say where it can be cut"):
+        Pipeline(build(layers=LAYERS), Uncut)
+    with pytest.raises(ConfigError, match="cannot be divided into 4 micro-batches"):
+        pipeline(build(layers=LAYERS)).train_step(labelled(rows=6))
+
+
+def test_what_cannot_begin(pool):
+    pool.run(differing, world=2)
+
+
+def shapes() -> None:
+    pipe = pipeline(build(layers=LAYERS))
+    for length in (5, 6, 7, 6):
+        pipe.train_step(labelled(length=length))
+    assert len(pipe._schedules) == 2
+    assert ["7), torch" in key or ", 7)" in key for key in pipe._schedules] == [True, False]
+
+
+def test_schedules_of_two_shapes_are_kept(pool):
+    pool.run(shapes, world=2)
+
+
+def draws() -> None:
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        model = build(layers=LAYERS, dropout=0.3, checkpoint="non-reentrant")
+        torch.manual_seed(seed + dist.get_rank())  # the stream of the first rank counts
+        pipe = pipeline(model)
+        before = torch.get_rng_state()
+        found = [float(pipe.train_step(labelled())) for _ in range(2)]
+        assert torch.equal(before, torch.get_rng_state())
+        return found
+
+    first = losses(0)
+    assert first == losses(0)
+    assert first[0] != first[1]
+    assert first != losses(1)
+
+
+def test_dropout_is_reproducible(pool):
+    pool.run(draws, world=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"schedule": "2f2b"}, "unknown schedule '2f2b'; the schedules are gpipe, 1f1b"),
+        ({"schedule": "zbv", "num_model_chunks": 3}, "'zbv' has 2 stages on each rank"),
+        ({"num_model_chunks": 2}, "'1f1b' has 1 stages on each rank"),
+        ({"microbatch_size": 2}, "not both"),
+    ],
+    ids=lambda value: next(iter(value.values()), "") if isinstance(value, dict) else "",
+)
+def test_settings(pool, settings, said):
+    pool.run(_refused, settings, said, world=1)
+
+
+def _refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        pipeline(build(layers=LAYERS), **settings)
+
+
+def test_micro_batches():
+    call = {"ids": torch.arange(12).view(6, 2), "scale": torch.ones(()), "flag": True, "more": [torch.ones(6), None]}
+    parts = micro_batches(call, number=3)
+    assert [part["ids"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    assert all(part["flag"] is True and part["scale"].ndim == 0 and part["more"][0].shape == (2,) for part in parts)
+    assert len(micro_batches(call, size=1)) == 6
+    with pytest.raises(ConfigError, match="micro-batches of 4"):
+        micro_batches(call, size=4)
+    with pytest.raises(ConfigError, match="has no tensor with rows"):
+        micro_batches({"flag": True}, size=4)
+
+
+def test_weights():
+    class Causal(nn.Module):
+        loss_type = "ForCausalLMLoss"
+
+    labels = torch.tensor([[5, 1, -100], [7, -100, -100]])
+    assert weight_of(nn.Module(), {"labels": labels}) == 3
+    assert weight_of(Causal(), {"labels": labels}) == 1  # the first label of a row is predicted by nothing
+    assert weight_of(nn.Module(), {"x": torch.ones(5, 2)}) == 5
+    assert weight_of(nn.Module(), {"labels": torch.ones(5, 2)}) == 5

@@ -1,0 +1,224 @@
+"""Stages run one after the other in one process, and together are the model; what they cannot have is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import TinyPolicy, batch, build
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardcore.errors import NotSupportedError
+from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
+from shardcore.plan import Stages
+from shardcore.testing.subject import meta_copy
+
+
+def arguments(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Any]:
+    return {"ids": batch(seed, rows, length), "labels": batch(seed + 1, rows, length)}
+
+
+def stages_of(model: nn.Module, cut: Cut) -> list[Stage]:
+    return [Stage(Holding(copy.deepcopy(model), cut, [index]), index) for index in range(len(cut))]
+
+
+def forward(stages: list[Stage], call: dict[str, Any], script: Any) -> list[tuple[list[Tensor], Any]]:
+    arrived: list[Tensor] = []
+    flight = []
+    for stage in stages:
+        out = stage(call, arrived, script)
+        flight.append((arrived, out))
+        arrived = [] if stage.is_last else [tensor.detach().requires_grad_() for tensor in out]
+    return flight
+
+
+def backward(flight: list[tuple[list[Tensor], Any]]) -> None:
+    flight[-1][1].backward()
+    for (arrived, _), (_, left) in zip(reversed(flight), reversed(flight[:-1]), strict=False):
+        torch.autograd.backward(left, [tensor.grad for tensor in arrived])
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"checkpoint": "non-reentrant"}], ids=str)
+@pytest.mark.parametrize("number", [2, 4])
+def test_together_they_are_the_model(number, options):
+    model = build(layers=4, **options)
+    cut = Cut.of(model, TinyPolicy.stages, number)
+    stages, rehearsal = stages_of(model, cut), Rehearsal(meta_copy(model), cut)
+    # Calls of several shapes are in flight at once.
+    calls = [arguments(0), arguments(1, 1, 5), arguments(2, 4, 12)]
+    flights = [forward(stages, call, rehearsal(call)) for call in calls]
+    for call, flight in zip(calls, flights, strict=True):
+        wanted = model(**call)
+        assert torch.equal(wanted, flight[-1][1])
+        wanted.backward()
+    for flight in flights:
+        backward(flight)
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters(remove_duplicate=False):
+            own = "model.embed.weight" if options.get("tied") and name == "head.weight" else name
+            found[own] = found.get(own, 0) + parameter.grad
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_stage_has_no_parameters_but_its_own():
+    model = build(layers=4)
+    cut = Cut.of(model, TinyPolicy.stages, 3, bounds=(0, 1, 3, 4))
+    stages = stages_of(model, cut)
+    held = [set(stage.model.state_dict()) for stage in stages]
+    assert set().union(*held) == set(model.state_dict())
+    assert sum(map(len, held)) == len(model.state_dict())
+    assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in held[1])
+    assert [type(stage.model.model.layers[0]).__name__ for stage in stages] == ["Block"] * 3
+    # What others hold can be asked for its shape and dtype, and takes no memory.
+    weight = stages[1].model.model.layers[0].mlp.up.weight
+    assert weight.shape == model.model.layers[0].mlp.up.weight.shape
+    assert weight.untyped_storage().nbytes() == weight.element_size()
+    assert bool(weight.isnan().all())
+
+
+def test_a_stage_by_itself_says_so():
+    model = build(layers=2)
+    Holding(model, Cut.of(model, TinyPolicy.stages, 2), [0])
+    with pytest.raises(NotSupportedError, match=r"model.layers.1 is held by another rank of the pipeline"):
+        model(**arguments())
+
+
+def test_an_exception_leaves_a_stage_as_it_was():
+    model = build(layers=2)
+    cut = Cut.of(model, TinyPolicy.stages, 2)
+    stages, script = stages_of(model, cut), Rehearsal(meta_copy(model), cut)(arguments())
+    with pytest.raises((IndexError, RuntimeError)):
+        stages[0]({**arguments(), "ids": torch.full((3, 8), 999)}, [], script)
+    assert torch.equal(forward(stages, arguments(), script)[-1][1], model(**arguments()))
+
+
+def test_another_model_of_the_class_is_untouched():
+    model, other = build(layers=2), build(layers=2)
+    Holding(model, Cut.of(model, TinyPolicy.stages, 2), [0])
+    assert torch.equal(other(**arguments()), build(layers=2)(**arguments()))
+    assert type(other.model.layers[0]) is not type(model.model.layers[0])
+
+
+class Net(nn.Module):
+    """Blocks with something that passes by them; every class below is a way to do that."""
+
+    stages = Stages(first="embed", blocks="blocks", last="head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Skips(Net):
+    """The loss takes what the first block returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        kept = first = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            first = block(first)
+        return (self.head(first) + kept).square().sum()
+
+
+class Aside(Net):
+    """The head is called with what comes of the embedding, besides the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        aside = self.embed(x)
+        x = aside
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + aside.detach()).square().sum()
+
+
+class Backwards(Net):
+    """The blocks run in another order than they are named in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x).square().sum()
+
+
+class Handed(Net):
+    """What is made of parameters and goes to every block goes from stage to stage; what comes of the input does not."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, table: Tensor, scale: Tensor) -> tuple[Tensor, None]:
+            return self.inner(x) * scale + table, None
+
+    stages = Stages(first=("embed", "table"), blocks="blocks", last="head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4))
+        self.blocks = nn.ModuleList(self.Adds() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, scale = self.table.tanh(), x.mean()
+        x = self.embed(x)
+        for block in self.blocks:
+            x, _ = checkpoint(block, x, table=table, scale=scale, use_reentrant=False)
+        return self.head(F.dropout(x, 0.0)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Skips, "the loss of Skips depends on what an earlier stage has computed"),
+        (Aside, r"stage 1 calls head with a tensor \(5, 4\) that only another stage can compute"),
+        (Backwards, r"that only another stage can compute"),
+    ],
+    ids=["skips", "aside", "backwards"],
+)
+def test_what_would_be_wrong_is_refused(kind, said):
+    model = kind()
+    rehearsal = Rehearsal(meta_copy(model), Cut.of(model, kind.stages, 2))
+    with pytest.raises(NotSupportedError, match=said):
+        rehearsal({"x": torch.randn(5, 4)}, lambda out: out)
+
+
+def test_all_that_blocks_are_given_crosses():
+    torch.manual_seed(0)
+    model = Handed().double()
+    cut = Cut.of(model, Handed.stages, 3)
+    calls = [{"x": torch.randn(5, 4, dtype=torch.float64)} for _ in range(2)]
+    rehearsal = Rehearsal(meta_copy(model), cut)
+    scripts = [rehearsal(call) for call in calls]
+    assert [[value.shape for value in crossing.values] for crossing in scripts[0].crossings] == [[(5, 4), (4,)]] * 2
+    stages = stages_of(model, cut)
+    flights = [forward(stages, call, script) for call, script in zip(calls, scripts, strict=True)]
+    for call, flight in zip(calls, flights, strict=True):
+        wanted = model(**call)
+        wanted.backward()
+        assert torch.equal(wanted, flight[-1][1])
+        backward(flight)
+    torch.testing.assert_close(stages[0].model.table.grad, model.table.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_that_cannot_be_rehearsed():
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(x.sum())
+
+    model = Handed()
+    model.embed = Reads(4, 4)
+    rehearsal = Rehearsal(meta_copy(model), Cut.of(model, Handed.stages, 2))
+    with pytest.raises(NotSupportedError, match=r"embed cannot be called on meta.*pipeline_parallel_size=1"):
+        rehearsal({"x": torch.randn(5, 4)})

@@ -1,0 +1,191 @@
+"""Policies that are drafted from what a small model computes: exact as they are, or left whole with the reason."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
+from shardcore.errors import ConfigError, NoPolicyError
+from shardcore.testing import Case, WorkerPool
+from shardcore.testing.checks import examine
+from shardcore.testing.subject import Subject
+
+transformers = pytest.importorskip("transformers")
+
+from shardcore.cli.infer import build, loss_of  # noqa: E402
+from shardcore.integrations.small import small_inputs, small_model  # noqa: E402
+from shardcore.scaffold.draft import source  # noqa: E402
+from shardcore.scaffold.guess import guess  # noqa: E402
+
+#: Classes that no pack of this project was written for, and some whose layouts are unusual, with the least share of
+#: their parameters that a draft splits.
+CLASSES = {
+    "BioGptForCausalLM": 0.8,  # learned positions, biases everywhere
+    "CohereForCausalLM": 0.9,  # parallel residual
+    "DeepseekV3ForCausalLM": 0.8,  # latent attention, experts, experts that all tokens visit
+    "FalconForCausalLM": 0.6,  # one key/value head that all share is left whole
+    "GPTBigCodeForCausalLM": 0.7,
+    "GraniteForCausalLM": 0.9,
+    "LongT5ForConditionalGeneration": 0.3,  # attention within windows, a bias that the first block makes for all
+    "MptForCausalLM": 0.9,  # ALiBi, fused by projection
+    "Olmo2ForCausalLM": 0.9,  # norms over all heads
+    "OlmoeForCausalLM": 0.9,  # the same, and experts
+    "PersimmonForCausalLM": 0.9,  # fused by head, norms of heads
+    "Qwen2MoeForCausalLM": 0.9,  # a shared expert with a gate
+    "StableLmForCausalLM": 0.9,
+    "Starcoder2ForCausalLM": 0.9,
+    "ViTMSNForImageClassification": 0.5,
+    "YosoForMaskedLM": 0.7,
+}
+
+
+def draft(name: str):
+    small = small_model(getattr(transformers, name))
+    return small, guess(small.model, lambda model: model(**small.inputs))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_is_exact(pool: WorkerPool, tmp_path, monkeypatch, name: str) -> None:
+    small, found = draft(name)
+    module = f"drafted_{name.lower()}"
+    (tmp_path / f"{module}.py").write_text(source(type(small.model), found))
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = getattr(importlib.import_module(module), f"{name}Policy")
+    cls = type(small.model)
+    config = cls.config_class().to_json_string(use_diff=False)
+    case = Case(
+        name=name,
+        build=functools.partial(build, cls.__module__, name, config),
+        inputs=small_inputs,
+        loss=loss_of,
+        policy=f"{module}:{name}Policy",
+    )
+    pool.run(_look_in, str(tmp_path), world=2)
+    findings = examine(pool, Subject(case=case, tp=2), "training")
+    assert [(f.check, f.message) for f in findings if f.state == "failed"] == []
+    plan = compile_plan(policy(), small.model, ShardConfig.of(tp=2).resolve(2))
+    sizes = {n: p.numel() for n, p in small.model.named_parameters()}
+    split = sum(sizes[p.name] for p in plan.parameters if p.layout and not p.layout.placement.is_replicate())
+    assert split / sum(sizes.values()) > CLASSES[name]
+
+
+def _look_in(folder: str) -> None:
+    import sys
+
+    sys.path.insert(0, folder)
+
+
+def test_what_cannot_be_split_is_said() -> None:
+    _, found = draft("CodeGenForCausalLM")  # its features lie in four blocks that were one for each device of a TPU
+    assert any("attn.out_proj is left whole" in doubt for doubt in found.doubts)
+    assert "attn.out_proj" not in "".join(row for rows in found.rows.values() for row in rows if "region(" in row)
+
+
+def test_what_lies_in_one_parameter_is_said() -> None:
+    _, found = draft("GptOssForCausalLM")  # its experts have biases, which the word for experts does not take
+    assert any("mlp.experts is left whole" in doubt for doubt in found.doubts)
+
+
+def test_a_draft_is_the_same_every_time() -> None:
+    texts = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        small, found = draft("StableLmForCausalLM")
+        texts.add(source(type(small.model), found))
+    assert len(texts) == 1
+
+
+def test_the_users_random_stream_is_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    draft("StableLmForCausalLM")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _stablelm() -> Any:
+    torch.manual_seed(0)
+    config = transformers.StableLmConfig(
+        vocab_size=53, hidden_size=32, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.StableLmForCausalLM(config).double()
+
+
+def _inferred(how: str) -> tuple[float, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shardcore").addHandler(handler)
+    ids = torch.arange(1, 11).view(2, 5)
+    wanted = _stablelm()(input_ids=ids, labels=ids).loss
+    model = shardcore.shard(_stablelm(), tp=2, policy="infer", infer=how)
+    got = model(input_ids=ids, labels=ids).loss
+    logging.getLogger("shardcore").removeHandler(handler)
+    return float((got - wanted).detach().abs()), said
+
+
+@pytest.mark.parametrize("how", ["proved", "drafted"])
+def test_inferred_at_run_time(pool: WorkerPool, how: str) -> None:
+    (error, (said,)), (other, nothing) = pool.run(_inferred, how, world=2, timeout=300)
+    assert max(error, other) < 1e-12
+    assert not nothing  # it is said once
+    assert ("proved: outputs, loss, gradients" in said) == (how == "proved")
+    assert "shardcore new-pack" in said
+
+
+def test_inferred_while_a_checkpoint_is_read(pool: WorkerPool, tmp_path) -> None:
+    _stablelm().save_pretrained(tmp_path)
+    assert max(pool.run(_read, str(tmp_path), world=2, timeout=300)) < 1e-12
+
+
+def _read(folder: str) -> float:
+    ids = torch.arange(1, 11).view(2, 5)
+    model = shardcore.from_pretrained("StableLmForCausalLM", folder, tp=2, policy="infer", infer="drafted")
+    difference = model(input_ids=ids, labels=ids).loss - _stablelm()(input_ids=ids, labels=ids).loss
+    return float(difference.detach().abs())
+
+
+def _refused(build_model: Any, words: str, **options: Any) -> None:
+    with pytest.raises(ConfigError, match=words):
+        shardcore.shard(build_model(), tp=2, **options)
+
+
+def test_what_has_no_configuration_is_refused_on_all_ranks(pool: WorkerPool) -> None:
+    pool.run(_refused, functools.partial(torch.nn.Linear, 4, 4), "Linear has none", policy="infer", world=2)
+
+
+class _Odd:
+    def to_json_string(self, **options: Any) -> str:
+        raise OSError("gone")
+
+
+def _odd() -> Any:
+    model = _stablelm()
+    model.config = _Odd()
+    return model
+
+
+def test_a_process_that_fails_is_an_error_on_all_ranks(pool: WorkerPool) -> None:
+    pool.run(_refused, _odd, "could be inferred: OSError: gone", policy="infer", world=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"policy": "guess"}, "policy='guess'; wanted"), ({"policy": "infer", "infer": "maybe"}, "got 'maybe'")],
+)
+def test_other_words_are_refused(pool: WorkerPool, options: dict[str, str], words: str) -> None:
+    pool.run(_refused, _stablelm, words, world=2, **options)
+
+
+def test_without_it_both_ways_are_offered() -> None:
+    with pytest.raises(NoPolicyError, match='policy="infer"') as caught:
+        shardcore.shard(_stablelm(), tp=1)
+    assert "new-pack" in str(caught.value)
