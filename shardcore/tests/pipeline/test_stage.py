@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -210,6 +211,43 @@ def test_all_that_blocks_are_given_crosses():
         assert torch.equal(wanted, flight[-1][1])
         backward(flight)
     torch.testing.assert_close(stages[0].model.table.grad, model.table.grad, rtol=1e-12, atol=1e-12)
+
+
+class Spans(nn.Linear):
+    """Chooses rows by numbers that it makes of lengths alone: libraries slice by them, or keep them in a cache."""
+
+    @staticmethod
+    @functools.lru_cache
+    def index(length: int) -> Tensor:
+        return torch.arange(length).flip(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        span = torch.tensor(min(x.size(-1), 3))
+        weight = self.weight[self.index(x.size(-1))][: span + 1]
+        return F.linear(x, weight, self.bias)
+
+
+class Spanning(Net):
+    """Its blocks compute with lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Spans(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().sum()
+
+
+def test_what_is_made_of_lengths_is_computed():
+    model = Spanning()
+    cut = Cut.of(model, Net.stages, 3)
+    call = {"x": torch.randn(2, 4)}
+    stages, script = stages_of(model, cut), Rehearsal(meta_copy(model), cut)(call)
+    assert Spans.index(4).device.type == "cpu"
+    assert torch.equal(forward(stages, call, script)[-1][1], model(**call))
 
 
 def test_a_part_that_cannot_be_rehearsed():

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -143,7 +142,7 @@ class _Answering:
             return inner
         self._inside = True
         try:
-            with self._rehearsal.on_meta(), torch.device("meta"), _NumbersKnown(), _NothingFound():  # type: ignore[no-untyped-call]
+            with self._rehearsal.on_meta(), _OnMeta():  # type: ignore[no-untyped-call]
                 out = forward(*_on_meta(args), **_on_meta(kwargs))
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise NotSupportedError(
@@ -195,27 +194,28 @@ class _Passing:
         return answer(of_part[call % len(of_part)], self._rehearsal._device, _SOMETHING if here else NOWHERE)
 
 
-class _NumbersKnown(TorchFunctionMode):
-    """Keeps a tensor that is made of one number on the CPU, as a model may do where its tensors are on a GPU.
+class _OnMeta(TorchDispatchMode):
+    """Runs on meta whatever has a tensor there among its arguments; torch mixes devices in silence here and there.
 
-    It may slice by it, and it goes with tensors of any device.
+    What a part makes of lengths alone is computed, where it would be: parts slice by it, and libraries keep it for all
+    models of the process.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and kwargs.get("device") is None:
-            made = func(*args, **{**kwargs, "device": "cpu"})
-            return made if made.dim() == 0 else made.to("meta")
-        return func(*args, **kwargs)
-
-
-class _NothingFound(TorchDispatchMode):
-    """On meta nobody knows which entries are not zero: none are, so that no expert has a token."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+        kwargs = kwargs or {}
+        if not _any_on_meta((args, kwargs)):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.nonzero.default:
+            # Nobody knows there which entries are not zero: none are, so that no expert has a token.
             return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
-        return func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.endswith("_") and not args[0].is_meta:
+            raise NotImplementedError(f"{func} would write what is not known into a tensor that is not on meta")
+        if func.overloadpacket in _INDEXED and not _any_on_meta(args[1]):  # the indices tell how many they choose
+            return func(_on_meta(args[0]), args[1], *_on_meta(args[2:]), **kwargs)
+        return func(*_on_meta(args), **_on_meta(kwargs))
+
+
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
 def names_of_parts(model: nn.Module, cut: Cut) -> dict[str, str]:
@@ -246,6 +246,10 @@ def answer(described: Any, device: torch.device | str, number: float) -> Any:
 
 def _on_meta(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
+
+
+def _any_on_meta(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten(tree)[0])
 
 
 def _is_nowhere(leaf: Any) -> bool:
