@@ -93,7 +93,8 @@ ROOMS = {
     "apply": {"plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
     "weights": {"comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
-    "wrap": {"agree", "policy", "plan", "nn", "comm", "mesh", "errors"},
+    "wrap": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
+    "pipeline": {"wrap", "agree", "plan", "nn", "config", "comm", "mesh", "errors"},
 }
 
 #: Rooms on top of the core, which nothing below them may import.

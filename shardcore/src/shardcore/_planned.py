@@ -40,9 +40,6 @@ class PlannedField(Planned):
 
 #: By the name of the field.
 FIELDS = {
-    "pipeline_parallel_size": PlannedField(
-        "0.4", "use tensor and data parallelism", (None, 1), feature="pipeline parallelism"
-    ),
     "pipeline_stage_manager": PlannedField("0.4", "leave it None", (None,)),
     "context_parallel_size": PlannedField(
         "0.5", "use tensor and data parallelism", (None, 1), feature="context parallelism"
@@ -103,7 +100,7 @@ LAYER_OPTIONS = {
 #: What only the documentation names: the first word of a row of its tables, and the release.
 OTHERS = {
     "tp_size": NAMES["HybridParallelPlugin"].release,
-    "Booster.execute_pipeline": FIELDS["pipeline_parallel_size"].release,
+    "Booster.execute_pipeline": NAMES["Booster"].release,
     "_criterion": NAMES["Booster"].release,
     "finetune.py": NAMES["Booster"].release,
     "LazyInitContext": "0.4",

@@ -21,6 +21,7 @@ __all__ = [
     "FUSED",
     "KIT",
     "LOADING",
+    "PIPELINES",
     "PLANNING",
     "SAVING",
     "TESTED",
@@ -38,6 +39,7 @@ TESTED = ("2.11", "2.14")
 # What needs a name: it works as long as all of its names are there.
 CORE = "everything"
 DATA_PARALLEL = "data parallelism"
+PIPELINES = "data parallelism of a pipeline"
 CLIPPING = "clipping the gradients of whole experts"
 FUSED = "linears that fuse several segments"
 SAVING = "saving"
@@ -120,6 +122,10 @@ TORCH: tuple[PrivateName, ...] = (
         PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", _CALLS, DATA_PARALLEL, of_instances=True)
         for name in ("_is_root", "_state_ctx", "_training_state")
     ),
+    PrivateName(
+        f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups", "one sum for a step", PIPELINES, of_instances=True
+    ),
+    PrivateName(f"{_FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback", "one sum for a step", PIPELINES),
     PrivateName(f"{_SPEC}._StridedShardNotDecodableError", "full_tensor of such tensors", FUSED, "2.12"),
     *(
         PrivateName(f"{_TENSOR}.{name}", "checkpoints of such tensors", FUSED)

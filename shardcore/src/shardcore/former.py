@@ -24,6 +24,8 @@ from shardcore.errors import ConfigError
 from shardcore.inferred import Inference, inferred
 from shardcore.mesh import group_of
 from shardcore.mesh.groups import ProcessGroupManager
+from shardcore.pipeline.making import Pipelining
+from shardcore.plan import ShardPlan
 from shardcore.policy import Policy
 from shardcore.weights.loading import Filling
 from shardcore.weights.reading import Reading
@@ -128,7 +130,7 @@ def shard_new(
         check_model(model)
         if weights is None and reading != "auto":
             raise ConfigError(f"reading={reading!r} says who reads weights=, which are not given")
-        wrapping = Wrapping(model, optimizer, wrap=wrap)
+        wrapping, pipelining = Wrapping(model, optimizer, wrap=wrap), Pipelining(model)
         filling = None if weights is None else Filling(model, weights, sync_from, reading)
         told = wrapping.items if filling is None else lambda: (*wrapping.items(), *filling.items())
         if isinstance(policy, str):
@@ -136,13 +138,21 @@ def shard_new(
                 raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
             start_process_group(config)  # one rank infers for all
             policy = inferred(model, infer, config.group())
-        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=wrapping.check, told=told)
+
+        def check(plan: ShardPlan) -> None:
+            pipelining.check(plan)
+            wrapping.check(plan)
+
+        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=check, told=told)
     start_process_group(config)
     sharder.shard()  # discover, resolve, compile, agree, apply
     if sharder.context is not None and sharder.plan is not None:
+        if sharder.context.sizes.pp > 1:
+            sharder.finish(functools.partial(pipelining.divide, sharder.context, sharder.plan))
         wrapping.apply(sharder.context, sharder.plan.stages, together=sharder.finish)
     if filling is not None:
         sharder.finish(functools.partial(filling.apply, sharder.context))
+    pipelining.finish()
     return model
 
 

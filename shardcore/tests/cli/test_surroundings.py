@@ -60,7 +60,7 @@ def test_doctor_lists_what_is_planned_and_nothing_that_works():
     }
     shardcore.ShardConfig(enable_sequence_parallelism=True)  # works
     assert not any(what.startswith("sequence") for what in found)
-    assert {"pipeline parallelism", "context parallelism"} <= found.keys()
+    assert {"context parallelism", "xFormers attention"} <= found.keys()
 
 
 def test_a_backend_without_a_device_does_not_work(monkeypatch):
@@ -102,7 +102,7 @@ def test_a_broken_torch_is_a_finding(tmp_path, source, reason, command):
     if command == ["doctor"]:
         assert "torch\tfails\t" in done.stdout
         assert "shardcore\t0." in done.stdout  # and all that does not need torch is said
-        assert "pipeline parallelism" in done.stdout
+        assert "context parallelism" in done.stdout
     else:
         assert done.stderr.startswith("error: torch fails: ")
 
@@ -111,7 +111,7 @@ def test_a_torch_that_imports_and_does_not_work_is_a_finding(tmp_path):
     done = with_torch(tmp_path, "__version__ = '2.0'", "doctor")
     assert done.returncode == 1, done.stderr
     assert "torch\tfails\tModuleNotFoundError: No module named 'torch.distributed'" in done.stdout
-    assert "pipeline parallelism" in done.stdout
+    assert "context parallelism" in done.stdout
 
 
 def test_what_an_uninstaller_leaves_of_torch_is_no_torch(monkeypatch):

@@ -15,7 +15,6 @@ from shardcore.errors import ConfigError, NotSupportedError
 
 # Field -> (a value of a later release, that release).
 LATER = [
-    ("pipeline_parallel_size", 2, "0.4"),
     ("context_parallel_size", 2, "0.5"),
     ("tensor_parallel_mode", "2d", "1.0"),
     ("tensor_parallel_mode", "2.5d", "1.0"),

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from tiny import TinyPolicy, batch, build
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import shardcore
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
+from shardcore.former import shard
 from shardcore.pipeline import SCHEDULES, Pipeline, micro_batches, weight_of
 from shardcore.plan import Stages
 from shardcore.policy import Policy
+from shardcore.styles import replicate, sequence
 
 LAYERS = 4
-
-
-def the_loss(out: Tensor, arguments: Any) -> Tensor:
-    return out
 
 
 def labelled(seed: int = 0, rows: int = 8, length: int = 8) -> dict[str, Any]:
@@ -32,8 +32,14 @@ def labelled(seed: int = 0, rows: int = 8, length: int = 8) -> dict[str, Any]:
     return {"ids": batch(seed, rows, length), "labels": labels}
 
 
-def pipeline(model: nn.Module, **settings: Any) -> Pipeline:
-    return Pipeline(model, TinyPolicy, **{"loss": the_loss, "num_microbatches": 4, **settings})
+def pipeline(model: nn.Module, policy: Any = TinyPolicy, **settings: Any) -> Any:
+    settings = {"pp": dist.get_world_size(), "num_microbatches": 4, **settings}
+    return shard(model, policy=policy, **settings)
+
+
+def engine(model: Any) -> Pipeline:
+    """Return what runs a model's steps."""
+    return model._shard_pipeline
 
 
 def whole_step(model: nn.Module, call: dict[str, Any], number: int = 4) -> Tensor:
@@ -58,16 +64,16 @@ def close(wanted: Tensor, got: Tensor, what: str, bound: float = 1e-12, scale: f
 
 def trains(schedule: str, options: dict[str, Any]) -> None:
     reference = build(layers=LAYERS, **options)
-    pipe = pipeline(copy.deepcopy(reference), schedule=schedule)
+    pipe = pipeline(copy.deepcopy(reference), pipeline_schedule=schedule)
     names = dict(reference.named_parameters(remove_duplicate=False))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (reference, pipe.model)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (reference, pipe)]
     for step in range(5):
         calls = [labelled(2 * step, 8, 6 + step % 2), labelled(2 * step + 1, 16, 5)][: 1 + step % 2]  # accumulated
         for call in calls:
             assert abs(float(whole_step(reference, call)) - float(pipe.train_step(call))) <= 1e-12
         # Some true gradients are zero, so that an error counts against the largest of all.
         scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
-        for name, parameter in pipe.model.named_parameters(remove_duplicate=False):
+        for name, parameter in pipe.named_parameters(remove_duplicate=False):
             close(names[name].grad, parameter.grad, f"step {step}: gradient of {name}", scale=scale)
         wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         close(wanted, pipe.clip_grad_norm_(0.1), "norm")
@@ -76,12 +82,13 @@ def trains(schedule: str, options: dict[str, Any]) -> None:
             optimizer.zero_grad()
         with torch.no_grad():
             evaluated = pipe.eval_step(labelled(99))
-            assert abs(float(evaluated) - float(_evaluated(reference, labelled(99)))) <= 1e-11
-        assert all(parameter.grad is None for parameter in pipe.model.parameters())
-    for name, parameter in pipe.model.named_parameters(remove_duplicate=False):
+            wanted = float(_evaluated(reference, labelled(99)))
+        assert abs(float(evaluated) - wanted) <= 1e-11
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
         close(names[name], parameter, f"{name} after the last step", 1e-11)
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, [name for name, _ in pipe.model.named_parameters(remove_duplicate=False)])
+    dist.all_gather_object(held, [name for name, _ in pipe.named_parameters(remove_duplicate=False)])
     assert set().union(*held) == set(names)
     assert sum(map(len, held)) == len(names)
 
@@ -101,6 +108,63 @@ def test_every_schedule_trains_as_the_whole_model(pool, schedule):
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "non-reentrant"}], ids=str)
 def test_more_ranks(pool, options):
     pool.run(trains, "1f1b", options, world=4)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of which ranks have parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class SequencePolicy(TinyPolicy):
+    def module_policy(self) -> dict[str, Any]:
+        rows = super().module_policy()
+        return {**rows, "Decoder": [*rows["Decoder"], sequence(scatter="layers[0]", gather="norm")]}
+
+
+def together(schedule: str, options: dict[str, Any], axes: dict[str, Any]) -> None:
+    """Train on several axes at once, each replica on its own batch, as the whole model does on all of them."""
+    reference = build(layers=LAYERS, **options)
+    replicas = axes.get("dp", 1)
+    pipe = pipeline(copy.deepcopy(reference), SequencePolicy, pp=2, pipeline_schedule=schedule, **axes)
+    names = dict(reference.named_parameters(remove_duplicate=False))
+    replica = dist.get_rank() // axes.get("tp", 1) % replicas
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (reference, pipe)]
+    for step in range(3):
+        for number in range(1 + step % 2):
+            calls = [labelled(10 * step + 5 * number + other, 8, 6 + step % 2) for other in range(replicas)]
+            losses = [whole_step(reference, call) for call in calls]
+            assert abs(float(losses[replica]) - float(pipe.train_step(calls[replica]))) <= 1e-12
+        for parameter in reference.parameters():
+            parameter.grad /= replicas  # FSDP2 averages over replicas
+        shardcore.reduce_partial_gradients(pipe)
+        scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
+        for name, parameter in pipe.named_parameters(remove_duplicate=False):
+            close(names[name].grad, whole(parameter.grad), f"step {step}: gradient of {name}", scale=scale)
+        wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        close(wanted, pipe.clip_grad_norm_(0.1), "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            close(_evaluated(reference, calls[replica]), pipe.eval_step(calls[replica]), "evaluation", 1e-11)
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        close(names[name], whole(parameter), f"{name} after the last step", 1e-11)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    [
+        ({}, {"tp": 2}),
+        ({"tied": True}, {"tp": 2, "enable_sequence_parallelism": True}),
+        ({}, {"tp": 2, "partial_gradients": "deferred", "parallel_output": True}),
+        ({"tied": True}, {"dp": 2}),
+        ({"tied": True}, {"dp": 2, "dp_replicate_size": 2}),
+    ],
+    ids=["tp", "sequence", "deferred", "dp", "replicas"],
+)
+def test_with_another_axis(pool, schedule, options, axes):
+    pool.run(together, schedule, options, axes, world=4)
 
 
 class Everywhere(nn.Module):
@@ -130,21 +194,19 @@ class EverywherePolicy(Policy):
     stages = Stages(blocks="blocks", everywhere="scale")
 
     def module_policy(self) -> dict[str, Any]:
-        from shardcore.styles import replicate
-
         return {"Everywhere": [replicate("scale")], "Block": [replicate("inner")]}
 
 
 def shared(world: int) -> None:
     torch.manual_seed(3)
     reference = Everywhere().double()
-    pipe = Pipeline(copy.deepcopy(reference), EverywherePolicy, loss=the_loss, num_microbatches=4)
+    pipe = pipeline(copy.deepcopy(reference), EverywherePolicy)
     x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     whole_step(reference, {"x": x})
     pipe.train_step({"x": x})
-    close(reference.scale.weight.grad, pipe.model.scale.weight.grad, "scale")
+    close(reference.scale.weight.grad, pipe.scale.weight.grad, "scale")
     copies = [torch.empty_like(reference.scale.weight) for _ in range(world)]
-    dist.all_gather(copies, pipe.model.scale.weight.grad)
+    dist.all_gather(copies, pipe.scale.weight.grad)
     assert all(torch.equal(copies[0], other) for other in copies)
     close(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0), pipe.clip_grad_norm_(1.0), "norm")
 
@@ -164,9 +226,9 @@ def fails(where: str, schedule: str) -> None:
             raise ValueError("no such loss")
         return out
 
-    pipe = pipeline(model, schedule=schedule, loss=loss)
-    last = pipe.rank == dist.get_world_size() - 1
-    block = pipe.model.model.layers[pipe.cut.held(pipe._stages[-1].index)[0]]
+    pipe = pipeline(model, pipeline_schedule=schedule)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    block = pipe.model.layers[engine(pipe).cut.held(engine(pipe).stages[-1].index)[0]]
 
     class Breaks(torch.autograd.Function):
         @staticmethod
@@ -192,13 +254,13 @@ def fails(where: str, schedule: str) -> None:
         call = {**call, "ids": (call["ids"] + 1) % 97}
     broken["now"] = True
     with pytest.raises((ValueError, RuntimeError), match=r"no such|the shapes of the batch|tensor 0 of the batch"):
-        pipe.train_step(call)
-    assert all(parameter.grad is None for parameter in pipe.model.parameters())
+        pipe.train_step(call, loss=loss)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
     broken["now"] = False
     assert abs(float(pipe.train_step(labelled())) - float(whole_step(reference, labelled()))) <= 1e-12
     names = dict(reference.named_parameters())
     scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
-    for name, parameter in pipe.model.named_parameters():
+    for name, parameter in pipe.named_parameters():
         close(names[name].grad, parameter.grad, name, scale=scale)
 
 
@@ -209,14 +271,14 @@ def test_a_failure_of_one_rank_is_one_on_all(pool, where, schedule):
 
 
 def fails_in_evaluation() -> None:
-    pipe = pipeline(build(layers=LAYERS), schedule="interleaved")
+    pipe = pipeline(build(layers=LAYERS), pipeline_schedule="interleaved")
 
     def raises(*_: Any) -> None:
         raise ValueError("no such block")
 
     handle = None
-    if pipe.rank == 0:
-        handle = pipe.model.model.layers[0].register_forward_hook(raises)
+    if dist.get_rank() == 0:
+        handle = pipe.model.layers[0].register_forward_hook(raises)
     with pytest.raises((ValueError, AgreementError), match="no such block"):
         pipe.eval_step(labelled())
     if handle is not None:
@@ -232,8 +294,8 @@ def differing() -> None:
     rank = dist.get_rank()
     with pytest.raises(AgreementError, match="the values of"):
         pipeline(build(seed=rank, layers=LAYERS))
-    with pytest.raises(AgreementError, match=r"Pipeline\(schedule=\)"):
-        pipeline(build(layers=LAYERS), schedule=("1f1b", "gpipe")[rank])
+    with pytest.raises(AgreementError, match=r"ShardConfig.pipeline_schedule"):
+        pipeline(build(layers=LAYERS), pipeline_schedule=("1f1b", "gpipe")[rank])
     with pytest.raises(ConfigError, match="cannot fill 2 stages"):
         pipeline(build(layers=1))
 
@@ -241,7 +303,7 @@ def differing() -> None:
         stages = None
 
     with pytest.raises(NotSupportedError, match="does not say where it can be cut"):
-        Pipeline(build(layers=LAYERS), Uncut)
+        pipeline(build(layers=LAYERS), Uncut)
     with pytest.raises(ConfigError, match="cannot be divided into 4 micro-batches"):
         pipeline(build(layers=LAYERS)).train_step(labelled(rows=6))
 
@@ -254,8 +316,8 @@ def shapes() -> None:
     pipe = pipeline(build(layers=LAYERS))
     for length in (5, 6, 7, 6):
         pipe.train_step(labelled(length=length))
-    assert len(pipe._schedules) == 2
-    assert ["7), torch" in key or ", 7)" in key for key in pipe._schedules] == [True, False]
+    assert len(engine(pipe)._schedules) == 2
+    assert ["7), torch" in key or ", 7)" in key for key in engine(pipe)._schedules] == [True, False]
 
 
 def test_schedules_of_two_shapes_are_kept(pool):
@@ -286,19 +348,24 @@ def test_dropout_is_reproducible(pool):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"schedule": "2f2b"}, "unknown schedule '2f2b'; the schedules are gpipe, 1f1b"),
-        ({"schedule": "zbv", "num_model_chunks": 3}, "'zbv' has 2 stages on each rank"),
+        ({"pipeline_schedule": "2f2b"}, r"pipeline_schedule must be one of None, 'gpipe', '1f1b'.* got '2f2b'"),
+        ({"pipeline_schedule": "zbv", "num_model_chunks": 3}, "'zbv' has 2 stages on each rank"),
         ({"num_model_chunks": 2}, "'1f1b' has 1 stages on each rank"),
-        ({"microbatch_size": 2}, "not both"),
+        ({"microbatch_size": 2}, "give one of them"),
+        ({"pipeline_bounds": (0, 4, 4)}, "cannot begin at"),
+        ({"wrap": {"reshard_after_forward": True}, "pipeline_schedule": "zbv", "pp": 1, "dp": 2}, "says nothing"),
+        ({"pp": 1}, "without a pipeline says nothing"),
+        ({"pp": 3}, "does not divide the number of ranks"),
+        ({"loss_chunk_size": 4, "parallel_output": True}, "is not supported"),
     ],
     ids=lambda value: next(iter(value.values()), "") if isinstance(value, dict) else "",
 )
 def test_settings(pool, settings, said):
-    pool.run(_refused, settings, said, world=1)
+    pool.run(_refused, settings, said, world=2)
 
 
 def _refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, NotSupportedError), match=said):
         pipeline(build(layers=LAYERS), **settings)
 
 

@@ -26,6 +26,7 @@ from shardcore.apply.together import out_of_inference_mode, together
 from shardcore.compile import compile_plan
 from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
+from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn.intact import Intact
@@ -190,14 +191,17 @@ class ModelSharder:
         if world_size(self.config) == 1 or self.plan is None:
             return None
         config = self.plan.config
+        splits = config.pipeline_schedule in SPLIT_SCHEDULES
         if self._sync_from is not None:
             receive(self.model, self._sync_from, self.group)
             set_modes(self.model, reports[dist.get_group_rank(_group(self.group), self._sync_from)].modes)
         self.context = ShardContext.of(
             config.mesh(),
             seed=reports[0].seed,
-            partial_gradients=config.partial_gradients,
+            # A backward that is split computes gradients of parameters in an order that ranks do not share.
+            partial_gradients="deferred" if splits else config.partial_gradients,
             keeps_gathered=config.sequence_keep_gathered,
+            fuses_regions=not splits,
             experts=config.expert_mesh(),
             origin=self._origin,
         )

@@ -39,7 +39,7 @@ from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import Block, blocks_of, split_dim
 from shardcore.errors import CheckpointError
 
-__all__ = ["Part", "Reading", "Writing", "metadata_of", "own_parts", "reads", "writes"]
+__all__ = ["Part", "Reading", "Writing", "entries_of", "own_parts", "reads", "writes"]
 
 
 class Part(NamedTuple):
@@ -99,8 +99,8 @@ def own_parts(tensors: Mapping[str, Tensor], first: int, rank: int) -> dict[Meta
     }
 
 
-def metadata_of(tensors: Mapping[str, Tensor], first: int, paths: Mapping[str, tuple[str, ...]]) -> Metadata:
-    """Return what DCP has to know of ``tensors``; ``paths`` are their places in a nested state dict.
+def entries_of(tensors: Mapping[str, Tensor], first: int) -> dict[str, TensorStorageMetadata]:
+    """Return what DCP has to know of each of ``tensors``.
 
     Raises:
         CheckpointError: the parts of a tensor are not the whole tensor.
@@ -114,13 +114,9 @@ def metadata_of(tensors: Mapping[str, Tensor], first: int, paths: Mapping[str, t
                 f"{key} {tuple(tensor.shape)} lies on ranks of which {first}, the first of the model, is none: "
                 "its mesh is no part of the model's. Nothing was written."
             )
-    return Metadata(
-        {
-            key: TensorStorageMetadata(TensorProperties(dtype=t.dtype), t.size(), chunks[key])
-            for key, t in tensors.items()
-        },
-        planner_data=dict(paths),
-    )
+    return {
+        key: TensorStorageMetadata(TensorProperties(dtype=t.dtype), t.size(), chunks[key]) for key, t in tensors.items()
+    }
 
 
 class Writing(DefaultSavePlanner):

@@ -155,6 +155,16 @@ class Ranks:
         values = dict(zip(sorted(self.ranks), found, strict=True))  # torch orders the ranks of a group by number
         return [values[rank] for rank in self.ranks]
 
+    def shared(self, value: Value) -> list[Value]:
+        """Return on every rank the values of all, in the order of `ranks`."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * len(self.ranks)
+        with _naming_the_lost():
+            dist.all_gather_object(found, value, group=self.group)
+        values = dict(zip(sorted(self.ranks), found, strict=True))
+        return [values[rank] for rank in self.ranks]
+
 
 class _naming_the_lost:  # noqa: N801  # reads as what it does
     """Turn an error of the process group, which is how a lost rank shows, into one that says so."""

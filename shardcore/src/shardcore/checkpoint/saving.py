@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -27,14 +27,15 @@ from torch.optim import Optimizer
 from shardcore._progress import Progress
 from shardcore.agree.fingerprint import checksum
 from shardcore.checkpoint import folders
-from shardcore.checkpoint.chunks import Writing, metadata_of, own_parts
+from shardcore.checkpoint.chunks import Writing, entries_of, own_parts
 from shardcore.checkpoint.describing import described
 from shardcore.checkpoint.generators import generators_of
 from shardcore.checkpoint.ranks import Item, Ranks
+from shardcore.checkpoint.stages import Stages
 from shardcore.checkpoint.state import ModelState, OptimizerState
 from shardcore.checkpoint.values import encoded
 from shardcore.errors import CheckpointError, ConfigError
-from shardcore.mesh import DATA_AXES, axis_name, context_of, unwrapped
+from shardcore.mesh import DATA_AXES, axis_name, context_of, division_of, unwrapped
 
 __all__ = ["Saves", "replica_of", "save_checkpoint", "wait_for_checkpoint"]
 
@@ -98,8 +99,10 @@ def save_checkpoint(
 
     arguments = {"folder": str(folder), "step": step, "keep_last": keep_last, "asynchronous": asynchronous}
     snapshot = ranks.together(take, items=lambda taken: taken.items(arguments))
+    stages = Stages.of(model, ranks)
+    ranks.together(lambda: stages.check(snapshot))
     staging, final = map(Path, ranks.first(lambda: tuple(map(str, folders.begin(Path(folder), step)))))
-    job = _Job(snapshot, saves.apart(ranks) if asynchronous else ranks, staging, final, keep_last)
+    job = _Job(snapshot, saves.apart(ranks) if asynchronous else ranks, stages, staging, final, keep_last)
     try:
         ranks.together(functools.partial(job.prepare, copies=asynchronous))
     except BaseException:
@@ -202,12 +205,14 @@ class _Snapshot:
         aliases: further names of tied ones.
         index: what the first rank writes besides.
         own: what this rank writes of its own.
+        divided: other ranks of a pipeline have other tensors.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     index: dict[str, Any]
     own: dict[str, Any]
+    divided: bool
 
     @classmethod
     def of(
@@ -215,6 +220,7 @@ class _Snapshot:
     ) -> _Snapshot:
         state = ModelState.of(model)
         tensors = {f"model.{name}": tensor for name, tensor in state.tensors.items()}
+        divided = division_of(model) is not None
         kept = None
         if optimizer is not None:
             held = OptimizerState.of(optimizer, model)
@@ -239,7 +245,7 @@ class _Snapshot:
             "generators": encoded(generators_of(model), "the generators"),
             "loader": None if loader is None else encoded(_state_dict("loader", loader), "loader"),
         }
-        return cls(tensors=tensors, aliases=aliases, index=index, own=own)
+        return cls(tensors=tensors, aliases=aliases, index=index, own=own, divided=divided)
 
     def items(self, arguments: Mapping[str, Any]) -> Iterator[Item]:
         """Yield what has to be equal on all ranks: of what is no DTensor one rank's is saved for all."""
@@ -247,13 +253,20 @@ class _Snapshot:
             yield f"the argument {name}", str(value)
         yield "the argument optimizer", "not given" if self.index["optimizer"] is None else "given"
         yield "the argument loader", "not given" if self.own["loader"] is None else "given"
+        yield "the state of the scheduler", json.dumps(self.index["scheduler"])
+        if (kept := self.index["optimizer"]) is not None:
+            yield "the options of the optimizer", json.dumps([kept["kinds"], *(g["options"] for g in kept["groups"])])
+        if not self.divided:
+            yield from self.items_of_tensors()
+
+    def items_of_tensors(self) -> Iterator[Item]:
+        """Yield what has to be equal on all ranks that have the same tensors."""
         for name, tensor in self.tensors.items():
             yield f"the tensor {name}", f"{tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in self.tensors.items():
             if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
                 yield f"the plain parameter {name}", checksum(tensor)
-        for name in ("scheduler", "optimizer"):
-            yield f"the state of the {name}", json.dumps(self.index[name])
+        yield "the state of the optimizer", json.dumps(self.index["optimizer"])
 
 
 def _state_dict(name: str, holder: Any) -> Any:
@@ -276,11 +289,33 @@ class _Writer(FileSystemWriter):
         return StorageMeta(checkpoint_id=self._final.name, save_id=self.save_id)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Brought:
+    """What a rank tells the first one when it has written its part.
+
+    Attributes:
+        results: what it wrote.
+        replica: its replica.
+        loader: stands for the state of its loader.
+        entries: what is to be known of the tensors of its stage, if it tells that.
+        snapshot: its snapshot, without tensors.
+    """
+
+    results: list[WriteResult]
+    replica: int
+    loader: str
+    entries: dict[str, Any]
+    snapshot: _Snapshot
+
+
 class _Job:
     """One save, from the folder that was made for it to its name."""
 
-    def __init__(self, snapshot: _Snapshot, ranks: Ranks, staging: Path, final: Path, keep_last: int | None) -> None:
-        self._snapshot, self._ranks, self._keep_last = snapshot, ranks, keep_last
+    def __init__(
+        self, snapshot: _Snapshot, ranks: Ranks, stages: Stages, staging: Path, final: Path, keep_last: int | None
+    ) -> None:
+        self._snapshot, self._ranks, self._stages, self._keep_last = snapshot, ranks, stages, keep_last
+        self._tensors = {key: tensor for key, tensor in snapshot.tensors.items() if key not in stages.elsewhere}
         self._staging, self.final = staging, final
         self._parts: dict[MetadataIndex, Tensor] = {}
 
@@ -291,7 +326,7 @@ class _Job:
                 f"{self._staging}, which rank {self._ranks.ranks[0]} has made, cannot be seen on this rank; save to a "
                 "folder that all hosts share"
             )
-        parts = own_parts(self._snapshot.tensors, self._ranks.ranks[0], self._ranks.own)
+        parts = own_parts(self._tensors, self._stages.first, self._ranks.own)
         self._parts = {index: part.to("cpu", copy=True) for index, part in parts.items()} if copies else parts
 
     def run(self, *, shown: bool) -> None:
@@ -299,7 +334,16 @@ class _Job:
         try:
             results = self._ranks.together(lambda: self._write(shown))
             loader = hashlib.sha256(json.dumps(self._snapshot.own["loader"]).encode()).hexdigest()
-            brought = self._ranks.gathered((results, self._snapshot.own["replica"], loader))
+            entries = entries_of(self._tensors, self._stages.first)  # refuses on every rank what cannot be described
+            brought = self._ranks.gathered(
+                _Brought(
+                    results=results,
+                    replica=self._snapshot.own["replica"],
+                    loader=loader,
+                    entries=entries if self._stages.tells else {},
+                    snapshot=dataclasses.replace(self._snapshot, tensors={}),
+                )
+            )
             self._ranks.first(lambda: self._complete(brought))
         except BaseException:
             self.discard()
@@ -327,19 +371,20 @@ class _Job:
                 plan = writer.prepare_global_plan(plans)[position]
                 return writer.write_data(plan, planner).wait()
 
-    def _complete(self, brought: list[tuple[list[WriteResult], int, str]]) -> None:
-        snapshot = self._snapshot
-        paths = {key: tuple(key.split(".", 1)) for key in (*snapshot.tensors, *snapshot.aliases)}
-        metadata = metadata_of(snapshot.tensors, self._ranks.ranks[0], paths)
-        results = [result for results, _, _ in brought for result in results]
-        for alias, key in snapshot.aliases.items():
+    def _complete(self, brought: list[_Brought]) -> None:
+        entries = {key: entry for one in brought for key, entry in one.entries.items()}
+        aliases = {alias: key for one in brought for alias, key in one.snapshot.aliases.items()}
+        metadata = Metadata(entries, planner_data={key: tuple(key.split(".", 1)) for key in (*entries, *aliases)})
+        results = [result for one in brought for result in one.results]
+        for alias, key in aliases.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
             results += [_renamed(result, alias) for result in results if result.index.fqn == key]
-        replicas, loaders = [replica for _, replica, _ in brought], {loader for *_, loader in brought}
+        replicas, loaders = [one.replica for one in brought], {one.loader for one in brought}
         with folders.telling(f"writing to {self._staging}"):
             _Writer(self._staging, self.final).finish(metadata, [results])
         step = int(self.final.name.removeprefix("step-"))
-        index = {"step": step, **snapshot.index, "replicas": replicas, "loader is shared": len(loaders) == 1}
+        own = self._stages.merged([one.snapshot.index for one in brought])
+        index = {"step": step, **own, "aliases": aliases, "replicas": replicas, "loader is shared": len(loaders) == 1}
         folders.complete(self._staging, self.final, index)
         folders.prune(self.final, self._keep_last)
 

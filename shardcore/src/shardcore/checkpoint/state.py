@@ -17,6 +17,7 @@ from shardcore.checkpoint.values import decoded, encoded
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import check_parts, split_dim
 from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
+from shardcore.mesh import division_of
 
 __all__ = ["ModelState", "OptimizerState", "restored", "set_values", "settings_of"]
 
@@ -49,11 +50,13 @@ class ModelState:
         tensors: its own tensors by name, tied ones once.
         aliases: further names of tied ones, each with the name that ``tensors`` has.
         values: entries that are no tensors, as modules return them from ``get_extra_state``.
+        elsewhere: names that other ranks of a pipeline have.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     values: dict[str, Any]
+    elsewhere: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -93,7 +96,9 @@ class ModelState:
                 "the hook that does so for the checkpoint."
             )
         check_parts(tensors)
-        return cls(tensors=tensors, aliases=aliases, values=values)
+        division = division_of(model)
+        elsewhere = frozenset() if division is None else frozenset(map(_clean, division.names)) - values.keys()
+        return cls(tensors=tensors, aliases=aliases, values=values, elsewhere=elsewhere)
 
     def check(self, metadata: Metadata) -> None:
         """Refuse a checkpoint of another model.
@@ -102,7 +107,7 @@ class ModelState:
             CheckpointError: names, shapes or dtypes differ; says which.
         """
         saved = {key.removeprefix("model."): e for key, e in _tensors_in(metadata) if key.startswith("model.")}
-        names = self.tensors.keys() | self.aliases.keys()
+        names = self.tensors.keys() | self.aliases.keys() | self.elsewhere
         problems = []
         if missing := names - saved.keys():
             problems.append(f"it lacks {_listed(missing)}, which the model has")
@@ -202,7 +207,9 @@ def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
             f"optimizer= must be a torch.optim.Optimizer, got a {type(optimizer).__name__}; pass the one inside of a "
             "wrapper"
         )
-    names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
+    division = division_of(model)
+    first = {} if division is None else division.first_names
+    names = {id(parameter): _clean(first.get(name, name)) for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := sum(id(parameter) not in names for parameter in held):
         raise ConfigError(
@@ -239,17 +246,21 @@ def settings_of(groups: list[dict[str, Any]], optimizer: Optimizer, model: nn.Mo
     """
     names = _names(optimizer, model)
     held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if [set(group) for group in held] == [group["parameters"].keys() for group in groups]:
+    if _are_the_same(held, groups, divided=division_of(model) is not None):
         return [decoded(group["options"]) for group in groups]
     options = {name: group["options"] for group in groups for name in group["parameters"]}
-    differing = {name for group in held for name in group} ^ options.keys()
+    here = {name for group in held for name in group}
+    differing = here - options.keys() if division_of(model) is not None else here ^ options.keys()
     if differing:
         raise CheckpointError(
             f"the saved optimizer and this one have other parameters: {_listed(differing)} are in one only. Nothing "
             "was loaded. Freeze the same parameters and make the optimizer from the same ones."
         )
-    found = []
+    found: list[dict[str, Any]] = []
     for at, group in enumerate(held):
+        if not group and division_of(model) is not None:
+            found.append({})  # its parameters are on other ranks
+            continue
         if not group or any(options[name] != options[group[0]] for name in group):
             raise CheckpointError(
                 f"param_groups[{at}] of this optimizer has parameters of several saved groups with other options (or "
@@ -257,6 +268,14 @@ def settings_of(groups: list[dict[str, Any]], optimizer: Optimizer, model: nn.Mo
             )
         found.append(decoded(options[group[0]]))
     return found
+
+
+def _are_the_same(held: list[list[str]], groups: list[dict[str, Any]], *, divided: bool) -> bool:
+    """Tell whether an optimizer has the saved groups; if the model is divided, what is here of them."""
+    if len(held) != len(groups):
+        return False
+    pairs = [(set(own), group["parameters"].keys()) for own, group in zip(held, groups, strict=True)]
+    return all(own <= saved if divided else own == saved for own, saved in pairs)
 
 
 def restored(

@@ -4,6 +4,9 @@ A `Channel` is a process group and the form that payloads take on it. It has the
 in `shardcore.comm` is made of. All but `exchange` have two bodies: c10d calls for eager mode, functional collectives
 (which `torch.compile` can trace) when compiling.
 
+Tensors on the meta device have nothing to send: of these every collective returns what it would in shape and dtype, and
+no other rank takes part. So a sharded model can be called there, to find out what it returns.
+
 Payloads of another form (in fewer bits, say) are a subclass that overrides some of the four, and `exact`; see
 `tests/support/own_channel.py`.
 """
@@ -81,6 +84,8 @@ class Channel:
         if torch.compiler.is_compiling():
             out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "sum", self.group))
             return out
+        if x.is_meta:
+            return x
         # What torch.distributed.all_reduce ends in; its checks cost 13 us each time.
         work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM)
         if work is not None:  # as in `Pending`
@@ -89,6 +94,8 @@ class Channel:
 
     def start_all_reduce(self, x: Tensor) -> Pending:
         """Start the sum of ``x`` over the ranks, in place; eager mode only."""
+        if x.is_meta:
+            return Pending(None, lambda: x, x)
         work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM_ASYNCHRONOUSLY)
         return Pending(work, lambda: x, x)
 
@@ -103,6 +110,8 @@ class Channel:
         """Start `all_gather`; eager mode only."""
         x = x.contiguous()
         flat = x.new_empty(self.size * x.size(0), *x.shape[1:])
+        if x.is_meta:
+            return Pending(None, lambda: flat.view(self.size, *x.shape), x)
         work = all_gather_single(flat, x, group=self.group, async_op=True)
         return Pending(work, lambda: flat.view(self.size, *x.shape), x)
 
@@ -116,6 +125,8 @@ class Channel:
     def start_reduce_scatter(self, stacked: Tensor) -> Pending:
         """Start `reduce_scatter`; eager mode only."""
         stacked = stacked.contiguous()
+        if stacked.is_meta:
+            return Pending(None, lambda: stacked.sum(0), stacked)
         if stacked.device.type == "cpu":
             # gloo's own reduce-scatter takes ten times as long as sending every rank its summands.
             summands = torch.empty_like(stacked)
@@ -134,6 +145,8 @@ class Channel:
             received: how much comes from each rank.
         """
         out = flat.new_empty(sum(received))
+        if flat.is_meta:
+            return out
         dist.all_to_all_single(out, flat, list(received), list(sent), group=self.group)
         return out
 
@@ -142,7 +155,8 @@ class Channel:
         if torch.compiler.is_compiling():
             out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "max", self.group))
             return out
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        if not x.is_meta:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["ENTERS", "LEAVES", "PASSES", "SPLIT", "Flow", "State"]
+__all__ = ["ELSEWHERE", "ENTERS", "LEAVES", "PASSES", "SPLIT", "Flow", "State"]
 
 
 class State(enum.Enum):
@@ -60,3 +60,5 @@ ENTERS = Flow(State.OWN, State.WHOLE)
 LEAVES = Flow(State.WHOLE, State.OWN)
 #: Between two ways to be split, such as heads inside and tokens outside.
 SPLIT = Flow(State.OWN, State.OWN)
+#: Back to another rank, where what is there goes on with it.
+ELSEWHERE = Flow(gives=State.UNKNOWN)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardcore
 from shardcore import _planned
+from shardcore.config.pipelining import PIPELINE_FIELDS, SCHEDULE_NAMES, SPLIT_SCHEDULES
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import AXES, PartialGradients, Sizes, axis_name
@@ -26,6 +27,7 @@ _CHOICES = {
     "tensor_parallel_mode": ("1d", "2d", "2.5d", "3d"),
     "sequence_parallelism_mode": (None, "split_gather", "ring", "all_to_all", "ring_attn"),
     "partial_gradients": get_args(PartialGradients),
+    "pipeline_schedule": (None, *SCHEDULE_NAMES),
 }
 
 SWITCHES = ("enable_flash_attention", "enable_fused_normalization", "enable_jit_fused")
@@ -41,7 +43,7 @@ _FLAGS = (
     "fp8_communication",
 )
 
-SIZES = ("tensor_parallel_size", "data_parallel_size", "dp_replicate_size", "dp_shard_size")
+SIZES = ("tensor_parallel_size", "data_parallel_size", "dp_replicate_size", "dp_shard_size", "pipeline_parallel_size")
 
 
 def check(config: ShardConfig) -> None:
@@ -66,7 +68,7 @@ def _check_kinds(config: ShardConfig) -> None:
 
     for entry in dataclasses.fields(config):
         name, value = entry.name, getattr(config, entry.name)
-        if name.endswith("_size") or name == "make_vocab_size_divisible_by":
+        if name.endswith("_size") or name in ("make_vocab_size_divisible_by", "num_microbatches", "num_model_chunks"):
             require(name, value is None or (type(value) is int and value >= 1), "a positive integer or None")
         if name in _FLAGS:
             require(name, isinstance(value, bool), "True or False")
@@ -79,6 +81,12 @@ def _check_kinds(config: ShardConfig) -> None:
         "gradient_checkpoint_config",
         isinstance(config.gradient_checkpoint_config, GradientCheckpointConfig | None),
         "a GradientCheckpointConfig or None",
+    )
+    bounds = config.pipeline_bounds
+    require(
+        "pipeline_bounds",
+        bounds is None or (isinstance(bounds, tuple) and all(type(bound) is int for bound in bounds)),
+        "a tuple of the numbers of blocks at which stages begin, with the number of blocks at its end, or None",
     )
     require("extra_kwargs", isinstance(config.extra_kwargs, Mapping), "a mapping of names to values")
     require(
@@ -119,11 +127,44 @@ def _check_contradictions(config: ShardConfig) -> None:
             f"ShardConfig.sequence_parallelism_mode={config.sequence_parallelism_mode!r} without "
             "enable_sequence_parallelism=True says nothing; give both or neither"
         )
+    _check_pipeline(config)
     if config.inference_only and config.gradient_checkpoint_config is not None:
         raise ConfigError(
             "ShardConfig.gradient_checkpoint_config contradicts inference_only=True: without a backward there is "
             "nothing to recompute; give one of them"
         )
+
+
+def _check_pipeline(config: ShardConfig) -> None:
+    given = [name for name in PIPELINE_FIELDS if getattr(config, name) is not None]
+    stages = config.pipeline_parallel_size or sizes_of_place(config).get("pipeline_parallel_size", 1)
+    if stages == 1:
+        if given:
+            raise ConfigError(
+                f"ShardConfig.{given[0]} without a pipeline says nothing; give pipeline_parallel_size too, or leave it "
+                "None"
+            )
+        return
+    if config.num_microbatches is not None and config.microbatch_size is not None:
+        raise ConfigError(
+            f"ShardConfig.num_microbatches={config.num_microbatches} and microbatch_size={config.microbatch_size} both "
+            "divide a batch; give one of them"
+        )
+    for name, asked in (
+        ("expert_parallel_size", (config.expert_parallel_size or 1) > 1),
+        ("enable_jit_fused", config.enable_jit_fused is True),
+        ("loss_chunk_size", config.loss_chunk_size is not None),
+        (
+            "sequence_keep_gathered",
+            not config.sequence_keep_gathered and config.pipeline_schedule in SPLIT_SCHEDULES,
+        ),
+        ("tensor_parallel_process_group", config.tensor_parallel_process_group is not None),
+    ):
+        if asked:
+            raise NotSupportedError(
+                f"ShardConfig.{name} together with pipeline_parallel_size={stages} is not supported by shardcore "
+                f"{shardcore.__version__}; leave one of them out"
+            )
 
 
 def _check_place(config: ShardConfig) -> None:
@@ -149,16 +190,13 @@ def _check_place(config: ShardConfig) -> None:
                 f"ShardConfig.device_mesh has {mesh['ep'].size()} ranks on an axis 'ep'; give a mesh without it, whose "
                 "'dp_shard' has all replicas that shard parameters, and expert_parallel_size"
             )
-        for axis, planned in (
-            ("pp", _planned.FIELDS["pipeline_parallel_size"]),
-            ("cp", _planned.FIELDS["context_parallel_size"]),
-        ):
-            if axis in names and mesh[axis].size() > 1:
-                raise NotSupportedError(
-                    f"ShardConfig.device_mesh has {mesh[axis].size()} ranks on its axis {axis!r}, which is not "
-                    f"supported by shardcore {shardcore.__version__}; it is planned for release {planned.release}. "
-                    f"Until then: {planned.instead}."
-                )
+        planned = _planned.FIELDS["context_parallel_size"]
+        if "cp" in names and mesh["cp"].size() > 1:
+            raise NotSupportedError(
+                f"ShardConfig.device_mesh has {mesh['cp'].size()} ranks on its axis 'cp', which is not supported by "
+                f"shardcore {shardcore.__version__}; it is planned for release {planned.release}. Until then: "
+                f"{planned.instead}."
+            )
     _check_experts(config)
     source = "device_mesh" if mesh is not None else "tensor_parallel_process_group"
     for name, size in sizes_of_place(config).items():
@@ -190,9 +228,9 @@ def sizes_of_place(config: ShardConfig) -> dict[str, int]:
     """Return the sizes that the caller's mesh or process group determines, or ``enable_tensor_parallelism=False``."""
     if (mesh := config.device_mesh) is not None:
         sizes = Sizes.of(mesh)
-        return dict(zip(SIZES, (sizes.tp, sizes.replicas, sizes.dp_replicate, sizes.dp_shard), strict=True))
+        return dict(zip(SIZES, (sizes.tp, sizes.replicas, sizes.dp_replicate, sizes.dp_shard, sizes.pp), strict=True))
     if (group := config.tensor_parallel_process_group) is not None:
-        return dict(zip(SIZES, (group.size(), 1, 1, 1), strict=True))
+        return dict(zip(SIZES, (group.size(), 1, 1, 1, 1), strict=True))
     return {} if config.enable_tensor_parallelism else {"tensor_parallel_size": 1}
 
 
@@ -201,20 +239,28 @@ def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 
 
     Where nothing says how many replicas there are, there are as many as share ``experts``.
     """
-    tensor, data, replicate, shard = (given[name] for name in SIZES)
+    tensor, data, replicate, shard, pipeline = (given[name] for name in SIZES)
+    pipeline = pipeline or 1
+    if world_size % pipeline:
+        raise ConfigError(
+            f"pipeline_parallel_size {pipeline} does not divide the number of ranks, {world_size}; start a multiple of "
+            f"{pipeline} ranks, or change the size"
+        )
+    each = world_size // pipeline  # ranks of a stage
     if experts > 1 and tensor is data is replicate is shard is None:
         shard = experts
     if data is None and shard:
         data = shard * (replicate or 1)
     if tensor is None:
-        tensor = max(1, world_size // (data or replicate or 1))
+        tensor = max(1, each // (data or replicate or 1))
     if data is None:
-        data = max(1, world_size // tensor)
-    if tensor * data != world_size:
+        data = max(1, each // tensor)
+    if (wanted := tensor * data * pipeline) != world_size:
+        stages = f"pipeline_parallel_size {pipeline} times " if pipeline > 1 else ""
         raise ConfigError(
-            f"tensor_parallel_size {tensor} times data_parallel_size {data} is {tensor * data}, but there "
+            f"{stages}tensor_parallel_size {tensor} times data_parallel_size {data} is {wanted}, but there "
             f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}; "
-            f"start {tensor * data} ranks (torchrun --nproc-per-node {tensor * data} ...) or change the sizes"
+            f"start {wanted} ranks (torchrun --nproc-per-node {wanted} ...) or change the sizes"
         )
     replicate = replicate or (data // shard if shard else 1)
     shard = shard or data // replicate
@@ -228,4 +274,4 @@ def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 
             f"expert_parallel_size {experts} does not divide dp_shard_size {shard}: experts are shared among so many "
             f"replicas. Use dp={experts} or a multiple of it, or another expert_parallel_size"
         )
-    return dict(zip(SIZES, (tensor, data, replicate, shard), strict=True))
+    return dict(zip(SIZES, (tensor, data, replicate, shard, pipeline), strict=True))

@@ -106,7 +106,8 @@ class ShardConfig:
             divided by ``dp_shard_size`` if both are given, else 1.
         dp_shard_size: ranks over which parameters, gradients and optimizer state are sharded by FSDP2. Default: all
             data-parallel ranks.
-        pipeline_parallel_size: stages of a pipeline; 1 in this release, more from 0.4.
+        pipeline_parallel_size: ranks among which the blocks of the model are divided; each holds one stage of a
+            pipeline, or several. Default: 1. The model then has ``train_step`` and ``eval_step``.
         context_parallel_size: ranks that share each sequence; 1 in this release, more from 0.5.
         expert_parallel_size: of the ``dp_shard_size`` replicas, which it divides, so many share the experts of a model:
             each has whole ones, and tokens travel. Default: 1, every replica has all experts.
@@ -114,7 +115,8 @@ class ShardConfig:
         tensor_parallel_mode: ``"1d"``; ``"2d"``, ``"2.5d"`` and ``"3d"`` are not planned before 1.0.
         tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
             Only its members call `shardcore.shard`; data parallelism is the caller's.
-        device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``dp_replicate``, ``dp_shard`` besides.
+        device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``pp``, ``dp_replicate``, ``dp_shard``
+            besides.
         inference_only: for evaluation: parameters get ``requires_grad=False``, the model is in eval mode, and nothing
             is stored or sent for a backward.
         parallel_output: in calls with labels, logits stay split over the vocabulary, and each rank computes its part of
@@ -141,6 +143,13 @@ class ShardConfig:
         gradient_checkpoint_config: which blocks are recomputed in the backward.
         fp8_communication: send activations as float8; from 0.5.
         make_vocab_size_divisible_by: pad vocabularies; from 0.5. Not needed: parts may be uneven.
+        pipeline_schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"looped_bfs"``,
+            ``"interleaved_zero_bubble"``, ``"zbv"`` or ``"dualpipev"``.
+        num_model_chunks: stages of each rank; by default 2 where the schedule has several, else 1.
+        num_microbatches: micro-batches of a batch; by default 2 for each rank of the pipeline.
+        microbatch_size: rows of each micro-batch, in place of their number.
+        pipeline_bounds: the numbers of the blocks at which stages begin, and at the end how many blocks there are; by
+            default the work of stages is even.
         pipeline_stage_manager: ColossalAI's object for pipelines; from 0.4.
         extra_kwargs: further settings for the policy; one that the policy does not read is an error.
         partial_gradients: ``"in_backward"`` sums the partial gradients of replicated parameters inside each backward;
@@ -176,6 +185,11 @@ class ShardConfig:
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
     fp8_communication: bool = False
     make_vocab_size_divisible_by: int | None = None
+    pipeline_schedule: str | None = None
+    num_model_chunks: int | None = None
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    pipeline_bounds: tuple[int, ...] | None = None
     pipeline_stage_manager: Any = None
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     partial_gradients: PartialGradients = "in_backward"
@@ -214,8 +228,9 @@ class ShardConfig:
     def ranks(self) -> int:
         """The product of the sizes that are given: where some are None, the least number of ranks."""
         given = self._given_sizes
-        tensor, data, replicate, shard = (given[name] for name in SIZES)
-        return (tensor or 1) * (data or (replicate or 1) * (shard or self.expert_parallel_size or 1))
+        tensor, data, replicate, shard, pipeline = (given[name] for name in SIZES)
+        replicas = data or (replicate or 1) * (shard or self.expert_parallel_size or 1)
+        return (tensor or 1) * replicas * (pipeline or 1)
 
     @property
     def _given_sizes(self) -> dict[str, int | None]:
@@ -232,6 +247,7 @@ class ShardConfig:
             return mesh_of_group(self.tensor_parallel_process_group)
         return build_mesh(
             Sizes(
+                pp=self.pipeline_parallel_size or 1,
                 dp_replicate=self.dp_replicate_size or 1,
                 dp_shard=self.dp_shard_size or 1,
                 tp=self.tensor_parallel_size or 1,

@@ -35,7 +35,7 @@ from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._gathering import Transport
 from shardcore.integrations._native import Call
-from shardcore.mesh import ShardContext
+from shardcore.mesh import ShardContext, division_of
 
 __all__ = ["Plan", "entries_saved", "save_pretrained"]
 
@@ -61,6 +61,12 @@ def save_pretrained(
         AgreementError: another rank failed, or asks for something else.
         OSError: on the writer only, what could not be written.
     """
+    if division_of(model) is not None:
+        raise NotSupportedError(
+            f"save_pretrained of a {type(model).__name__} that is divided among the ranks of a pipeline is not "
+            "supported: no rank has all of it. Use shardcore.save_checkpoint(folder, model), and then the command "
+            "'shardcore convert folder model', which writes what save_pretrained would"
+        )
     ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
     call = Call.of(model, native, *args, **kwargs)
     state = call.arguments["state_dict"]

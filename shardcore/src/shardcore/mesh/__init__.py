@@ -9,11 +9,14 @@ from shardcore.mesh.axes import AXES, DATA_AXES, Axis, Sizes, axis_name
 from shardcore.mesh.context import PartialGradients, ShardContext, as_context
 from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.mesh.marks import (
+    Division,
     context_of,
+    division_of,
     is_alone,
     nearest_context,
     set_alone,
     set_context,
+    set_division,
     set_part_of,
     unwrapped,
 )
@@ -33,6 +36,7 @@ __all__ = [
     "AXES",
     "DATA_AXES",
     "Axis",
+    "Division",
     "PartialGradients",
     "ProcessGroupManager",
     "ShardContext",
@@ -44,6 +48,7 @@ __all__ = [
     "context_of",
     "device_type_here",
     "device_type_of",
+    "division_of",
     "group_of",
     "host_group",
     "is_alone",
@@ -51,6 +56,7 @@ __all__ = [
     "nearest_context",
     "set_alone",
     "set_context",
+    "set_division",
     "set_part_of",
     "shared_groups",
     "time_limit",

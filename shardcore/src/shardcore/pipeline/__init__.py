@@ -6,6 +6,7 @@ model what its stage holds, and `stage` runs it.
 
 from shardcore.pipeline.batches import micro_batches, weight_of
 from shardcore.pipeline.cut import Cut, balanced
+from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.pipeline.rehearsal import Rehearsal
 from shardcore.pipeline.schedules import SCHEDULES
@@ -18,6 +19,7 @@ __all__ = [
     "Cut",
     "Holding",
     "Pipeline",
+    "PipelinedModel",
     "Rehearsal",
     "Script",
     "Stage",

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.nn.behaviour import once
 from shardcore.pipeline.script import NOWHERE
 
@@ -119,7 +120,10 @@ class Absent:
             if tensor is None:
                 held[name] = None
                 continue
-            self._tensors.append((module, name, tensor.detach().to("meta"), _alike(tensor, device)))
+            meta = tensor.detach().to("meta")
+            if isinstance(tensor, nn.Parameter):
+                meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            self._tensors.append((module, name, meta, _alike(tensor, device)))
         self.fill(NOWHERE)
 
     def fill(self, number: float) -> None:
@@ -127,26 +131,29 @@ class Absent:
         for module, name, _, shown in self._tensors:
             if shown.is_floating_point():
                 shown.as_strided((), ()).fill_(number)
-            self._show(module, name, shown)
+            module.__dict__[name] = shown
 
     @contextmanager
     def on_meta(self) -> Iterator[None]:
         """Let the modules have their tensors on meta, so that they can be called there."""
         for module, name, meta, _ in self._tensors:
-            self._show(module, name, meta)
+            del module.__dict__[name]
+            _held(module, meta)[name] = meta
         try:
             yield
         finally:
-            for module, name, _, shown in self._tensors:
-                self._show(module, name, shown)
+            for module, name, meta, shown in self._tensors:
+                del _held(module, meta)[name]
+                module.__dict__[name] = shown
 
-    def _show(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        module.__dict__[name] = tensor
+
+def _held(module: nn.Module, tensor: Tensor) -> Any:
+    return module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
 
 
 def _alike(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor of one number that has the shape and the dtype of another one."""
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    """Return a tensor of one number that has the shape and the dtype of another one; of a DTensor, of its part."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(local_tensor(tensor).shape)
 
 
 def tensors_below(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:

@@ -2,281 +2,340 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from shardcore.agree.agreement import Report, agree
-from shardcore.agree.fingerprint import model_items, tensor_items, training_modes
-from shardcore.apply.sharder import ModelSharder
+from shardcore.comm.dtensor_params import local_tensor, read_local
 from shardcore.config import ShardConfig
-from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import device_type_of
-from shardcore.mesh.meshes import default_group
-from shardcore.mesh.random_stream import RandomStream, mix
+from shardcore.errors import ConfigError
+from shardcore.mesh import Division, ShardContext, set_division
+from shardcore.mesh.random_stream import mix
 from shardcore.nn.copies import meta_copy
+from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.batches import contents_of, micro_batches, shapes_of, weight_of
 from shardcore.pipeline.cut import Cut
 from shardcore.pipeline.forward import forward_only
+from shardcore.pipeline.norms import clip_grads, squared_norm
+from shardcore.pipeline.outputs import Outputs
+from shardcore.pipeline.ranks import Ranks
 from shardcore.pipeline.rehearsal import Rehearsal
 from shardcore.pipeline.safe import Chunk, SafeStage
 from shardcore.pipeline.schedules import schedule_named
 from shardcore.pipeline.script import Script, Value
 from shardcore.pipeline.shared import shared_parameters
 from shardcore.pipeline.stage import Holding, Stage
-from shardcore.plan.stages import Stages
-from shardcore.policy import Policy
+from shardcore.wrap.accumulation import Accumulation
 
-__all__ = ["Pipeline"]
+__all__ = ["Loss", "Pipeline", "Weight"]
+
+#: Returns the loss of a model's output and the arguments of its call.
+Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
+
+#: Returns over how many items the loss of a micro-batch is a mean.
+Weight: TypeAlias = Callable[[Mapping[str, Any]], float]
 
 _KEPT = 2  # schedules for calls of other shapes: each holds what receives every micro-batch of a step
+_SCRIPTS = 64  # what crosses in calls of other shapes: some bytes each
 
 
 class Pipeline:
-    """Trains a model whose blocks are divided among the ranks of a process group.
+    """Runs the micro-batches of a model whose blocks are divided among ranks.
 
     Each rank keeps the parameters of its stages, under the names that they have in the model; the others have no memory
     any more. After `torch.distributed.pipelining`, which has the schedules.
 
     Args:
-        model: the whole model, the same on every rank; it becomes this rank's part.
-        policy: says where it can be cut (`shardcore.Policy.stages`); by default that of an installed pack.
-        group: the ranks; the default process group if not given.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"interleaved_zero_bubble"``,
-            ``"zbv"`` or ``"dualpipev"``.
-        num_model_chunks: stages of each rank; by default 2 where the schedule has several, else 1.
-        num_microbatches: micro-batches of a batch; by default 2 for each rank.
-        microbatch_size: rows of each, in place of their number.
-        loss: returns the loss of the model's output and the arguments of its call, a mean over as many items as
-            ``weight`` says; by default what the output calls ``loss``.
-        weight: returns over how many items the loss of a micro-batch is a mean; by default labels that count
-            (`shardcore.pipeline.weight_of`), or rows.
-        bounds: the numbers of the blocks at which stages begin, and how many blocks there are; by default work is even.
+        model: the whole model, sharded along ``tp``; it becomes this rank's part.
+        cut: where it is cut.
+        context: that of the model; its mesh has an axis ``pp``.
+        config: the configuration, resolved.
 
-    Raises:
-        AgreementError: the ranks do not hold the same model, or the same settings.
-        ConfigError: the model has too few blocks, or settings contradict each other.
-        NotSupportedError: the policy does not say where the model can be cut.
-        PlanError: the policy does not fit the model.
+    Attributes:
+        model: this rank's part.
+        cut: where it is cut.
+        ranks: this rank's place among those of the pipeline.
+        stages: the stages of this rank.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        policy: Policy | type[Policy] | None = None,
-        *,
-        group: ProcessGroup | None = None,
-        schedule: str = "1f1b",
-        num_model_chunks: int | None = None,
-        num_microbatches: int | None = None,
-        microbatch_size: int | None = None,
-        loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
-        weight: Callable[[Mapping[str, Any]], float] | None = None,
-        bounds: Sequence[int] | None = None,
-    ) -> None:
-        self.group = group or default_group()
-        self.rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._device = torch.device(device_type_of(self.group))
-        failure: Exception | None = None
-        own = Report()
-        try:
-            if num_microbatches is not None and microbatch_size is not None:
-                raise ConfigError("give num_microbatches or microbatch_size, not both")
-            self._plan, chunks = schedule_named(schedule, num_model_chunks)
-            self.cut = Cut.of(model, _stages_of(model, policy), ranks * chunks, bounds=bounds)
-            about, values = tensor_items(model)
-            settings = {"schedule": schedule, "num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
-            items = [*model_items(model), *training_modes(model), ("Pipeline(bounds=)", str(self.cut.bounds))]
-            items += [(f"Pipeline({name}=)", str(value)) for name, value in settings.items()]
-            own = Report(items=(*items, *about, *values), seed=torch.initial_seed())
-        except Exception as error:
-            failure, own = error, Report.of_error(error)
-        seed = agree(own, failure, group=self.group)[0].seed
-        self._number = None if microbatch_size is not None else num_microbatches or 2 * ranks
-        self._size, self._loss = microbatch_size, loss or _loss_of
-        self._ranks = self._plan.ranks(len(self.cut), ranks)
-        self._rehearsal = Rehearsal(meta_copy(model), self.cut, self._device)
-        self._shared = shared_parameters(model, self.cut, self._ranks)
-        holding = Holding(model, self.cut, [s for s, of in enumerate(self._ranks) if of == self.rank], self._device)
-        self._stages = [Stage(holding, index, splits=self._plan.splits) for index in holding.stages]
-        self._random = {stage: RandomStream(mix(seed, stage), 0, self._device, forks=False) for stage in holding.stages}
-        self.model = model
-        self._weight = weight or (lambda batch: weight_of(model, batch))
+    def __init__(self, model: nn.Module, cut: Cut, context: ShardContext, config: ShardConfig) -> None:
+        self.model, self.cut, self.ranks = model, cut, Ranks(context)
+        self._context, self._device = context, context.device
+        self._plan, _ = schedule_named(config.pipeline_schedule or "1f1b", config.num_model_chunks)
+        self._size = config.microbatch_size
+        self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
+        self._of = self._plan.ranks(len(cut), self.ranks.size)
+        self._rehearsal = Rehearsal(meta_copy(model), cut, self._device)
+        self._shared = shared_parameters(model, cut, self._of)
+        set_division(model, _division(model, self.ranks.rank))
+        # The context defers them for the sake of the schedule, not of the user.
+        self._sums_partial = context.defers and config.partial_gradients == "in_backward"
+        holding = Holding(model, cut, [s for s, of in enumerate(self._of) if of == self.ranks.rank], self._device)
+        self.stages = [Stage(holding, index, splits=self._plan.splits) for index in holding.stages]
         self._scripts: dict[str, Script] = {}
         self._schedules: dict[str, tuple[Any, list[SafeStage]]] = {}
-        self._feed: list[tuple[dict[str, Any], float]] = []
-        self._key = ""
-        self._losses: list[Tensor] = []
+        self._step: _Step | None = None
+        self._running = 0
 
-    def train_step(self, batch: Mapping[str, Any]) -> Tensor:
-        """Run forward and backward of a batch, and return its loss: on every rank that of the whole batch.
+    def train_step(self, batch: Mapping[str, Any], *, loss: Loss | None = None, weight: Weight | None = None) -> Tensor:
+        """Run forward and backward of a batch; see `shardcore.pipeline.PipelinedModel.train_step`."""
+        return self._stepped(batch, loss, weight, training=True)
 
-        Gradients are added to those that the parameters have. Every rank is given the same batch.
-
-        Raises:
-            AgreementError: another rank failed, or the batches differ.
-        """
-        return self._step(batch, training=True)
-
-    def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of a batch on every rank, without a backward."""
+    def eval_step(self, batch: Mapping[str, Any], *, loss: Loss | None = None, weight: Weight | None = None) -> Tensor:
+        """Return the loss of a batch, without a backward; see `shardcore.pipeline.PipelinedModel.eval_step`."""
         with torch.no_grad():
-            return self._step(batch, training=False)
+            return self._stepped(batch, loss, weight, training=False)
+
+    @torch.no_grad()
+    def forward(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the output of the whole model, on every rank of the pipeline, without gradients."""
+        found: list[Any] = []
+        step = self._begun(arguments, None, None, training=False, whole=True)
+        try:
+            self.ranks.agree(self._evaluated(step, lambda out, _: found.append(out)))
+        finally:
+            self._step = None
+            Accumulation(self.model).end_evaluation()
+        return Outputs(self.ranks, self._of[-1], self._context).shared(found[0] if found else None, step.script)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients, on all ranks, so that their norm is at most ``max_norm``; return the norm before.
-
-        It is the norm of the whole model: of a parameter that several ranks hold the first one counts. Every rank makes
-        the call.
-        """
-        again = self._shared.counted_elsewhere(self.rank)
-        grads = {id(p): p.grad for p in self.model.parameters() if p.grad is not None}
-        squares = [grad.double().square().sum() for own, grad in grads.items() if own not in again]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self.group)
-        norm = total.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-        for grad in grads.values():
-            grad.mul_(factor.to(grad.dtype))
+        """Scale all gradients by one norm; see `shardcore.pipeline.PipelinedModel.clip_grad_norm_`."""
+        again = self._shared.counted_elsewhere(self.ranks.rank)
+        squares = squared_norm(self.model, again, self.ranks.beside, self._device)
+        dist.all_reduce(squares, group=self.ranks.everybody)
+        norm = squares.sqrt()
+        clip_grads(self.model, norm, max_norm)
         return norm
 
-    def _step(self, batch: Mapping[str, Any], *, training: bool) -> Tensor:
+    def _stepped(self, batch: Mapping[str, Any], loss: Loss | None, weight: Weight | None, *, training: bool) -> Tensor:
+        step = self._begun(batch, loss, weight, training=training)
+        accumulation = Accumulation(self.model)
+        kept = self._set_aside() if training else {}
+        try:
+            self.ranks.agree(self._trained(step, accumulation) if training else self._evaluated(step, self._add_loss))
+        except Exception:
+            if training:
+                accumulation.give_up()  # what there is of gradients is part of a step that never was
+            raise
+        finally:
+            self._step = None
+            if not training:
+                accumulation.end_evaluation()
+        if training:
+            accumulation.finish()
+            if self._sums_partial:
+                reduce_partial_gradients(self.model)
+            self._shared.add(self.ranks.group)
+            self._add(kept)
+        total = torch.stack(step.losses).sum() if step.losses else torch.zeros((), dtype=step.dtype)
+        total = total.to(self._device)
+        dist.broadcast(total, group=self.ranks.group, group_src=self._of[-1])
+        return total
+
+    def _set_aside(self) -> dict[str, Tensor]:
+        """Take away gradients that are sums over ranks already, where those of this step will be summands at first."""
+        summed = self._shared.names() if not self._sums_partial else None
+        kept = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and (summed is None or name in summed):
+                kept[name], parameter.grad = parameter.grad, None
+        return kept
+
+    def _add(self, kept: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in kept:
+                parameter.grad = kept[name] if parameter.grad is None else kept[name] + parameter.grad
+
+    def _begun(
+        self,
+        batch: Mapping[str, Any],
+        loss: Loss | None,
+        weight: Weight | None,
+        *,
+        training: bool,
+        whole: bool = False,
+    ) -> _Step:
+        """Divide a batch, find out what crosses, and make sure that all ranks of the pipeline were given the same."""
         failure: Exception | None = None
         told: list[tuple[str, str]] = []
         try:
-            self._divide(batch)
+            parts = micro_batches(batch, number=1 if whole else self._number, size=None if whole else self._size)
+            weights = [1.0] if whole else [self._weighed(part, weight) for part in parts]
+            total = sum(weights)
+            feed = [(part, w / total if total else 0.0) for part, w in zip(parts, weights, strict=True)]
+            key = f"{self.model.training} {shapes_of(parts[0])}"
+            of = loss or _loss_of
+            if key not in self._scripts:
+                with_loss = None if whole else lambda out: of(out, parts[0])
+                while len(self._scripts) >= _SCRIPTS:
+                    del self._scripts[next(iter(self._scripts))]
+                self._scripts[key] = self._rehearsal(parts[0], with_loss, training=self.model.training)
+            self._step = _Step(feed, key, self._scripts[key], of, self._seed())
             if training:
-                self._scheduled()
+                self._scheduled(self._step)
             told = [
                 ("the shapes of the batch", shapes_of(batch)),
-                ("the items of its micro-batches", str([share for _, share in self._feed])),
+                ("the items of its micro-batches", str([share for _, share in feed])),
                 *contents_of(batch),
             ]
         except Exception as error:
             failure = error
-        self._agree(failure, told)
-        self._losses = []
-        kept = self._shared.set_aside() if training else {}
-        try:
-            self._agree(self._trained() if training else self._evaluated(), [])
-        except Exception:
-            if training:
-                self.model.zero_grad(set_to_none=True)  # what there is of them is part of a step that never was
-            raise
-        finally:
-            self._feed = []
-        if training:
-            self._shared.add(self.group, kept)
-        dtype = self._dtype_of(self._script)
-        total = torch.stack(self._losses).sum() if self._losses else torch.zeros((), device=self._device, dtype=dtype)
-        dist.broadcast(total, group=self.group, group_src=self._ranks[-1])
-        return total
+        self.ranks.agree(failure, told)
+        assert self._step is not None  # for the type: without a failure there is one
+        return self._step
 
-    def _trained(self) -> Exception | None:
+    def _weighed(self, part: Mapping[str, Any], weight: Weight | None) -> float:
+        return weight_of(self.model, part) if weight is None else weight(part)
+
+    def _seed(self) -> int:
+        """Draw from the stream of the model, which all ranks of the pipeline and of ``tp`` have alike."""
+        random = self._context.random
+        random.enter()
+        try:
+            return int(torch.randint(1 << 62, (), device="cpu").item())
+        finally:
+            random.leave()
+
+    def _trained(self, step: _Step, accumulation: Accumulation) -> Exception | None:
         """Run the schedule; return the first exception of this rank."""
-        schedule, stages = self._scheduled()
+        accumulation.begin()
+        schedule, stages = self._scheduled(step)
         for stage in stages:
             stage.failure = None
-        numbers = torch.arange(len(self._feed), device=self._device)
-        first = (numbers,) if self._ranks[0] == self.rank else ()
-        target = {"target": numbers} if self._ranks[-1] == self.rank else {}
+        numbers = torch.arange(len(step.feed), device=self._device)
+        first = (numbers,) if self._of[0] == self.ranks.rank else ()
+        target = {"target": numbers} if self._of[-1] == self.ranks.rank else {}
         schedule.step(*first, number=numbers, return_outputs=False, **target)
         return next((stage.failure for stage in stages if stage.failure is not None), None)
 
-    def _evaluated(self) -> Exception | None:
-        stages = {stage.index: stage for stage in self._stages}
+    def _evaluated(self, step: _Step, take: Callable[[Any, int], Any]) -> Exception | None:
+        """Run all forwards; ``take`` gets outputs and numbers of micro-batches. Return the first exception here."""
+        stages = {stage.index: stage for stage in self.stages}
 
         def run(stage: int, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
-            return self._run(stages[stage], number, arrived)
+            out = self._run(stages[stage], number, arrived)
+            if not stages[stage].is_last:
+                return tuple(out)
+            take(out, number)
+            return ()
 
         return forward_only(
-            run, self._script, len(self._feed), ranks=self._ranks, group=self.group, device=self._device
+            run, step.script, len(step.feed), ranks=self._of, group=self.ranks.group, device=self._device
         )
 
-    @staticmethod
-    def _dtype_of(script: Script) -> torch.dtype:
-        return torch.get_default_dtype() if script.loss is None else script.loss.dtype
+    def _add_loss(self, out: Any, number: int) -> None:
+        self._loss(self.stages[-1], out, number)
 
-    def _agree(self, failure: Exception | None, told: list[tuple[str, str]]) -> None:
-        report = Report(items=tuple(told)) if failure is None else Report.of_error(failure)
-        agree(report, failure, group=self.group)
-
-    def _divide(self, batch: Mapping[str, Any]) -> None:
-        """Divide a batch and find its script."""
-        parts = micro_batches(batch, number=self._number, size=self._size)
-        weights = [self._weight(part) for part in parts]
-        total = sum(weights)
-        self._feed = [(part, weight / total if total else 0.0) for part, weight in zip(parts, weights, strict=True)]
-        self._key = f"{self.model.training} {shapes_of(parts[0])}"
-        if self._key not in self._scripts:
-            self._scripts[self._key] = self._rehearsal(
-                parts[0], lambda out: self._loss(out, parts[0]), training=self.model.training
-            )
-
-    @property
-    def _script(self) -> Script:
-        return self._scripts[self._key]
-
-    def _scheduled(self) -> tuple[Any, list[SafeStage]]:
+    def _scheduled(self, step: _Step) -> tuple[Any, list[SafeStage]]:
         """Return the schedule for micro-batches as there are now, and its stages."""
-        key = f"{len(self._feed)} {self._key}"
+        key = f"{len(step.feed)} {step.key}"
         found = self._schedules.pop(key, None)
         if found is None:
             while len(self._schedules) >= _KEPT:
                 del self._schedules[next(iter(self._schedules))]
-            stages = [self._safe(stage) for stage in self._stages]
+            stages = [self._safe(stage, step) for stage in self.stages]
             try:
-                found = (self._plan.make(stages, len(self._feed), _the_loss_itself), stages)
+                found = (self._plan.make(stages, len(step.feed), _the_loss_itself), stages)
             except ValueError as error:
                 raise ConfigError(
-                    f"{self._plan.name} of torch cannot run {len(self._feed)} micro-batches through {len(self.cut)} "
+                    f"{self._plan.name} of torch cannot run {len(step.feed)} micro-batches through {len(self.cut)} "
                     f"stages: {error}; use another num_microbatches"
                 ) from error
         self._schedules[key] = found  # the last one used is the last
         return found
 
-    def _safe(self, stage: Stage) -> SafeStage:
+    def _safe(self, stage: Stage, step: _Step) -> SafeStage:
         def run(number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
-            return self._run(stage, number, arrived)
+            out = self._run(stage, number, arrived)
+            return (self._loss(stage, out, number),) if stage.is_last else tuple(out)
 
-        script, number = self._script, Value((1,), torch.int64)
+        script, number = step.script, Value((1,), torch.int64)
         arrives = script.crossings[stage.index - 1].values if stage.index else (number,)
-        leaves = (Value((), self._dtype_of(script)),) if stage.is_last else script.crossings[stage.index].values
+        leaves = (Value((), step.dtype),) if stage.is_last else script.crossings[stage.index].values
         chunk = Chunk(run, stage.parameters)
-        return SafeStage(chunk, stage.index, len(self.cut), (arrives, leaves), self._device, self.group)
+        return SafeStage(chunk, stage.index, len(self.cut), (arrives, leaves), self._device, self.ranks.group)
 
-    def _run(self, stage: Stage, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
-        """Run a stage for the micro-batch of a number; return what leaves it, of the last one its part of the loss."""
-        arguments, share = self._feed[number]
-        random = self._random[stage.index]
-        random.enter()
+    def _run(self, stage: Stage, number: int, arrived: list[Tensor]) -> Any:
+        """Run a stage for the micro-batch of a number; return what leaves it, or of the last one the output.
+
+        Each block draws from a stream that follows from its number and that of the micro-batch, so that what is drawn
+        depends neither on the schedule nor on where the model is cut.
+        """
+        step = self._now
+        random = self._context.random
+        kept = random.state()
+        first = number * (len(self.cut.blocks) + 1)
+        random.seed(mix(step.seed, first))
+        self._running += 1
         try:
-            out = stage(arguments, arrived, self._script)
+            return stage(
+                step.feed[number][0],
+                arrived,
+                step.script,
+                lambda block: random.seed(mix(step.seed, first + 1 + block)),
+            )
         finally:
-            random.leave()
-        if not stage.is_last:
-            return tuple(out)
+            self._running -= 1
+            random.load(kept)
+
+    def _loss(self, stage: Stage, out: Any, number: int) -> Tensor:
+        """Return the part that a micro-batch has in the loss, from the output of the last stage."""
+        step = self._now
+        arguments, share = step.feed[number]
         if share:
-            loss = self._loss(out, arguments) * share
+            loss = step.loss(out, arguments) * share
         else:  # nothing of it counts, and its own mean may be NaN
-            loss = torch.stack([parameter.sum() for parameter in stage.parameters()]).sum() * 0.0
-        self._losses.append(loss.detach())
-        return (loss,)
+            parts = read_local(*(parameter for parameter in stage.parameters() if parameter.requires_grad))
+            loss = torch.stack([part.sum() for part in parts]).sum() * 0.0
+        step.losses.append(loss.detach())
+        return loss
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a stage is running, so that calls of the model are its own."""
+        return self._running > 0
+
+    @property
+    def _now(self) -> _Step:
+        assert self._step is not None  # stages run in a step only
+        return self._step
 
 
-def _stages_of(model: nn.Module, policy: Policy | type[Policy] | None) -> Stages:
-    stages = ModelSharder(model, policy, ShardConfig(tensor_parallel_size=1)).compile().stages
-    if stages is None:
-        raise NotSupportedError(
-            f"the policy of {type(model).__name__} does not say where it can be cut; give it "
-            "stages=shardcore.Stages(...)"
-        )
-    return stages
+class _Step:
+    """One step that is running.
+
+    Args:
+        feed: the micro-batches, and the share of each in the loss.
+        key: names their shapes.
+        script: of them.
+        loss: of an output.
+        seed: of what is drawn in it.
+    """
+
+    def __init__(
+        self, feed: list[tuple[dict[str, Any], float]], key: str, script: Script, loss: Loss, seed: int
+    ) -> None:
+        self.feed, self.key, self.script, self.loss, self.seed = feed, key, script, loss, seed
+        self.losses: list[Tensor] = []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the loss."""
+        return torch.get_default_dtype() if self.script.loss is None else self.script.loss.dtype
+
+
+def _division(model: nn.Module, position: int) -> Division:
+    """Return what every rank has to know of the whole ``model`` when it has lost the rest."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(id(parameter), name)) != name:
+            names[name] = known
+    return Division(position=position, names=frozenset(model.state_dict(keep_vars=True)), first_names=names)
 
 
 def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:
@@ -284,7 +343,9 @@ def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 def _loss_of(out: Any, arguments: Mapping[str, Any]) -> Tensor:
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise ConfigError(f"a {type(out).__name__} has no loss; pass labels, or give Pipeline loss=")
-    return loss
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ConfigError(
+            f"a {type(out).__name__} has no loss; pass labels, or give loss=, a function of the output and the batch"
+        )
+    return local_tensor(loss)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline.cut import Cut
 from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
-from shardcore.pipeline.script import NOWHERE, Crossing, Script, Value
+from shardcore.pipeline.script import NOWHERE, Crossing, Script, Value, answer, described
 
-__all__ = ["Reached", "Rehearsal", "answer", "modules_of_parts", "names_of_parts"]
+__all__ = ["Reached", "Rehearsal", "modules_of_parts", "names_of_parts"]
 
 #: What parts answer that a stage can ask: any number but NaN, and none that norms divide by zero for.
 _SOMETHING = 0.5
@@ -138,7 +139,7 @@ class _Answering:
     def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             inner = forward(*args, **kwargs)
-            self.answers.setdefault(name, []).append(tree_map_only(Tensor, Value.of, inner))
+            self.answers.setdefault(name, []).append(described(inner))
             return inner
         self._inside = True
         try:
@@ -151,9 +152,9 @@ class _Answering:
             ) from error
         finally:
             self._inside = False
-        described = tree_map_only(Tensor, Value.of, out)
-        self.answers.setdefault(name, []).append(described)
-        return answer(described, self._rehearsal._device, _SOMETHING)
+        told = described(out)
+        self.answers.setdefault(name, []).append(told)
+        return answer(told, self._rehearsal._device, _SOMETHING)
 
 
 class _Passing:
@@ -208,7 +209,7 @@ class _OnMeta(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default:
             # Nobody knows there which entries are not zero: none are, so that no expert has a token.
             return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
-        if func.overloadpacket.__name__.endswith("_") and not args[0].is_meta:
+        if func.overloadpacket.__name__.endswith("_") and not _any_on_meta(args[0]):
             raise NotImplementedError(f"{func} would write what is not known into a tensor that is not on meta")
         if func.overloadpacket in _INDEXED and not _any_on_meta(args[1]):  # the indices tell how many they choose
             return func(_on_meta(args[0]), args[1], *_on_meta(args[2:]), **kwargs)
@@ -239,11 +240,6 @@ def modules_of_parts(model: nn.Module, cut: Cut) -> Iterator[tuple[str, nn.Modul
             yield name, value
 
 
-def answer(described: Any, device: torch.device | str, number: float) -> Any:
-    """Return a tree of tensors as ``described``, every entry of which is ``number``."""
-    return tree_map_only(Value, lambda value: value.stand_in(device, number), described)
-
-
 def _on_meta(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
 
@@ -253,7 +249,10 @@ def _any_on_meta(tree: Any) -> bool:
 
 
 def _is_nowhere(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_meta and bool(leaf.isnan().any())
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return False
+    local = local_tensor(leaf)
+    return not local.is_meta and bool(local.isnan().any())
 
 
 def _shown(tensor: Tensor) -> str:

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from shardcore.comm.flow import ELSEWHERE
 from shardcore.pipeline.script import Value
 
 __all__ = ["Chunk", "SafeStage"]
 
 
-class Contiguous(torch.autograd.Function):
+class Arrived(torch.autograd.Function):
     """What arrived as it is, whose gradient is contiguous, as what travels has to be."""
+
+    flow = ELSEWHERE
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -28,7 +31,7 @@ class Contiguous(torch.autograd.Function):
         return grad.contiguous()
 
 
-_contiguous: Callable[[Tensor], Tensor] = Contiguous.apply
+_arrived: Callable[[Tensor], Tensor] = Arrived.apply
 
 
 class Chunk(nn.Module):
@@ -42,7 +45,7 @@ class Chunk(nn.Module):
 
     def forward(self, *arrived: Tensor, number: Tensor) -> tuple[Tensor, ...]:
         """Return what crosses to the next stage, or the loss; none of it a view, all of it contiguous."""
-        tensors = [_contiguous(tensor) for tensor in arrived if tensor.is_floating_point()]
+        tensors = [_arrived(tensor) for tensor in arrived if tensor.is_floating_point()]
         left = self._run(int(number), tensors)
         return tuple(map(_to_be_sent, left))
 

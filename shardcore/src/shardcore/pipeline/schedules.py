@@ -56,14 +56,13 @@ def schedule_named(name: str, chunks: int | None) -> tuple[Plan, int]:
     """Return a schedule and how many stages each rank has.
 
     Raises:
-        ConfigError: there is none of the name, or it does not have so many stages on a rank.
+        ConfigError: it does not have so many stages on a rank.
     """
-    plan = SCHEDULES.get(name.lower())
-    if plan is None:
-        raise ConfigError(f"unknown schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
+    plan = SCHEDULES[name]
     usual = 2 if plan.looped else 1
     chunks = usual if chunks is None else chunks
-    if (plan.turns and chunks != 2) or (not plan.looped and chunks != 1) or chunks < 1:
-        wanted = "2" if plan.turns else "1" if not plan.looped else "at least 1"
-        raise ConfigError(f"the schedule {name!r} has {wanted} stages on each rank, got num_model_chunks={chunks}")
+    if (plan.turns and chunks != 2) or (not plan.looped and chunks != 1):
+        raise ConfigError(
+            f"pipeline_schedule={name!r} has {usual} stages on each rank, got num_model_chunks={chunks}; leave it None"
+        )
     return plan, chunks

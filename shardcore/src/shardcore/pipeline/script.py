@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
-__all__ = ["NOWHERE", "Crossing", "Script", "Value"]
+from shardcore.nn.loss.logits import VocabParallelLogits
+
+__all__ = ["NOWHERE", "Crossing", "Script", "Value", "answer", "described"]
 
 #: What stands for a value that another stage computes, wherever the forward asks for it: whatever it reaches shows it.
 NOWHERE = math.nan
@@ -36,6 +39,39 @@ class Value:
     def stand_in(self, device: torch.device | str, number: float = NOWHERE) -> Tensor:
         """Return a new tensor of this shape that is ``number`` everywhere."""
         return torch.full(self.shape, number, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLogits:
+    """Logits that are split over the vocabulary, which a head returns.
+
+    Attributes:
+        like: some of their form.
+        value: this rank's part.
+    """
+
+    like: VocabParallelLogits
+    value: Value
+
+    def stand_in(self, device: torch.device | str, number: float = NOWHERE) -> VocabParallelLogits:
+        """Return new ones, which are ``number`` everywhere."""
+        return self.like.with_local(self.value.stand_in(device, number))
+
+
+def described(tree: Any) -> Any:
+    """Return a tree with a description in place of each tensor."""
+    return tree_map(_described, tree)
+
+
+def answer(description: Any, device: torch.device | str, number: float) -> Any:
+    """Return a tree of tensors as ``description`` has them, every entry of which is ``number``."""
+    return tree_map_only((Value, SplitLogits), lambda value: value.stand_in(device, number), description)
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, VocabParallelLogits):
+        return SplitLogits(leaf, Value.of(leaf.local))
+    return Value.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardcore.mesh import device_type_of
+from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.pipeline.cut import Cut
 
 __all__ = ["Shared", "shared_parameters"]
@@ -22,60 +23,53 @@ class Shared:
 
     Attributes:
         model: of this rank.
-        found: for each parameter, its names in the whole model, the ranks that hold it under one of them, and one of
-            its shape and dtype on meta.
+        found: for each parameter, its names in the whole model, and the ranks of the pipeline that hold it under one of
+            them.
     """
 
     model: nn.Module
-    found: Sequence[tuple[tuple[str, ...], tuple[int, ...], Tensor]]
+    found: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
     def counted_elsewhere(self, rank: int) -> set[int]:
-        """Return the ids of the parameters that count as another rank's: the first one's that holds them."""
-        held = dict(self.model.named_parameters(remove_duplicate=False))
-        return {id(held[name]) for names, ranks, _ in self.found if ranks[0] != rank for name in names if name in held}
+        """Return the ids of the parameters that count as another rank's: the first one's that holds them.
 
-    def set_aside(self) -> dict[str, Tensor]:
-        """Take the gradients of these parameters away, which are sums already, and return them by name."""
+        Args:
+            rank: this rank's position in the pipeline.
+        """
         held = dict(self.model.named_parameters(remove_duplicate=False))
-        kept = {}
-        for name in (name for names, _, _ in self.found for name in names if name in held):
-            if (grad := held[name].grad) is not None:
-                kept[name], held[name].grad = grad, None
-        return kept
+        return {id(held[name]) for names, ranks in self.found if ranks[0] != rank for name in names if name in held}
 
-    def add(self, group: ProcessGroup, kept: Mapping[str, Tensor]) -> None:
+    def names(self) -> set[str]:
+        """Return the names of these parameters."""
+        return {name for names, _ in self.found for name in names}
+
+    def add(self, group: ProcessGroup) -> None:
         """Give every copy of a parameter the sum of the gradients of all copies, bit for bit the same.
 
-        Two ranks send each other theirs, whose sum does not depend on the order. Of more ranks all take part in one
-        sum, those without the parameter with nothing in it.
+        The ranks that hold a copy send each other theirs, and add them up in the order of the ranks.
 
         Args:
             group: the process group of the pipeline.
-            kept: what `set_aside` returned before these gradients were computed; added to the sums.
         """
-        device = device_type_of(group)
         held = dict(self.model.named_parameters(remove_duplicate=False))
-        for names, ranks, like in self.found:
+        for names, ranks in self.found:
             own = next((held[name] for name in names if name in held), None)
-            if len(ranks) == 2 and own is None:
+            if own is None or not own.requires_grad:
                 continue
-            grad = torch.zeros_like(like, device=device) if own is None or own.grad is None else own.grad
-            if len(ranks) == 2:
-                grad = grad + _exchanged(grad, ranks, group)
-            else:
-                dist.all_reduce(grad, group=group)
-            if own is not None:
-                before = next((kept[name] for name in names if name in kept), None)
-                own.grad = grad if before is None else before + grad
+            part = torch.zeros_like(local_tensor(own)) if own.grad is None else local_tensor(own.grad)
+            total = functools.reduce(torch.add, _exchanged(part, ranks, group))
+            own.grad = with_spec(total, spec_of(own if own.grad is None else own.grad))
 
 
-def _exchanged(grad: Tensor, ranks: tuple[int, ...], group: ProcessGroup) -> Tensor:
-    other = next(rank for rank in ranks if rank != dist.get_rank(group))
-    peer = dist.get_global_rank(group, other)
-    sent, got = grad.contiguous(), torch.empty_like(grad, memory_format=torch.contiguous_format)
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, got, peer, group)]
-    ):
+def _exchanged(part: Tensor, ranks: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
+    """Return what each of ``ranks``, this one among them, has in the place of ``part``."""
+    me, sent, works = dist.get_rank(group), part.contiguous(), []
+    got = [sent if rank == me else torch.empty_like(sent) for rank in ranks]
+    for rank, tensor in zip(ranks, got, strict=True):
+        if rank != me:
+            peer = dist.get_global_rank(group, rank)
+            works += [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, tensor, peer, group)]
+    for work in dist.batch_isend_irecv(works):
         work.wait()
     return got
 
@@ -88,12 +82,11 @@ def shared_parameters(model: nn.Module, cut: Cut, ranks: Sequence[int]) -> Share
         cut: how it is cut.
         ranks: the rank of each stage.
     """
-    found: dict[int, tuple[list[str], set[int], Tensor]] = {}
+    found: dict[int, tuple[list[str], set[int]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         entry = cut.stages.holder(name)
         stage = None if entry is None else cut.holder(entry)
-        names, holders, _ = found.setdefault(id(parameter), ([], set(), parameter.detach().to("meta")))
+        names, holders = found.setdefault(id(parameter), ([], set()))
         names.append(name)
         holders.update(ranks if stage is None else [ranks[stage]])
-    several = [(tuple(names), tuple(sorted(on)), like) for names, on, like in found.values() if len(on) > 1]
-    return Shared(model, several)
+    return Shared(model, [(tuple(names), tuple(sorted(on))) for names, on in found.values() if len(on) > 1])

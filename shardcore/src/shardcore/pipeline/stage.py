@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline.cut import Cut
 from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
-from shardcore.pipeline.rehearsal import Reached, answer, modules_of_parts, names_of_parts
-from shardcore.pipeline.script import NOWHERE, Script
+from shardcore.pipeline.rehearsal import Reached, modules_of_parts, names_of_parts
+from shardcore.pipeline.script import NOWHERE, Script, answer
 
 __all__ = ["Holding", "Stage"]
 
@@ -107,18 +107,25 @@ class Stage:
                     found[id(parameter)] = parameter
         return list(found.values())
 
-    def __call__(self, arguments: Mapping[str, Any], arrived: Sequence[Tensor], script: Script) -> Any:
+    def __call__(
+        self,
+        arguments: Mapping[str, Any],
+        arrived: Sequence[Tensor],
+        script: Script,
+        begins: Callable[[int], None] | None = None,
+    ) -> Any:
         """Run the stage for one micro-batch.
 
         Args:
             arguments: those of the whole model.
             arrived: what the stage before sent; nothing for the first one.
             script: of arguments of these shapes.
+            begins: called with the number of each block of the stage before it runs.
 
         Returns:
             What crosses to the next stage, a tuple of tensors; of the last stage the output of the model.
         """
-        performance = _Performance(self, arrived, script)
+        performance = _Performance(self, arrived, script, begins)
         before, self._watch[:] = list(self._watch), [performance]
         try:
             out = self.model(**arguments)
@@ -132,8 +139,10 @@ class Stage:
 class _Performance:
     """One forward of a stage."""
 
-    def __init__(self, stage: Stage, arrived: Sequence[Tensor], script: Script) -> None:
-        self._stage, self._arrived, self._script = stage, arrived, script
+    def __init__(
+        self, stage: Stage, arrived: Sequence[Tensor], script: Script, begins: Callable[[int], None] | None
+    ) -> None:
+        self._stage, self._arrived, self._script, self._begins = stage, arrived, script, begins
         self._calls: dict[str, int] = {}
         held, blocks = stage.cut.held(stage.index), stage.cut.blocks
         self._first = blocks[held.start]
@@ -141,7 +150,7 @@ class _Performance:
         self.leaving: tuple[Tensor, ...] = ()
 
     def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        starts, ends = name == self._first, name == self._next
+        starts, ends, blocks = name == self._first, name == self._next, self._stage.cut.blocks
         if not ends and name not in self._stage.here:
             return args, kwargs
         leaves, tree = tree_flatten((args, kwargs))
@@ -150,13 +159,15 @@ class _Performance:
             for place, tensor in zip(crossing.places, self._arrived, strict=True):
                 setattr(leaves[place], _ARRIVED, tensor)
         leaves = _arrived(leaves)
-        if self._stage.splits and self._arrived and name in self._stage.cut.blocks and not ends:
+        if self._stage.splits and self._arrived and name in blocks and not ends:
             leaves = self._dependent(leaves)
         if ends:
             self.leaving = tuple(leaves[place] for place in self._script.crossings[self._stage.index].places)
             if self._stage.splits and self._arrived:
                 self.leaving = tuple(_joined(tensor, self._arrived[0]) for tensor in self.leaving)
             raise Reached
+        if self._begins is not None and name in blocks:
+            self._begins(blocks.index(name))
         args, kwargs = tree_unflatten(leaves, tree)
         return args, kwargs
 

@@ -174,6 +174,11 @@ def _config(config: ShardConfig, workload: Workload) -> ShardConfig:
             "expert_parallel_size cannot be planned: how many tokens travel is known when they do. Plan without it: "
             "parameters, gradients and optimizer state are the same per rank"
         )
+    if (config.pipeline_parallel_size or 1) > 1:
+        raise NotSupportedError(
+            "a step of a pipeline cannot be planned yet: plan a model of the blocks of one stage (config.num_layers), "
+            "times the micro-batches that its schedule keeps"
+        )
     return config.resolve(config.ranks)
 
 

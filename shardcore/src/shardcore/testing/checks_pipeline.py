@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardcore.errors import ShardcoreError
-from shardcore.pipeline import Cut, Holding, Pipeline, Rehearsal, Stage, micro_batches, weight_of
+from shardcore.former import shard
+from shardcore.pipeline import Cut, Holding, Rehearsal, Stage, micro_batches, weight_of
 from shardcore.pipeline.batches import rows_of
 from shardcore.testing.findings import Ledger
+from shardcore.testing.parity import whole
 from shardcore.testing.subject import Subject, checkpointing, meta_copy
 
 __all__ = ["pipeline", "refuses_pipeline", "schedules"]
@@ -39,21 +41,36 @@ def pipeline(s: Subject, ledger: Ledger) -> None:
 def schedules(s: Subject, ledger: Ledger) -> None:
     """Over ranks, each of which has one stage or two, a batch of four micro-batches gives the whole model's gradients.
 
-    The model is cut among the ranks; what the ranks share, such as tied weights, has one gradient on all of them.
+    The model is cut among the ranks; what the ranks share, such as tied weights, has one gradient on all of them. With
+    four ranks each stage is shared by two as well, which split its heads, and its tokens where that is supported.
     """
     with ledger.check("schedules"):
         cut = _finest(s, s.build())
-        if cut is None or not s.case.supports.pipeline or len(cut.blocks) < s.tp:
-            few = cut is None or len(cut.blocks) < s.tp
+        trials = [] if cut is None or not s.case.supports.pipeline else list(_trials(s, len(cut.blocks)))
+        if not trials:
+            few = cut is None or s.case.supports.pipeline
             ledger.closed(f"the model has no {s.tp} blocks" if few else "pipeline parallelism")
             return
-        for name in ("1f1b", *(["zbv"] if len(cut.blocks) >= 2 * s.tp else [])):
-            with ledger.place(name):
-                _train(s, ledger, name)
+        for fields in trials:
+            with ledger.place(" ".join(f"{name}={value}" for name, value in fields.items())):
+                _train(s, ledger, fields)
 
 
-def _train(s: Subject, ledger: Ledger, schedule: str) -> None:
-    number = 2 * s.tp
+def _trials(s: Subject, blocks: int) -> Iterator[dict[str, Any]]:
+    """Yield how the model is divided: by the fields of its configuration."""
+    if blocks >= s.tp:
+        yield {"pp": s.tp, "pipeline_schedule": "1f1b"}
+    if blocks >= 2 * s.tp:
+        yield {"pp": s.tp, "pipeline_schedule": "zbv"}
+    supports = s.case.supports
+    if s.tp == 4 and 2 in supports.tensor_parallel:
+        tokens = {"enable_sequence_parallelism": True} if supports.sequence else {}
+        for schedule in ("1f1b", *(["zbv"] if blocks >= 4 else [])):
+            yield {"pp": 2, "tp": 2, "pipeline_schedule": schedule, **tokens}
+
+
+def _train(s: Subject, ledger: Ledger, fields: Mapping[str, Any]) -> None:
+    number = 2 * fields["pp"]
     reference, model = s.build(), s.build()
     batches = [s.inputs(reference, seed) for seed in range(number)]
     rows = rows_of(batches[0])
@@ -63,15 +80,13 @@ def _train(s: Subject, ledger: Ledger, schedule: str) -> None:
     losses = [s.loss(reference(**part)) * (w / sum(weights)) for part, w in zip(parts, weights, strict=True)]
     wanted = torch.stack(losses).sum()
     wanted.backward()
-    pipe = Pipeline(
-        model, s.policy(model), schedule=schedule, num_microbatches=number, loss=lambda out, arguments: s.loss(out)
-    )
-    ledger.close("loss", wanted, pipe.train_step(batch))
-    ledger.close("loss in evaluation", wanted, pipe.eval_step(batch))
+    pipe: Any = shard(model, policy=s.policy(model), num_microbatches=number, **fields)
+    ledger.close("loss", wanted, pipe.train_step(batch, loss=lambda out, _: s.loss(out)))
+    ledger.close("loss in evaluation", wanted, pipe.eval_step(batch, loss=lambda out, _: s.loss(out)))
     names = dict(reference.named_parameters(remove_duplicate=False))
     scale = max(float(p.grad.abs().max()) for p in names.values() if p.grad is not None) or 1.0
-    for name, parameter in pipe.model.named_parameters(remove_duplicate=False):
-        grad, got = names[name].grad, parameter.grad
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        grad, got = names[name].grad, None if parameter.grad is None else whole(parameter.grad)
         if grad is None or got is None:
             other = got if grad is None else grad
             ledger.true(other is None or not other.any(), f"only one model has a gradient of {name}")

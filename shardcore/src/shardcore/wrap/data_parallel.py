@@ -52,7 +52,9 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     if wrap is fully_shard and any(fsdp_placement(p) for p in model.parameters()):
         options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
     lists = stages.lists if stages else ()
-    blocks = [block for name in lists for block in model.get_submodule(name).children()]
+    blocks = [block for name in lists for block in model.get_submodule(name).children() if _holds_any(block)]
+    if sizes.pp > 1 and wrap is fully_shard:
+        options.setdefault("reshard_after_forward", False)  # see `shardcore.wrap.accumulation`
     reshards = options.get("reshard_after_forward") is not False
     experts = [module for module in model.modules() if isinstance(module, WholeExperts)]
     for unit in prepare_units(model, [*experts, *blocks], reshards=reshards):
@@ -62,6 +64,11 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
             wrap(unit.module, mesh=mesh, **options)
         unit.watch()
     return model
+
+
+def _holds_any(block: nn.Module) -> bool:
+    """Tell whether this rank has parameters of a block: those of other stages of a pipeline have none."""
+    return next(block.parameters(), None) is not None
 
 
 def _of_experts(module: WholeExperts, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,16 +44,27 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
         )
 
 
-def repoint(optimizer: Optimizer, names: dict[int, str], parameters: dict[str, nn.Parameter]) -> None:
-    """Let an optimizer of the old parameters, ``names`` by identity, step the new ``parameters`` of these names."""
+def repoint(
+    optimizer: Optimizer, names: dict[int, str], parameters: dict[str, nn.Parameter], *, divided: bool = False
+) -> None:
+    """Let an optimizer of the old parameters, ``names`` by identity, step the new ``parameters`` of these names.
+
+    Args:
+        optimizer: its groups stay, in place.
+        names: of the old parameters, by identity.
+        parameters: the new ones of the model, by all of their names.
+        divided: other ranks of a pipeline have the rest; groups may be empty.
+    """
     held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    if missing := [name for name in held if name not in parameters]:
+    missing = [name for name in held if name not in parameters]
+    if missing and not divided:
         raise ConfigError(
             f"optimizer= holds {missing[0]}, which the model lost while it was sharded; make it after shard()"
         )
     for group in optimizer.param_groups:
         # The list itself is kept: some optimizers hold a second reference to it.
-        group["params"][:] = [parameters[names[id(p)]] for p in group["params"]]
+        old = [names[id(p)] for p in group["params"]]
+        group["params"][:] = [parameters[name] for name in old if name in parameters]
 
 
 def warn_of_stale_optimizers(names: dict[int, str], model: nn.Module, stacklevel: int) -> None:

@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from shardcore._private import PIPELINES, require
 from shardcore.agree.fingerprint import Item, optimizer_items
-from shardcore.errors import ConfigError, PlanError
+from shardcore.config.pipelining import SPLIT_SCHEDULES
+from shardcore.errors import ConfigError, NotSupportedError, PlanError
 from shardcore.mesh import DATA_AXES, ShardContext, axis_name
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
@@ -68,6 +70,21 @@ class Wrapping:
                 "wrap={'reshard_after_forward': ...} says when parameters that FSDP2 has divided are let go, and "
                 "dp_shard_size is 1: nothing is divided; leave it out"
             )
+        if config.pipeline_schedule in SPLIT_SCHEDULES and self._options.get("reshard_after_forward"):
+            raise ConfigError(
+                f"wrap={{'reshard_after_forward': ...}} with pipeline_schedule={config.pipeline_schedule!r}, which "
+                "computes gradients of inputs and of parameters apart: parameters that were let go after the forward "
+                "would get none. Leave it out, or use '1f1b' or 'interleaved'"
+            )
+        if (config.pipeline_parallel_size or 1) > 1 and (
+            other := next((name for name in ("mp_policy", "offload_policy") if name in self._options), None)
+        ):
+            raise NotSupportedError(
+                f"wrap={{{other!r}: ...}} together with a pipeline is not supported yet; leave it out, and give the "
+                "model the dtype that it is to compute in"
+            )
+        if (config.pipeline_parallel_size or 1) > 1 and (config.data_parallel_size or 1) > 1:
+            require(PIPELINES)
         experts = config.expert_parallel_size or 1
         if not self._wrap and experts > 1:
             raise ConfigError(
@@ -102,7 +119,8 @@ class Wrapping:
         if self._wrap:
             apply_data_parallel(self._model, context, stages, **self._options)
         if self._optimizer is not None:
-            repoint(self._optimizer, self._names, dict(self._model.named_parameters()))
+            new = dict(self._model.named_parameters(remove_duplicate=False))
+            repoint(self._optimizer, self._names, new, divided=context.sizes.pp > 1)
 
 
 def _options(wrap: object) -> dict[str, Any]:

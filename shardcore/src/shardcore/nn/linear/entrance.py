@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shardcore.comm import collectives, sequence
+from shardcore.comm.flow import ELSEWHERE
 from shardcore.errors import NotSupportedError
 from shardcore.nn.region import region
 
@@ -56,6 +57,8 @@ def _is_entered(member: ColumnLinear, x: Tensor) -> bool:
         made_by = getattr(type(node), "_forward_cls", None)  # of nodes that Python functions made
         if made_by in _ANY_ENTRY or getattr(made_by, "__name__", "") == _COMPILED:
             return True
+        if getattr(made_by, "flow", None) is ELSEWHERE:
+            return True  # a tensor that many regions use may have entered on another stage of a pipeline
         if region.entered_for(node, member):
             return True
         if made_by not in _EXITS:

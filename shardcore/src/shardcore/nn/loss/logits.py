@@ -53,6 +53,11 @@ class VocabParallelLogits:
         self._vocabulary = vocabulary
 
     @property
+    def local(self) -> Tensor:
+        """This rank's part."""
+        return self._local
+
+    @property
     def shape(self) -> torch.Size:
         """The full shape, (..., V)."""
         return torch.Size((*self._local.shape[:-1], self._vocabulary.size))
@@ -103,7 +108,7 @@ class VocabParallelLogits:
         keeps = bool(wanted) and (wanted[-1] == vocabulary or (wanted[-1] == -1 and wanted[:-1] == self.shape[:-1]))
         if not keeps:
             self._refuse(f"a view as {wanted}")
-        return self._with(self._local.reshape(*wanted[:-1], self._local.size(-1)))
+        return self.with_local(self._local.reshape(*wanted[:-1], self._local.size(-1)))
 
     reshape = view
 
@@ -111,7 +116,7 @@ class VocabParallelLogits:
         """Return the same logits with some dims joined, but for the last."""
         if end_dim % self.ndim == self.ndim - 1 and start_dim % self.ndim != self.ndim - 1:
             self._refuse("flattening the vocabulary")
-        return self._with(self._local.flatten(start_dim, end_dim))
+        return self.with_local(self._local.flatten(start_dim, end_dim))
 
     def __getitem__(self, index: Any) -> Self:
         parts = index if isinstance(index, tuple) else (index,)
@@ -121,7 +126,7 @@ class VocabParallelLogits:
         whole_last = _is_all(parts[-1]) or (len(parts) == 1 and masks)
         if any(part is None for part in parts) or ((reaches or masks) and not whole_last):
             self._refuse(f"the selection {index!r}")
-        return self._with(self._local[index])
+        return self.with_local(self._local[index])
 
     def __mul__(self, factor: Any) -> Self:
         return self._elementwise(torch.mul, factor)
@@ -228,7 +233,7 @@ class VocabParallelLogits:
         return self._changed(lambda local: local + own)
 
     def _changed(self, change: Change) -> Self:
-        return self._with(change(self._local))
+        return self.with_local(change(self._local))
 
     def _own(self, bias: Any) -> Tensor:
         """Return this rank's part of a bias (..., V), such as a buffer that every rank has whole."""
@@ -240,7 +245,8 @@ class VocabParallelLogits:
         start, stop = chunk_bounds(self._vocabulary.size, context.size, context.rank)
         return bias[..., start:stop]
 
-    def _with(self, local: Tensor) -> Self:
+    def with_local(self, local: Tensor) -> Self:
+        """Return the same logits of which this rank has ``local``."""
         return type(self)(local, self._vocabulary)
 
     def _refuse(self, what: str) -> NoReturn:
@@ -289,7 +295,8 @@ class LazyLogits(VocabParallelLogits):
     def _changed(self, change: Change) -> Self:
         return type(self)(self._local, self._vocabulary, self._head, self._chunk, (*self._changes, change))
 
-    def _with(self, local: Tensor) -> Self:
+    @override
+    def with_local(self, local: Tensor) -> Self:
         return type(self)(local, self._vocabulary, self._head, self._chunk, self._changes)
 
 

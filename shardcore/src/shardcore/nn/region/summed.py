@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore._torch import backward_task
 from shardcore.comm import collectives, dtensor_params, neighbours, sequence
+from shardcore.comm.flow import ELSEWHERE
 
 __all__ = ["shared_source"]
 
@@ -61,6 +62,8 @@ def shared_source(x: Tensor, *, local: bool = False) -> str | None:
         made_by = getattr(type(node), "_forward_cls", None)  # of nodes that Python functions made
         if made_by in _SUMS or getattr(made_by, "__name__", "") in _ENTRIES:
             continue
+        if getattr(made_by, "flow", None) is ELSEWHERE:
+            continue  # the stage of a pipeline that it came from has made it on as many ranks, and entered it
         if made_by in _EXITS:
             return "activations that all ranks hold alike"
         leaf = getattr(node, "variable", None)

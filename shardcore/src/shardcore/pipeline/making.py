@@ -1,0 +1,64 @@
+"""What `shardcore.shard` does to a model for a pipeline: what has to hold before, and the change."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardcore.config import ShardConfig
+from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext
+from shardcore.pipeline.cut import Cut
+from shardcore.pipeline.model import PipelinedModel
+from shardcore.pipeline.pipe import Pipeline
+from shardcore.pipeline.schedules import schedule_named
+from shardcore.plan import ShardPlan
+
+__all__ = ["Pipelining"]
+
+
+class Pipelining:
+    """The division of one model among the ranks of a pipeline.
+
+    Args:
+        model: the model, unsharded yet.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._pipeline: Pipeline | None = None
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse what cannot be cut as the configuration says.
+
+        Raises:
+            ConfigError: the model has too few blocks, or settings contradict each other.
+            NotSupportedError: the policy does not say where the model can be cut.
+        """
+        if (plan.config.pipeline_parallel_size or 1) > 1:
+            cut_of(self._model, plan)
+
+    def divide(self, context: ShardContext, plan: ShardPlan) -> None:
+        """Keep this rank's stages of the model, which is sharded along ``tp`` by now."""
+        self._pipeline = Pipeline(self._model, cut_of(self._model, plan), context, plan.config)
+
+    def finish(self) -> None:
+        """Give the model its steps, when everything else was done to it."""
+        if self._pipeline is not None:
+            PipelinedModel.of(self._model, self._pipeline)
+
+
+def cut_of(model: nn.Module, plan: ShardPlan) -> Cut:
+    """Return where ``model`` is cut.
+
+    Raises:
+        ConfigError: it has too few blocks, or settings contradict each other.
+        NotSupportedError: its policy does not say where it can be cut.
+    """
+    config: ShardConfig = plan.config
+    _, chunks = schedule_named(config.pipeline_schedule or "1f1b", config.num_model_chunks)
+    if plan.stages is None:
+        raise NotSupportedError(
+            f"the policy of {type(model).__name__} does not say where it can be cut; give it "
+            "stages=shardcore.Stages(...)"
+        )
+    return Cut.of(model, plan.stages, (config.pipeline_parallel_size or 1) * chunks, bounds=config.pipeline_bounds)

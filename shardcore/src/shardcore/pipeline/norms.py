@@ -1,0 +1,55 @@
+"""One norm of the gradients of a model of which every rank has other parts, some of them copies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import ConfigError
+
+__all__ = ["clip_grads", "squared_norm"]
+
+
+def squared_norm(model: nn.Module, again: Collection[int], ranks: int, device: torch.device) -> Tensor:
+    """Return this rank's summand of the squared norm of all gradients: (), float64; the sum is over all ranks.
+
+    torch's own norms stack those of all gradients, which have to lie on one mesh for that.
+
+    Args:
+        model: this rank's part.
+        again: ids of parameters that count as another rank's of the pipeline.
+        ranks: how many ranks have a part, or a copy, of what this rank's stages hold.
+        device: where the result is to be.
+
+    Raises:
+        ConfigError: gradients are partial still.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is None or id(parameter) in again:
+            continue
+        parts = 1
+        if isinstance(grad, DTensor):
+            if any(isinstance(placement, Partial) for placement in grad.placements):
+                raise ConfigError(
+                    f"the gradient of {name} is this rank's summand; call shardcore.reduce_partial_gradients(model) "
+                    "before the norm is taken"
+                )
+            for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
+                parts *= 1 if placement.is_replicate() else size
+        total += local_tensor(grad).double().square().sum() * (parts / ranks)
+    return total
+
+
+def clip_grads(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm, which is ``norm``, is at most ``max_norm``."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad)
+            local.mul_(factor.to(local.dtype))

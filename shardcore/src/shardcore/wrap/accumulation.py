@@ -1,0 +1,76 @@
+"""FSDP2 over the micro-batches of a pipeline: gathered once, and gradients summed once, for each step.
+
+Between the first micro-batch and the last one parameters stay gathered, and their gradients whole: a backward that is
+split looks for parameters where they were in the forward, and each micro-batch would send all of them again. What is
+divided between steps, the parameters, gradients and the state of optimizers, is what ZeRO's first stage divides
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """The micro-batches of one step of a model, to which FSDP2 may have been applied.
+
+    Args:
+        model: the model; FSDP2 is applied to it last.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._fsdp: Any = model if isinstance(model, FSDPModule) else None
+
+    def begin(self) -> None:
+        """Gather all parameters, and let backwards leave gradients alone."""
+        if self._fsdp is None:
+            return
+        self._switch(sums=False)
+        self._fsdp._get_fsdp_state()._lazy_init()  # or else the first block that gathers would be the root
+        for unit in self._units():
+            unit.unshard()
+
+    def finish(self) -> None:
+        """Sum the gradients over the replicas, and divide them and the parameters again."""
+        if self._fsdp is None:
+            return
+        self._switch(sums=True)
+        root = self._fsdp._get_fsdp_state()
+        # What a backward does at the end of each unit, and at its own: torch's pipelines do the same.
+        for state in root._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        root._root_post_backward_final_callback()
+        self._divide()
+
+    def give_up(self) -> None:
+        """Remove all gradients, and divide the parameters again."""
+        self._model.zero_grad(set_to_none=True)
+        if self._fsdp is not None:
+            self._switch(sums=True)
+            self._divide()
+            self._model.zero_grad(set_to_none=True)
+
+    def end_evaluation(self) -> None:
+        """Divide the parameters again after calls without gradients."""
+        if self._fsdp is not None:
+            self._divide()
+
+    def _divide(self) -> None:
+        for unit in self._units():
+            unit.reshard()
+
+    def _switch(self, *, sums: bool) -> None:
+        self._fsdp.set_is_last_backward(sums)
+        self._fsdp.set_reshard_after_backward(sums)
+        self._fsdp.set_requires_gradient_sync(sums)
+
+    def _units(self) -> Iterator[Any]:
+        return (module for module in self._model.modules() if isinstance(module, FSDPModule))
