@@ -390,3 +390,70 @@ def test_weights():
     assert weight_of(Causal(), {"labels": labels}) == 1  # the first label of a row is predicted by nothing
     assert weight_of(nn.Module(), {"x": torch.ones(5, 2)}) == 5
     assert weight_of(nn.Module(), {"labels": torch.ones(5, 2)}) == 5
+
+
+def masks() -> None:
+    def losses(**settings: Any) -> list[float]:
+        torch.manual_seed(0)
+        pipe = pipeline(build(layers=LAYERS, dropout=0.3, checkpoint="non-reentrant"), **settings)
+        return [float(pipe.train_step(labelled())) for _ in range(2)]
+
+    wanted = losses()
+    assert wanted[0] != wanted[1]
+    for settings in (
+        {"pipeline_bounds": (0, 1, 4)},
+        {"pipeline_schedule": "gpipe"},
+        {"pipeline_schedule": "zbv"},
+        {"pipeline_schedule": "interleaved"},
+    ):
+        assert losses(**settings) == wanted, settings
+
+
+def test_dropout_depends_neither_on_schedules_nor_on_cuts(pool):
+    pool.run(masks, world=2)
+
+
+def called() -> None:
+    reference = build(layers=LAYERS)
+    pipe = pipeline(copy.deepcopy(reference), pipeline_schedule="interleaved")
+    ids = labelled()["ids"]
+    with torch.no_grad():
+        assert torch.equal(pipe(ids=ids), reference(ids=ids))
+        assert torch.equal(pipe(ids=ids[:3]), reference(ids=ids[:3]))
+        with pytest.raises(NotSupportedError, match="positional arguments; pass them by name"):
+            pipe(ids)
+    with pytest.raises(NotSupportedError, match=r"records gradients; call model.train_step\(batch\)"):
+        pipe(ids=ids)
+    with pytest.raises(ConfigError, match=r"a Tensor has no loss; pass labels, or give loss="):
+        pipe.train_step({"ids": ids})
+    assert abs(float(pipe.train_step(labelled())) - float(whole_step(reference, labelled()))) <= 1e-12
+
+
+def test_a_call_runs_through_all_stages(pool):
+    pool.run(called, world=2)
+
+
+def repointed() -> None:
+    reference = build(layers=LAYERS)
+    model = copy.deepcopy(reference)
+
+    def adamw(net: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": net.head.parameters(), "lr": 0.1}, {"params": net.model.parameters()}])
+
+    first, second = adamw(reference), adamw(model)
+    groups = second.param_groups
+    pipe = pipeline(model, optimizer=second)
+    whole_step(reference, labelled())
+    pipe.train_step(labelled())
+    first.step()
+    second.step()
+    assert second.param_groups is groups
+    names = dict(reference.named_parameters())
+    assert [name for name, p in pipe.named_parameters() if (p - names[name]).abs().max() > 1e-9] == []
+    held = [len(group["params"]) for group in groups]
+    assert sum(held) == len(list(pipe.parameters()))
+    assert (held[0] == 0) == (dist.get_rank() == 0)
+
+
+def test_an_optimizer_keeps_its_groups(pool):
+    pool.run(repointed, world=2)
