@@ -148,7 +148,7 @@ def shard_new(
     sharder.shard()  # discover, resolve, compile, agree, apply
     if sharder.context is not None and sharder.plan is not None:
         if sharder.context.sizes.pp > 1:
-            sharder.finish(functools.partial(pipelining.divide, sharder.context, sharder.plan))
+            sharder.finish(functools.partial(pipelining.divide, sharder.context, sharder.plan, wrapping.dtype))
         wrapping.apply(sharder.context, sharder.plan.stages, together=sharder.finish)
     if filling is not None:
         sharder.finish(functools.partial(filling.apply, sharder.context))

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from tiny import TinyPolicy, batch, build
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardcore
@@ -457,3 +459,46 @@ def repointed() -> None:
 
 def test_an_optimizer_keeps_its_groups(pool):
     pool.run(repointed, world=2)
+
+
+def mixed(axes: dict[str, Any]) -> None:
+    """Under mixed precision a pipeline computes what the model with replicas alone does, in the same micro-batches."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    first = build(layers=LAYERS, tied=True, dtype=torch.float32)
+    second = copy.deepcopy(first)
+    plain = shard(first, policy=TinyPolicy, tp=1, wrap={"mp_policy": policy, "reshard_after_forward": False})
+    pipe = pipeline(second, wrap={"mp_policy": policy}, **axes)
+    wanted = whole_step(plain, labelled())
+    got = pipe.train_step(labelled())
+    assert got.dtype == torch.bfloat16 or got.dtype == torch.float32
+    close(wanted, got, "loss", 1e-2)
+    names = dict(plain.named_parameters(remove_duplicate=False))
+    grads = {name: whole(p.grad) for name, p in names.items()}  # on all ranks
+    scale = max(float(grad.abs().max()) for grad in grads.values())
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        assert parameter.dtype == torch.float32
+        close(grads[name], whole(parameter.grad), name, 2e-2, scale=scale)
+    assert bool(pipe.eval_step(labelled()).isfinite())
+
+
+@pytest.mark.parametrize(
+    "axes", [{"pp": 2, "dp": 2}, {"pp": 2, "tp": 2, "pipeline_schedule": "zbv"}, {"pp": 4}], ids=str
+)
+def test_mixed_precision(pool, axes):
+    pool.run(mixed, axes, world=4)
+
+
+def on_a_mesh() -> None:
+    """A pipeline is an axis of the caller's own mesh too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    reference = build(layers=LAYERS)
+    pipe = shard(copy.deepcopy(reference), policy=TinyPolicy, device_mesh=mesh, num_microbatches=4)
+    assert abs(float(whole_step(reference, labelled())) - float(pipe.train_step(labelled()))) <= 1e-12
+    names = dict(reference.named_parameters())
+    scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
+    for name, parameter in pipe.named_parameters():
+        close(names[name].grad, whole(parameter.grad), name, scale=scale)
+
+
+def test_a_mesh_of_the_callers(pool):
+    pool.run(on_a_mesh, world=4)

@@ -66,17 +66,26 @@ def watched(module: nn.Module, name: str, watch: list[Watch]) -> None:
 
 
 @contextmanager
-def types_kept(model: nn.Module, device: torch.device | str) -> Iterator[None]:
+def types_kept(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Let modules that lose all their parameters inside still tell the dtype and the device that these had.
 
     Models of transformers ask their parts for both, which look for a parameter.
+
+    Args:
+        model: what loses parameters inside.
+        device: what is told.
+        dtype: what is told; what the parameters had if not given.
     """
-    told = {m: m.dtype for m in model.modules() if isinstance(getattr(type(m), "dtype", None), property)}
+    told: dict[Any, Any] = {m: dtype or m.dtype for m in model.modules() if _tells_dtype(m)}
     yield
-    for module, dtype in told.items():
+    for module, known in told.items():
         if next(module.parameters(), None) is None:
             module.__class__ = _typed_class(type(module))
-            module.__dict__["_pipeline_types"] = (dtype, torch.device(device))
+            module.__dict__["_pipeline_types"] = (known, torch.device(device))
+
+
+def _tells_dtype(module: nn.Module) -> bool:
+    return isinstance(getattr(type(module), "dtype", None), property)
 
 
 class Typed:
@@ -110,9 +119,15 @@ class Absent:
     Args:
         owners: the modules whose own tensors they are, and the names of these.
         device: where the model runs.
+        dtype: in which it computes; that of the tensors if not given.
     """
 
-    def __init__(self, owners: Iterator[tuple[nn.Module, str]], device: torch.device | str) -> None:
+    def __init__(
+        self,
+        owners: Iterator[tuple[nn.Module, str]],
+        device: torch.device | str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._tensors: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for module, name in list(owners):
             held = module._parameters if name in module._parameters else module._buffers
@@ -123,7 +138,7 @@ class Absent:
             meta = tensor.detach().to("meta")
             if isinstance(tensor, nn.Parameter):
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-            self._tensors.append((module, name, meta, _alike(tensor, device)))
+            self._tensors.append((module, name, meta, _alike(tensor, device, dtype)))
         self.fill(NOWHERE)
 
     def fill(self, number: float) -> None:
@@ -151,9 +166,11 @@ def _held(module: nn.Module, tensor: Tensor) -> Any:
     return module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
 
 
-def _alike(tensor: Tensor, device: torch.device | str) -> Tensor:
+def _alike(tensor: Tensor, device: torch.device | str, computed: torch.dtype | None) -> Tensor:
     """Return a tensor of one number that has the shape and the dtype of another one; of a DTensor, of its part."""
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(local_tensor(tensor).shape)
+    casts = computed is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    dtype = computed if casts else tensor.dtype
+    return torch.zeros((), dtype=dtype, device=device).expand(local_tensor(tensor).shape)
 
 
 def tensors_below(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from shardcore.config import ShardConfig
@@ -37,9 +38,15 @@ class Pipelining:
         if (plan.config.pipeline_parallel_size or 1) > 1:
             cut_of(self._model, plan)
 
-    def divide(self, context: ShardContext, plan: ShardPlan) -> None:
-        """Keep this rank's stages of the model, which is sharded along ``tp`` by now."""
-        self._pipeline = Pipeline(self._model, cut_of(self._model, plan), context, plan.config)
+    def divide(self, context: ShardContext, plan: ShardPlan, dtype: torch.dtype | None) -> None:
+        """Keep this rank's stages of the model, which is sharded along ``tp`` by now.
+
+        Args:
+            context: that of the model.
+            plan: that of the whole model.
+            dtype: in which it will compute, where FSDP2 will cast.
+        """
+        self._pipeline = Pipeline(self._model, cut_of(self._model, plan), context, plan.config, dtype=dtype)
 
     def finish(self) -> None:
         """Give the model its steps, when everything else was done to it."""

@@ -33,7 +33,14 @@ class PipelinedModel(SwappedModule):
         add_behaviour(model, cls)
         model.__dict__["_shard_pipeline"] = pipeline
 
-    def train_step(self, batch: Mapping[str, Any], *, loss: Loss | None = None, weight: Weight | None = None) -> Tensor:
+    def train_step(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        loss: Loss | None = None,
+        weight: Weight | None = None,
+        outputs: list[Any] | None = None,
+    ) -> Tensor:
         """Run forward and backward of a batch, in micro-batches, and return its loss: () on every rank.
 
         Gradients are added to those that the parameters have. If it fails on a rank, it raises on all of them, and
@@ -45,17 +52,25 @@ class PipelinedModel(SwappedModule):
                 as ``weight`` says. By default what the output calls ``loss``, or an output that is one number.
             weight: a function of a micro-batch, which returns over how many items its loss is a mean. By default
                 labels that count, or rows.
+            outputs: is extended by the outputs of all micro-batches, detached, on the ranks of the last stage.
 
         Raises:
             AgreementError: another rank failed, or the batches differ.
             ConfigError: the batch cannot be divided, or there is no loss.
             NotSupportedError: a stage would need what only another one computes.
         """
-        return self._shard_pipeline.train_step(batch, loss=loss, weight=weight)
+        return self._shard_pipeline.train_step(batch, loss=loss, weight=weight, outputs=outputs)
 
-    def eval_step(self, batch: Mapping[str, Any], *, loss: Loss | None = None, weight: Weight | None = None) -> Tensor:
+    def eval_step(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        loss: Loss | None = None,
+        weight: Weight | None = None,
+        outputs: list[Any] | None = None,
+    ) -> Tensor:
         """Return the loss of a batch, () on every rank, without a backward; the arguments are those of `train_step`."""
-        return self._shard_pipeline.eval_step(batch, loss=loss, weight=weight)
+        return self._shard_pipeline.eval_step(batch, loss=loss, weight=weight, outputs=outputs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients, on all ranks, so that their norm is at most ``max_norm``; return the norm before.

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardcore.comm.dtensor_params import local_tensor, read_local
 from shardcore.config import ShardConfig
@@ -53,6 +54,7 @@ class Pipeline:
         cut: where it is cut.
         context: that of the model; its mesh has an axis ``pp``.
         config: the configuration, resolved.
+        dtype: in which it will compute, where FSDP2 will cast.
 
     Attributes:
         model: this rank's part.
@@ -61,33 +63,56 @@ class Pipeline:
         stages: the stages of this rank.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, context: ShardContext, config: ShardConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        context: ShardContext,
+        config: ShardConfig,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.cut, self.ranks = model, cut, Ranks(context)
         self._context, self._device = context, context.device
         self._plan, _ = schedule_named(config.pipeline_schedule or "1f1b", config.num_model_chunks)
         self._size = config.microbatch_size
         self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
         self._of = self._plan.ranks(len(cut), self.ranks.size)
-        self._rehearsal = Rehearsal(meta_copy(model), cut, self._device)
+        self._rehearsal = Rehearsal(meta_copy(model, dtype), cut, self._device, dtype)
         self._shared = shared_parameters(model, cut, self._of)
         set_division(model, _division(model, self.ranks.rank))
         # The context defers them for the sake of the schedule, not of the user.
         self._sums_partial = context.defers and config.partial_gradients == "in_backward"
-        holding = Holding(model, cut, [s for s, of in enumerate(self._of) if of == self.ranks.rank], self._device)
+        held = [stage for stage, of in enumerate(self._of) if of == self.ranks.rank]
+        holding = Holding(model, cut, held, self._device, dtype)
         self.stages = [Stage(holding, index, splits=self._plan.splits) for index in holding.stages]
         self._scripts: dict[str, Script] = {}
         self._schedules: dict[str, tuple[Any, list[SafeStage]]] = {}
         self._step: _Step | None = None
         self._running = 0
 
-    def train_step(self, batch: Mapping[str, Any], *, loss: Loss | None = None, weight: Weight | None = None) -> Tensor:
+    def train_step(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        loss: Loss | None = None,
+        weight: Weight | None = None,
+        outputs: list[Any] | None = None,
+    ) -> Tensor:
         """Run forward and backward of a batch; see `shardcore.pipeline.PipelinedModel.train_step`."""
-        return self._stepped(batch, loss, weight, training=True)
+        return self._stepped(batch, loss, weight, outputs, training=True)
 
-    def eval_step(self, batch: Mapping[str, Any], *, loss: Loss | None = None, weight: Weight | None = None) -> Tensor:
+    def eval_step(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        loss: Loss | None = None,
+        weight: Weight | None = None,
+        outputs: list[Any] | None = None,
+    ) -> Tensor:
         """Return the loss of a batch, without a backward; see `shardcore.pipeline.PipelinedModel.eval_step`."""
         with torch.no_grad():
-            return self._stepped(batch, loss, weight, training=False)
+            return self._stepped(batch, loss, weight, outputs, training=False)
 
     @torch.no_grad()
     def forward(self, arguments: Mapping[str, Any]) -> Any:
@@ -104,15 +129,27 @@ class Pipeline:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients by one norm; see `shardcore.pipeline.PipelinedModel.clip_grad_norm_`."""
-        again = self._shared.counted_elsewhere(self.ranks.rank)
-        squares = squared_norm(self.model, again, self.ranks.beside, self._device)
+        squares = squared_norm(self.model, self.counted_elsewhere(), self.ranks.beside, self._device)
         dist.all_reduce(squares, group=self.ranks.everybody)
         norm = squares.sqrt()
         clip_grads(self.model, norm, max_norm)
         return norm
 
-    def _stepped(self, batch: Mapping[str, Any], loss: Loss | None, weight: Weight | None, *, training: bool) -> Tensor:
+    def counted_elsewhere(self) -> set[int]:
+        """Return the ids of parameters whose gradients count as those of another rank."""
+        return self._shared.counted_elsewhere(self.ranks.rank)
+
+    def _stepped(
+        self,
+        batch: Mapping[str, Any],
+        loss: Loss | None,
+        weight: Weight | None,
+        outputs: list[Any] | None,
+        *,
+        training: bool,
+    ) -> Tensor:
         step = self._begun(batch, loss, weight, training=training)
+        step.outputs = {} if outputs is not None and self.stages[-1].is_last else None
         accumulation = Accumulation(self.model)
         kept = self._set_aside() if training else {}
         try:
@@ -131,6 +168,8 @@ class Pipeline:
                 reduce_partial_gradients(self.model)
             self._shared.add(self.ranks.group)
             self._add(kept)
+        if outputs is not None and step.outputs is not None:
+            outputs += [step.outputs[number] for number in range(len(step.feed))]
         total = torch.stack(step.losses).sum() if step.losses else torch.zeros((), dtype=step.dtype)
         total = total.to(self._device)
         dist.broadcast(total, group=self.ranks.group, group_src=self._of[-1])
@@ -286,6 +325,8 @@ class Pipeline:
         """Return the part that a micro-batch has in the loss, from the output of the last stage."""
         step = self._now
         arguments, share = step.feed[number]
+        if step.outputs is not None:
+            step.outputs[number] = tree_map_only(Tensor, Tensor.detach, out)
         if share:
             loss = step.loss(out, arguments) * share
         else:  # nothing of it counts, and its own mean may be NaN
@@ -321,6 +362,7 @@ class _Step:
     ) -> None:
         self.feed, self.key, self.script, self.loss, self.seed = feed, key, script, loss, seed
         self.losses: list[Tensor] = []
+        self.outputs: dict[int, Any] | None = None  # of micro-batches, if they are asked for
 
     @property
     def dtype(self) -> torch.dtype:

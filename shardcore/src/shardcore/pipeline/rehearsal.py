@@ -37,10 +37,13 @@ class Rehearsal:
         model: the copy, sharded along ``tp`` if the model is; it is good for nothing else afterwards.
         cut: how the model is cut.
         device: where the model runs.
+        dtype: what FSDP2 casts the inputs of the model and of its blocks to, and the parameters of ``model`` are in.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, device: torch.device | str = "cpu") -> None:
-        self._model, self._cut, self._device = model, cut, device
+    def __init__(
+        self, model: nn.Module, cut: Cut, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        self._model, self._cut, self._device, self._dtype = model, cut, device, dtype
         self._watch: list[Watch] = []
         self._names, self._absent = names_of_parts(model, cut), {}
         claimed: set[tuple[int, str]] = set()
@@ -103,6 +106,12 @@ class Rehearsal:
                 stack.enter_context(absent.on_meta())
             yield
 
+    def cast(self, tree: Any) -> Any:
+        """Return what a unit of FSDP2 is called with, of what it is given."""
+        if self._dtype is None:
+            return tree
+        return tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, tree)
+
     def _holds(self, stage: int, name: str) -> bool:
         """Tell whether a stage holds a part under any of its names."""
         names = [other for other, first in self._names.items() if first == name]
@@ -114,7 +123,7 @@ class Rehearsal:
         self._watch[:] = [watch]
         try:
             with torch.no_grad():
-                return self._model(**arguments)
+                return self._model(**self.cast(arguments))
         except Reached:
             return None
         finally:
@@ -144,7 +153,10 @@ class _Answering:
         self._inside = True
         try:
             with self._rehearsal.on_meta(), _OnMeta():  # type: ignore[no-untyped-call]
-                out = forward(*_on_meta(args), **_on_meta(kwargs))
+                args, kwargs = _on_meta(args), _on_meta(kwargs)
+                if name in self._rehearsal._cut.blocks:
+                    args, kwargs = self._rehearsal.cast(args), self._rehearsal.cast(kwargs)
+                out = forward(*args, **kwargs)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise NotSupportedError(
                 f"{name} cannot be called on meta, which tells a pipeline what it returns: {error}; use "

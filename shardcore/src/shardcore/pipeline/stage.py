@@ -30,20 +30,28 @@ class Holding:
         cut: how it is cut.
         stages: which stages it holds.
         device: where it runs.
+        dtype: in which it computes, if FSDP2 casts parameters.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, stages: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        stages: Sequence[int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.cut, self.stages, self.device = model, cut, tuple(stages), device
         self.names = names_of_parts(model, cut)
         here = {name for stage in self.stages for name in self.of(stage)}
         self.watch: list[Watch] = [_Recomputing(here)]
         held = {(id(m), leaf) for name in here for m, leaf in tensors_below(model, name)}
         self._absent = []
-        with types_kept(model, device):
+        with types_kept(model, device, dtype):
             for name in (name for name in dict.fromkeys(self.names.values()) if name not in here):
                 own = [(m, leaf) for m, leaf in tensors_below(model, name) if (id(m), leaf) not in held]
                 held |= {(id(m), leaf) for m, leaf in own}
-                self._absent.append(Absent(iter(own), device))
+                self._absent.append(Absent(iter(own), device, dtype))
         for name, module in modules_of_parts(model, cut):
             watched(module, self.names[name], self.watch)
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
@@ -76,13 +77,8 @@ class Wrapping:
                 "computes gradients of inputs and of parameters apart: parameters that were let go after the forward "
                 "would get none. Leave it out, or use '1f1b' or 'interleaved'"
             )
-        if (config.pipeline_parallel_size or 1) > 1 and (
-            other := next((name for name in ("mp_policy", "offload_policy") if name in self._options), None)
-        ):
-            raise NotSupportedError(
-                f"wrap={{{other!r}: ...}} together with a pipeline is not supported yet; leave it out, and give the "
-                "model the dtype that it is to compute in"
-            )
+        if (config.pipeline_parallel_size or 1) > 1:
+            self._check_in_pipeline()
         if (config.pipeline_parallel_size or 1) > 1 and (config.data_parallel_size or 1) > 1:
             require(PIPELINES)
         experts = config.expert_parallel_size or 1
@@ -93,6 +89,19 @@ class Wrapping:
             )
         if self._wrap and (problems := unwrappable(self._model, plan)):
             raise PlanError(f"{type(self._model).__qualname__} cannot be wrapped by FSDP2", problems)
+
+    def _check_in_pipeline(self) -> None:
+        precision = self._options.get("mp_policy")
+        casts = precision is not None and (precision.output_dtype is not None or not precision.cast_forward_inputs)
+        if casts or "offload_policy" in self._options:
+            what = "output_dtype, or cast_forward_inputs=False, of mp_policy" if casts else "'offload_policy'"
+            raise NotSupportedError(f"wrap= with {what} is not supported together with a pipeline; leave it out")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What FSDP2 will cast parameters and inputs to; None if it does not."""
+        precision = self._options.get("mp_policy")
+        return None if precision is None else precision.param_dtype
 
     def items(self) -> Iterator[Item]:
         """Yield what has to be the same on every rank."""
