@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardcore.apply.launch import launch_from_torch
     from shardcore.apply.sharder import ModelSharder
+    from shardcore.booster import Booster, HybridParallelPlugin
     from shardcore.checkpoint import Loaded, latest, load_checkpoint, save_checkpoint, wait_for_checkpoint
     from shardcore.compile import compile_plan
-    from shardcore.config import ShardConfig
-    from shardcore.config.recomputation import GradientCheckpointConfig
+    from shardcore.config import (
+        GradientCheckpointConfig,
+        PipelineGradientCheckpointConfig,
+        PipelineStageManager,
+        ShardConfig,
+    )
     from shardcore.data import ShardedDataLoader
     from shardcore.errors import (
         AgreementError,
@@ -62,11 +67,13 @@ __all__ = [
     "AgreementError",
     "AlreadyShardedError",
     "AmbiguousPolicyError",
+    "Booster",
     "BrokenPackWarning",
     "CheckpointError",
     "ConfigError",
     "GradientCheckpointConfig",
     "Heads",
+    "HybridParallelPlugin",
     "Loaded",
     "MissingRanksError",
     "ModelSharder",
@@ -78,6 +85,8 @@ __all__ = [
     "ParallelModule",
     "ParallelModuleSpec",
     "PartlyShardedError",
+    "PipelineGradientCheckpointConfig",
+    "PipelineStageManager",
     "PlanError",
     "Policy",
     "PolicySpec",
@@ -121,11 +130,13 @@ _HOME = {
     "AgreementError": "shardcore.errors",
     "AlreadyShardedError": "shardcore.errors",
     "AmbiguousPolicyError": "shardcore.errors",
+    "Booster": "shardcore.booster",
     "BrokenPackWarning": "shardcore.errors",
     "CheckpointError": "shardcore.errors",
     "ConfigError": "shardcore.errors",
-    "GradientCheckpointConfig": "shardcore.config.recomputation",
+    "GradientCheckpointConfig": "shardcore.config",
     "Heads": "shardcore.policy",
+    "HybridParallelPlugin": "shardcore.booster",
     "Loaded": "shardcore.checkpoint",
     "MissingRanksError": "shardcore.errors",
     "ModelSharder": "shardcore.apply.sharder",
@@ -137,6 +148,8 @@ _HOME = {
     "ParallelModule": "shardcore.nn",
     "ParallelModuleSpec": "shardcore.hooks",
     "PartlyShardedError": "shardcore.errors",
+    "PipelineGradientCheckpointConfig": "shardcore.config",
+    "PipelineStageManager": "shardcore.config",
     "PlanError": "shardcore.errors",
     "Policy": "shardcore.policy",
     "PolicySpec": "shardcore.hooks",

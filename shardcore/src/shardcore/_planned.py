@@ -40,7 +40,6 @@ class PlannedField(Planned):
 
 #: By the name of the field.
 FIELDS = {
-    "pipeline_stage_manager": PlannedField("0.4", "leave it None", (None,)),
     "context_parallel_size": PlannedField(
         "0.5", "use tensor and data parallelism", (None, 1), feature="context parallelism"
     ),
@@ -65,7 +64,6 @@ FIELDS = {
 
 #: By a name that people know from Shardformer; see `shardcore.compat`.
 NAMES = {
-    "Booster": Planned("0.4", "shardcore.shard and a plain training loop"),
     "Embedding1D": Planned("0.5", "VocabParallelEmbedding1D, which splits the vocabulary instead of the features"),
     "FusedLinear1D_Row": Planned("0.3", "Linear1D_Row after FusedLinear1D_Col"),
     "ColoAttention": Planned("0.5", "the attention of the model's library: attn_implementation='sdpa'"),
@@ -73,12 +71,9 @@ NAMES = {
     "GPT2FusedLinearConv": Planned("0.3", "a ParallelModule of your own"),
     "GPT2FusedLinearConv1D_Col": Planned("0.3", "FusedLinear1D_Col, which takes transformers' Conv1D"),
     "GPT2FusedLinearConv1D_Row": Planned("0.3", "Linear1D_Row, which takes transformers' Conv1D"),
-    "HybridParallelPlugin": Planned("0.4", "shardcore.shard(model, tp=..., dp=...)"),
     "LinearWithGradAccum": Planned("0.4", "torch.nn.Linear, whose gradients accumulate by themselves"),
     "PaddingEmbedding": Planned("0.5", "VocabParallelEmbedding1D: a vocabulary of any size is split unevenly"),
     "PaddingLMHead": Planned("0.5", "VocabParallelLMHead1D: a vocabulary of any size is split unevenly"),
-    "PipelineStageManager": Planned("0.4", "tensor and data parallelism"),
-    "PipelineGradientCheckpointConfig": Planned("0.4", "GradientCheckpointConfig"),
     "RingAttention": Planned("0.5", "shardcore.shard(model, enable_sequence_parallelism=True)"),
 }
 
@@ -99,11 +94,6 @@ LAYER_OPTIONS = {
 
 #: What only the documentation names: the first word of a row of its tables, and the release.
 OTHERS = {
-    "tp_size": NAMES["HybridParallelPlugin"].release,
-    "Booster.execute_pipeline": NAMES["Booster"].release,
-    "_criterion": NAMES["Booster"].release,
-    "finetune.py": NAMES["Booster"].release,
-    "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
     "BLIP-2": "0.5",
     "ChatGLM-2": "0.5",

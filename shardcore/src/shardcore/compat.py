@@ -12,8 +12,13 @@ import shardcore
 from shardcore import _planned
 from shardcore.apply.launch import launch_from_torch
 from shardcore.apply.sharder import ModelSharder
-from shardcore.config import ShardConfig
-from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.booster import Booster, HybridParallelPlugin
+from shardcore.config import (
+    GradientCheckpointConfig,
+    PipelineGradientCheckpointConfig,
+    PipelineStageManager,
+    ShardConfig,
+)
 from shardcore.errors import NotSupportedError
 from shardcore.former import ShardFormer
 from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelModule, RowLinear, VocabEmbedding
@@ -22,15 +27,19 @@ from shardcore.nn.randomness.rank_dropout import DropoutForParallelInput, Dropou
 from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 
 __all__ = [
+    "Booster",
     "DropoutForParallelInput",
     "DropoutForReplicatedInput",
     "FusedLinear1D_Col",
     "GradientCheckpointConfig",
+    "HybridParallelPlugin",
     "Linear1D_Col",
     "Linear1D_Row",
     "ModelSharder",
     "ModulePolicyDescription",
     "ParallelModule",
+    "PipelineGradientCheckpointConfig",
+    "PipelineStageManager",
     "Policy",
     "Shard",
     "ShardConfig",

@@ -19,7 +19,6 @@ LATER = [
     ("tensor_parallel_mode", "2d", "1.0"),
     ("tensor_parallel_mode", "2.5d", "1.0"),
     ("tensor_parallel_mode", "3d", "1.0"),
-    ("pipeline_stage_manager", object(), "0.4"),
     ("sequence_parallelism_mode", "ring", "0.5"),
     ("sequence_parallelism_mode", "all_to_all", "0.5"),
     ("sequence_parallelism_mode", "ring_attn", "0.5"),

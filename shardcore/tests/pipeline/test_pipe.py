@@ -107,6 +107,44 @@ def test_every_schedule_trains_as_the_whole_model(pool, schedule):
     pool.run(trains, schedule, {"tied": True}, world=2)
 
 
+def uneven(schedule: str, settings: dict[str, Any]) -> None:
+    """Batches of any number of rows: the last micro-batch is smaller, and there may be fewer than a schedule needs."""
+    reference = build(layers=LAYERS, tied=True)
+    pipe = pipeline(copy.deepcopy(reference), pipeline_schedule=schedule, **{"num_microbatches": None, **settings})
+    names = dict(reference.named_parameters(remove_duplicate=False))
+    for rows in (7, 8, 1, 5):
+        call = labelled(rows, rows) if rows > 2 else {"ids": batch(0, 1, 4), "labels": batch(1, 1, 4)}
+        outputs: list[Any] = []
+        got = pipe.train_step(call, outputs=outputs)
+        wanted = parts_of(reference, call, settings)
+        assert abs(float(wanted) - float(got)) <= 1e-12, rows
+        if engine(pipe).stages[-1].is_last:
+            assert len(outputs) == len(micro_batches(call, **numbers(settings)))
+        with torch.no_grad():
+            assert abs(float(pipe.eval_step(call)) - float(got)) <= 1e-12
+    scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        close(names[name].grad, parameter.grad, name, scale=scale)
+
+
+def numbers(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"number": settings.get("num_microbatches"), "size": settings.get("microbatch_size")}
+
+
+def parts_of(model: nn.Module, call: dict[str, Any], settings: dict[str, Any]) -> Tensor:
+    parts = micro_batches(call, **numbers(settings))
+    weights = [weight_of(model, part) for part in parts]
+    losses = [model(**p) * (w / sum(weights)) for p, w in zip(parts, weights, strict=True) if w]
+    torch.stack(losses).sum().backward()
+    return torch.stack(losses).detach().sum()
+
+
+@pytest.mark.parametrize("settings", [{"num_microbatches": 4}, {"microbatch_size": 2}], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_batches_that_do_not_divide(pool, schedule, settings):
+    pool.run(uneven, schedule, settings, world=2)
+
+
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "non-reentrant"}], ids=str)
 def test_more_ranks(pool, options):
     pool.run(trains, "1f1b", options, world=4)
@@ -306,8 +344,8 @@ def differing() -> None:
 
     with pytest.raises(NotSupportedError, match="does not say where it can be cut"):
         pipeline(build(layers=LAYERS), Uncut)
-    with pytest.raises(ConfigError, match="cannot be divided into 4 micro-batches"):
-        pipeline(build(layers=LAYERS)).train_step(labelled(rows=6))
+    with pytest.raises(ConfigError, match="a batch without rows has no micro-batches"):
+        pipeline(build(layers=LAYERS)).train_step({"ids": batch(0, 1, 4)[:0]})
 
 
 def test_what_cannot_begin(pool):
@@ -377,8 +415,9 @@ def test_micro_batches():
     assert [part["ids"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
     assert all(part["flag"] is True and part["scale"].ndim == 0 and part["more"][0].shape == (2,) for part in parts)
     assert len(micro_batches(call, size=1)) == 6
-    with pytest.raises(ConfigError, match="micro-batches of 4"):
-        micro_batches(call, size=4)
+    assert [len(part["ids"]) for part in micro_batches(call, size=4)] == [4, 2]
+    assert [len(part["ids"]) for part in micro_batches(call, number=4)] == [2, 2, 2]
+    assert [len(part["ids"]) for part in micro_batches(call, number=9)] == [1] * 6
     with pytest.raises(ConfigError, match="has no tensor with rows"):
         micro_batches({"flag": True}, size=4)
 

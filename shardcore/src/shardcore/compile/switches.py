@@ -12,9 +12,10 @@ from torch import nn
 from shardcore import _env
 from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
-from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.config.recomputation import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
 from shardcore.plan.choice import Choice
+from shardcore.plan.cut import Cut
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Compile, FreezeForInference, Step
 from shardcore.policy import Policy
@@ -44,7 +45,7 @@ def optimize(
     if config.enable_jit_fused:
         yield from _compile(policy, _blocks(policy, model, stages), config, device_type)
     if config.gradient_checkpoint_config is not None:
-        yield from _recompute(policy, _blocks(policy, model, stages), config.gradient_checkpoint_config)
+        yield from _recompute(policy, model, config, stages)
     if config.inference_only:
         yield FreezeForInference(path="")
     yield from _unread(policy, config)
@@ -117,20 +118,37 @@ def _no_blocks(policy: Policy, rule: str) -> Problem:
     return Problem(where="", rule=rule, what=what, todo="give the policy stages=Stages(blocks=...)")
 
 
-def _recompute(policy: Policy, found: Blocks | None, switch: GradientCheckpointConfig) -> Iterator[Step | Problem]:
+def _recompute(
+    policy: Policy, model: nn.Module, config: ShardConfig, stages: Stages | None
+) -> Iterator[Step | Problem]:
+    switch = config.gradient_checkpoint_config
+    assert switch is not None  # for the type: the caller asks
     rule = f"ShardConfig.gradient_checkpoint_config={switch}"
+    found = _blocks(policy, model, stages)
     if found is None:
         yield _no_blocks(policy, rule)
         return
     where = ", ".join(found)
     try:
-        # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
-        for name, blocks in found.items():
-            for index, block in blocks[: switch.blocks(len(blocks))]:
-                path = f"{name}.{index}"
-                yield policy_at(policy, path).recompute(path, block)
+        for path in _recomputed(model, config, stages, switch, found):
+            yield policy_at(policy, path).recompute(path, model.get_submodule(path))
     except (ConfigError, NotSupportedError) as error:
         yield Problem(where=where, rule=rule, what=str(error), todo="change or remove gradient_checkpoint_config")
+
+
+def _recomputed(
+    model: nn.Module, config: ShardConfig, stages: Stages | None, switch: GradientCheckpointConfig, found: Blocks
+) -> Iterator[str]:
+    """Yield the names of the blocks that are recomputed."""
+    if isinstance(switch, PipelineGradientCheckpointConfig) and switch.num_ckpt_layers_per_stage is not None:
+        cut = Cut.by(config, model, stages)
+        counts = switch.of_stages([len(cut.held(stage)) for stage in range(len(cut))])
+        for stage, count in enumerate(counts):
+            yield from (cut.blocks[number] for number in cut.held(stage)[:count])
+        return
+    # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
+    for name, blocks in found.items():
+        yield from (f"{name}.{index}" for index, _ in blocks[: switch.blocks(len(blocks))])
 
 
 def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:

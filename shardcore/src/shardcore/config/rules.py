@@ -14,6 +14,7 @@ import shardcore
 from shardcore import _planned
 from shardcore.config.pipelining import PIPELINE_FIELDS, SCHEDULE_NAMES, SPLIT_SCHEDULES
 from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.config.stage_manager import PipelineStageManager
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import AXES, PartialGradients, Sizes, axis_name
 
@@ -81,6 +82,11 @@ def _check_kinds(config: ShardConfig) -> None:
         "gradient_checkpoint_config",
         isinstance(config.gradient_checkpoint_config, GradientCheckpointConfig | None),
         "a GradientCheckpointConfig or None",
+    )
+    require(
+        "pipeline_stage_manager",
+        isinstance(config.pipeline_stage_manager, PipelineStageManager | None),
+        "a PipelineStageManager or None",
     )
     bounds = config.pipeline_bounds
     require(
@@ -197,6 +203,13 @@ def _check_place(config: ShardConfig) -> None:
                 f"shardcore {shardcore.__version__}; it is planned for release {planned.release}. Until then: "
                 f"{planned.instead}."
             )
+    if (manager := config.pipeline_stage_manager) is not None and (
+        mesh is not manager.device_mesh or manager.bounds not in (None, config.pipeline_bounds)
+    ):
+        raise ConfigError(
+            "ShardConfig.pipeline_stage_manager has another mesh, or other stages, than device_mesh and "
+            "pipeline_bounds say; leave these None"
+        )
     _check_experts(config)
     source = "device_mesh" if mesh is not None else "tensor_parallel_process_group"
     for name, size in sizes_of_place(config).items():

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.config.rules import SIZES, SWITCHES, check, fill_in, sizes_of_place
+from shardcore.config.stage_manager import PipelineStageManager
 from shardcore.errors import ConfigError
 from shardcore.mesh import PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
 
@@ -150,7 +151,8 @@ class ShardConfig:
         microbatch_size: rows of each micro-batch, in place of their number.
         pipeline_bounds: the numbers of the blocks at which stages begin, and at the end how many blocks there are; by
             default the work of stages is even.
-        pipeline_stage_manager: ColossalAI's object for pipelines; from 0.4.
+        pipeline_stage_manager: has a ``device_mesh`` with an axis ``pp``, and may have ``pipeline_bounds``: both become
+            those of the configuration.
         extra_kwargs: further settings for the policy; one that the policy does not read is an error.
         partial_gradients: ``"in_backward"`` sums the partial gradients of replicated parameters inside each backward;
             ``"deferred"`` leaves them to one `shardcore.reduce_partial_gradients` for each step.
@@ -190,7 +192,7 @@ class ShardConfig:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     pipeline_bounds: tuple[int, ...] | None = None
-    pipeline_stage_manager: Any = None
+    pipeline_stage_manager: PipelineStageManager | None = None
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     partial_gradients: PartialGradients = "in_backward"
 
@@ -199,6 +201,10 @@ class ShardConfig:
         use_flash_attention: Switch = None
 
     def __post_init__(self) -> None:
+        if isinstance(manager := self.pipeline_stage_manager, PipelineStageManager):
+            for name, value in (("device_mesh", manager.device_mesh), ("pipeline_bounds", manager.bounds)):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
         check(self)
 
     @classmethod

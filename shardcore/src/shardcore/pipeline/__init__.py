@@ -5,13 +5,13 @@ model what its stage holds, and `stage` runs it.
 """
 
 from shardcore.pipeline.batches import micro_batches, weight_of
-from shardcore.pipeline.cut import Cut, balanced
 from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.pipeline.rehearsal import Rehearsal
 from shardcore.pipeline.schedules import SCHEDULES
 from shardcore.pipeline.script import Crossing, Script, Value
 from shardcore.pipeline.stage import Holding, Stage
+from shardcore.plan.cut import Cut, balanced
 
 __all__ = [
     "SCHEDULES",

@@ -33,24 +33,20 @@ def rows_of(batch: Mapping[str, Any]) -> int:
 def micro_batches(
     batch: Mapping[str, Any], *, number: int | None = None, size: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the micro-batches of a batch: equally many rows each, in their order.
+    """Return the micro-batches of a batch, in the order of its rows: equally many each, the last one what remains.
 
     Args:
         batch: arguments of a call. Tensors of as many rows as the first one are divided, anything else goes to all.
-        number: how many micro-batches; or
+        number: how many micro-batches; fewer if there are not as many rows, or too few for the last one. Or
         size: rows of each.
 
     Raises:
-        ConfigError: the rows cannot be divided so.
+        ConfigError: there are no rows.
     """
     rows = rows_of(batch)
-    each = size or rows // (number or 1)
-    if not each or rows % each or (number is not None and rows // each != number):
-        wanted = f"{number} micro-batches" if number is not None else f"micro-batches of {size}"
-        raise ConfigError(
-            f"a batch of {rows} rows cannot be divided into {wanted} of equally many rows; use a number that divides "
-            f"{rows}, or a data loader that leaves out the last batch (drop_last=True)"
-        )
+    if not rows:
+        raise ConfigError("a batch without rows has no micro-batches; pass at least one row")
+    each = size or -(-rows // (number or 1))
 
     def part(start: int) -> dict[str, Any]:
         divided: dict[str, Any] = tree_map_only(

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardcore.config import ShardConfig
-from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.pipeline.cut import Cut
 from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.pipe import Pipeline
-from shardcore.pipeline.schedules import schedule_named
 from shardcore.plan import ShardPlan
+from shardcore.plan.cut import Cut
 
 __all__ = ["Pipelining"]
 
@@ -36,7 +33,7 @@ class Pipelining:
             NotSupportedError: the policy does not say where the model can be cut.
         """
         if (plan.config.pipeline_parallel_size or 1) > 1:
-            cut_of(self._model, plan)
+            Cut.by(plan.config, self._model, plan.stages)
 
     def divide(self, context: ShardContext, plan: ShardPlan, dtype: torch.dtype | None) -> None:
         """Keep this rank's stages of the model, which is sharded along ``tp`` by now.
@@ -46,26 +43,10 @@ class Pipelining:
             plan: that of the whole model.
             dtype: in which it will compute, where FSDP2 will cast.
         """
-        self._pipeline = Pipeline(self._model, cut_of(self._model, plan), context, plan.config, dtype=dtype)
+        cut = Cut.by(plan.config, self._model, plan.stages)
+        self._pipeline = Pipeline(self._model, cut, context, plan.config, dtype=dtype)
 
     def finish(self) -> None:
         """Give the model its steps, when everything else was done to it."""
         if self._pipeline is not None:
             PipelinedModel.of(self._model, self._pipeline)
-
-
-def cut_of(model: nn.Module, plan: ShardPlan) -> Cut:
-    """Return where ``model`` is cut.
-
-    Raises:
-        ConfigError: it has too few blocks, or settings contradict each other.
-        NotSupportedError: its policy does not say where it can be cut.
-    """
-    config: ShardConfig = plan.config
-    _, chunks = schedule_named(config.pipeline_schedule or "1f1b", config.num_model_chunks)
-    if plan.stages is None:
-        raise NotSupportedError(
-            f"the policy of {type(model).__name__} does not say where it can be cut; give it "
-            "stages=shardcore.Stages(...)"
-        )
-    return Cut.of(model, plan.stages, (config.pipeline_parallel_size or 1) * chunks, bounds=config.pipeline_bounds)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
-from shardcore.pipeline.pipe import Loss, Pipeline, Weight
+from shardcore.pipeline.pipe import Pipeline
+from shardcore.pipeline.steps import Loss, Weight
 
 __all__ = ["PipelinedModel"]
 

@@ -18,26 +18,24 @@ from shardcore.mesh.random_stream import mix
 from shardcore.nn.copies import meta_copy
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.batches import contents_of, micro_batches, shapes_of, weight_of
-from shardcore.pipeline.cut import Cut
 from shardcore.pipeline.forward import forward_only
 from shardcore.pipeline.norms import clip_grads, squared_norm
 from shardcore.pipeline.outputs import Outputs
 from shardcore.pipeline.ranks import Ranks
 from shardcore.pipeline.rehearsal import Rehearsal
 from shardcore.pipeline.safe import Chunk, SafeStage
-from shardcore.pipeline.schedules import schedule_named
+from shardcore.pipeline.schedules import SCHEDULES
 from shardcore.pipeline.script import Script, Value
 from shardcore.pipeline.shared import shared_parameters
 from shardcore.pipeline.stage import Holding, Stage
+from shardcore.pipeline.steps import Loss, Run, Step, Weight, runs_of
+from shardcore.plan.cut import Cut
 from shardcore.wrap.accumulation import Accumulation
 
-__all__ = ["Loss", "Pipeline", "Weight"]
+__all__ = ["Batch", "Pipeline"]
 
-#: Returns the loss of a model's output and the arguments of its call.
-Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
-
-#: Returns over how many items the loss of a micro-batch is a mean.
-Weight: TypeAlias = Callable[[Mapping[str, Any]], float]
+#: The arguments of a call by name; or what gives them, so that what fails there fails on all ranks.
+Batch: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 _KEPT = 2  # schedules for calls of other shapes: each holds what receives every micro-batch of a step
 _SCRIPTS = 64  # what crosses in calls of other shapes: some bytes each
@@ -74,7 +72,7 @@ class Pipeline:
     ) -> None:
         self.model, self.cut, self.ranks = model, cut, Ranks(context)
         self._context, self._device = context, context.device
-        self._plan, _ = schedule_named(config.pipeline_schedule or "1f1b", config.num_model_chunks)
+        self._plan = SCHEDULES[config.pipeline_schedule or "1f1b"]
         self._size = config.microbatch_size
         self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
         self._of = self._plan.ranks(len(cut), self.ranks.size)
@@ -87,13 +85,13 @@ class Pipeline:
         holding = Holding(model, cut, held, self._device, dtype)
         self.stages = [Stage(holding, index, splits=self._plan.splits) for index in holding.stages]
         self._scripts: dict[str, Script] = {}
-        self._schedules: dict[str, tuple[Any, list[SafeStage]]] = {}
-        self._step: _Step | None = None
+        self._schedules: dict[str, tuple[Any, list[SafeStage], int]] = {}
+        self._step: Step | None = None
         self._running = 0
 
     def train_step(
         self,
-        batch: Mapping[str, Any],
+        batch: Batch,
         *,
         loss: Loss | None = None,
         weight: Weight | None = None,
@@ -104,7 +102,7 @@ class Pipeline:
 
     def eval_step(
         self,
-        batch: Mapping[str, Any],
+        batch: Batch,
         *,
         loss: Loss | None = None,
         weight: Weight | None = None,
@@ -124,7 +122,8 @@ class Pipeline:
         finally:
             self._step = None
             Accumulation(self.model).end_evaluation()
-        return Outputs(self.ranks, self._of[-1], self._context).shared(found[0] if found else None, step.script)
+        script = step.feed[0].run.script
+        return Outputs(self.ranks, self._of[-1], self._context).shared(found[0] if found else None, script)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -141,7 +140,7 @@ class Pipeline:
 
     def _stepped(
         self,
-        batch: Mapping[str, Any],
+        batch: Batch,
         loss: Loss | None,
         weight: Weight | None,
         outputs: list[Any] | None,
@@ -190,42 +189,44 @@ class Pipeline:
                 parameter.grad = kept[name] if parameter.grad is None else kept[name] + parameter.grad
 
     def _begun(
-        self,
-        batch: Mapping[str, Any],
-        loss: Loss | None,
-        weight: Weight | None,
-        *,
-        training: bool,
-        whole: bool = False,
-    ) -> _Step:
+        self, batch: Batch, loss: Loss | None, weight: Weight | None, *, training: bool, whole: bool = False
+    ) -> Step:
         """Divide a batch, find out what crosses, and make sure that all ranks of the pipeline were given the same."""
         failure: Exception | None = None
         told: list[tuple[str, str]] = []
         try:
-            parts = micro_batches(batch, number=1 if whole else self._number, size=None if whole else self._size)
+            given = batch() if callable(batch) else batch
+            parts = micro_batches(given, number=1 if whole else self._number, size=None if whole else self._size)
             weights = [1.0] if whole else [self._weighed(part, weight) for part in parts]
-            total = sum(weights)
-            feed = [(part, w / total if total else 0.0) for part, w in zip(parts, weights, strict=True)]
-            key = f"{self.model.training} {shapes_of(parts[0])}"
+            shares = [weight / (sum(weights) or 1.0) for weight in weights]
             of = loss or _loss_of
-            if key not in self._scripts:
-                with_loss = None if whole else lambda out: of(out, parts[0])
-                while len(self._scripts) >= _SCRIPTS:
-                    del self._scripts[next(iter(self._scripts))]
-                self._scripts[key] = self._rehearsal(parts[0], with_loss, training=self.model.training)
-            self._step = _Step(feed, key, self._scripts[key], of, self._seed())
+            feed = runs_of(
+                parts,
+                shares,
+                lambda key, part: self._script(key, part, None if whole else lambda out: of(out, part)),
+                str(self.model.training),
+            )
+            self._step = Step(feed, of, self._seed())
             if training:
-                self._scheduled(self._step)
+                for run in self._step.runs:
+                    self._scheduled(run)
             told = [
-                ("the shapes of the batch", shapes_of(batch)),
-                ("the items of its micro-batches", str([share for _, share in feed])),
-                *contents_of(batch),
+                ("the shapes of the batch", shapes_of(given)),
+                ("the items of its micro-batches", str(shares)),
+                *contents_of(given),
             ]
         except Exception as error:
             failure = error
         self.ranks.agree(failure, told)
         assert self._step is not None  # for the type: without a failure there is one
         return self._step
+
+    def _script(self, key: str, arguments: Mapping[str, Any], loss: Callable[[Any], Tensor] | None) -> Script:
+        if key not in self._scripts:
+            while len(self._scripts) >= _SCRIPTS:
+                del self._scripts[next(iter(self._scripts))]
+            self._scripts[key] = self._rehearsal(arguments, loss, training=self.model.training)
+        return self._scripts[key]
 
     def _weighed(self, part: Mapping[str, Any], weight: Weight | None) -> float:
         return weight_of(self.model, part) if weight is None else weight(part)
@@ -239,19 +240,22 @@ class Pipeline:
         finally:
             random.leave()
 
-    def _trained(self, step: _Step, accumulation: Accumulation) -> Exception | None:
-        """Run the schedule; return the first exception of this rank."""
+    def _trained(self, step: Step, accumulation: Accumulation) -> Exception | None:
+        """Run the schedules; return the first exception of this rank."""
         accumulation.begin()
-        schedule, stages = self._scheduled(step)
-        for stage in stages:
-            stage.failure = None
-        numbers = torch.arange(len(step.feed), device=self._device)
-        first = (numbers,) if self._of[0] == self.ranks.rank else ()
-        target = {"target": numbers} if self._of[-1] == self.ranks.rank else {}
-        schedule.step(*first, number=numbers, return_outputs=False, **target)
-        return next((stage.failure for stage in stages if stage.failure is not None), None)
+        failures: list[Exception | None] = []
+        for run in step.runs:  # all of them, whatever fails: other ranks do the same
+            schedule, stages, count = self._scheduled(run)
+            for stage in stages:
+                stage.failure = None
+            numbers = torch.tensor(run.numbers(count), device=self._device)
+            first = (numbers,) if self._of[0] == self.ranks.rank else ()
+            target = {"target": numbers} if self._of[-1] == self.ranks.rank else {}
+            schedule.step(*first, number=numbers, return_outputs=False, **target)
+            failures += [stage.failure for stage in stages]
+        return next((failure for failure in failures if failure is not None), None)
 
-    def _evaluated(self, step: _Step, take: Callable[[Any, int], Any]) -> Exception | None:
+    def _evaluated(self, step: Step, take: Callable[[Any, int], Any]) -> Exception | None:
         """Run all forwards; ``take`` gets outputs and numbers of micro-batches. Return the first exception here."""
         stages = {stage.index: stage for stage in self.stages}
 
@@ -262,39 +266,47 @@ class Pipeline:
             take(out, number)
             return ()
 
-        return forward_only(
-            run, step.script, len(step.feed), ranks=self._of, group=self.ranks.group, device=self._device
-        )
+        failures = [
+            forward_only(run, some, ranks=self._of, group=self.ranks.group, device=self._device) for some in step.runs
+        ]
+        return next((failure for failure in failures if failure is not None), None)
 
     def _add_loss(self, out: Any, number: int) -> None:
         self._loss(self.stages[-1], out, number)
 
-    def _scheduled(self, step: _Step) -> tuple[Any, list[SafeStage]]:
-        """Return the schedule for micro-batches as there are now, and its stages."""
-        key = f"{len(step.feed)} {step.key}"
+    def _scheduled(self, run: Run) -> tuple[Any, list[SafeStage], int]:
+        """Return the schedule for micro-batches as there are now, its stages, and how many it runs."""
+        key = f"{run.count} {run.key}"
         found = self._schedules.pop(key, None)
         if found is None:
             while len(self._schedules) >= _KEPT:
                 del self._schedules[next(iter(self._schedules))]
-            stages = [self._safe(stage, step) for stage in self.stages]
-            try:
-                found = (self._plan.make(stages, len(step.feed), _the_loss_itself), stages)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{self._plan.name} of torch cannot run {len(step.feed)} micro-batches through {len(self.cut)} "
-                    f"stages: {error}; use another num_microbatches"
-                ) from error
+            found = self._made(run)
         self._schedules[key] = found  # the last one used is the last
         return found
 
-    def _safe(self, stage: Stage, step: _Step) -> SafeStage:
+    def _made(self, run: Run) -> tuple[Any, list[SafeStage], int]:
+        stages = [self._safe(stage, run.script) for stage in self.stages]
+        most = run.count if run.count == self._number else run.count + 2 * len(self.cut)
+        for count in range(run.count, most + 1):
+            try:
+                return self._plan.make(stages, count, _the_loss_itself), stages, count
+            except ValueError as error:  # it may run more of them: fillers
+                failure = error
+        raise ConfigError(
+            f"{self._plan.name} of torch cannot run {run.count} micro-batches through {len(self.cut)} stages: "
+            f"{failure}; use another num_microbatches"
+        ) from failure
+
+    def _safe(self, stage: Stage, script: Script) -> SafeStage:
         def run(number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
             out = self._run(stage, number, arrived)
             return (self._loss(stage, out, number),) if stage.is_last else tuple(out)
 
-        script, number = step.script, Value((1,), torch.int64)
+        number = Value((1,), torch.int64)
         arrives = script.crossings[stage.index - 1].values if stage.index else (number,)
-        leaves = (Value((), step.dtype),) if stage.is_last else script.crossings[stage.index].values
+        loss = script.loss or Value((), torch.get_default_dtype())
+        leaves = (Value((), loss.dtype),) if stage.is_last else script.crossings[stage.index].values
         chunk = Chunk(run, stage.parameters)
         return SafeStage(chunk, stage.index, len(self.cut), (arrives, leaves), self._device, self.ranks.group)
 
@@ -307,14 +319,14 @@ class Pipeline:
         step = self._now
         random = self._context.random
         kept = random.state()
-        first = number * (len(self.cut.blocks) + 1)
+        first = (number if number >= 0 else ~number) * (len(self.cut.blocks) + 1)
         random.seed(mix(step.seed, first))
         self._running += 1
         try:
             return stage(
-                step.feed[number][0],
+                step[number].arguments,
                 arrived,
-                step.script,
+                step[number].run.script,
                 lambda block: random.seed(mix(step.seed, first + 1 + block)),
             )
         finally:
@@ -324,8 +336,8 @@ class Pipeline:
     def _loss(self, stage: Stage, out: Any, number: int) -> Tensor:
         """Return the part that a micro-batch has in the loss, from the output of the last stage."""
         step = self._now
-        arguments, share = step.feed[number]
-        if step.outputs is not None:
+        arguments, share = step[number].arguments, step[number].share if number >= 0 else 0.0
+        if step.outputs is not None and number >= 0:
             step.outputs[number] = tree_map_only(Tensor, Tensor.detach, out)
         if share:
             loss = step.loss(out, arguments) * share
@@ -341,33 +353,9 @@ class Pipeline:
         return self._running > 0
 
     @property
-    def _now(self) -> _Step:
+    def _now(self) -> Step:
         assert self._step is not None  # stages run in a step only
         return self._step
-
-
-class _Step:
-    """One step that is running.
-
-    Args:
-        feed: the micro-batches, and the share of each in the loss.
-        key: names their shapes.
-        script: of them.
-        loss: of an output.
-        seed: of what is drawn in it.
-    """
-
-    def __init__(
-        self, feed: list[tuple[dict[str, Any], float]], key: str, script: Script, loss: Loss, seed: int
-    ) -> None:
-        self.feed, self.key, self.script, self.loss, self.seed = feed, key, script, loss, seed
-        self.losses: list[Tensor] = []
-        self.outputs: dict[int, Any] | None = None  # of micro-batches, if they are asked for
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the loss."""
-        return torch.get_default_dtype() if self.script.loss is None else self.script.loss.dtype
 
 
 def _division(model: nn.Module, position: int) -> Division:

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
-from shardcore.pipeline.cut import Cut
 from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
 from shardcore.pipeline.script import NOWHERE, Crossing, Script, Value, answer, described
+from shardcore.plan.cut import Cut
 
 __all__ = ["Reached", "Rehearsal", "modules_of_parts", "names_of_parts"]
 

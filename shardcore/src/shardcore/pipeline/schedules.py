@@ -7,9 +7,7 @@ from typing import Any
 
 from torch.distributed import pipelining
 
-from shardcore.errors import ConfigError
-
-__all__ = ["SCHEDULES", "Plan", "schedule_named"]
+__all__ = ["SCHEDULES", "Plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +48,3 @@ SCHEDULES = {
     "zbv": Plan("ScheduleZBVZeroBubble", looped=True, turns=True, splits=True),
     "dualpipev": Plan("ScheduleDualPipeV", looped=True, turns=True, splits=True),
 }
-
-
-def schedule_named(name: str, chunks: int | None) -> tuple[Plan, int]:
-    """Return a schedule and how many stages each rank has.
-
-    Raises:
-        ConfigError: it does not have so many stages on a rank.
-    """
-    plan = SCHEDULES[name]
-    usual = 2 if plan.looped else 1
-    chunks = usual if chunks is None else chunks
-    if (plan.turns and chunks != 2) or (not plan.looped and chunks != 1):
-        raise ConfigError(
-            f"pipeline_schedule={name!r} has {usual} stages on each rank, got num_model_chunks={chunks}; leave it None"
-        )
-    return plan, chunks

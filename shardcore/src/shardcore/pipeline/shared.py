@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
-from shardcore.pipeline.cut import Cut
+from shardcore.plan.cut import Cut
 
 __all__ = ["Shared", "shared_parameters"]
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardcore.errors import NotSupportedError
-from shardcore.pipeline.cut import Cut
 from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
 from shardcore.pipeline.rehearsal import Reached, modules_of_parts, names_of_parts
 from shardcore.pipeline.script import NOWHERE, Script, answer
+from shardcore.plan.cut import Cut
 
 __all__ = ["Holding", "Stage"]
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardcore.config import ShardConfig
+from shardcore.config.pipelining import chunks_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plan.stages import Stages
 
@@ -67,6 +69,27 @@ class Cut:
                 f"numbers from 0 to {len(blocks)}"
             )
         return cls(stages=stages, blocks=blocks, bounds=starts)
+
+    @classmethod
+    def by(cls, config: ShardConfig, model: nn.Module, stages: Stages | None) -> Cut:
+        """Cut ``model`` as a configuration says.
+
+        Args:
+            config: the configuration, which has a ``pipeline_parallel_size``.
+            model: the model, on any device; only sizes are read.
+            stages: where its policy says that it can be cut; None if it does not say.
+
+        Raises:
+            ConfigError: the model has too few blocks, or settings contradict each other.
+            NotSupportedError: the policy does not say where the model can be cut.
+        """
+        if stages is None:
+            raise NotSupportedError(
+                f"the policy of {type(model).__name__} does not say where it can be cut; give it "
+                "stages=shardcore.Stages(...)"
+            )
+        chunks = chunks_of(config.pipeline_schedule, config.num_model_chunks)
+        return cls.of(model, stages, (config.pipeline_parallel_size or 1) * chunks, bounds=config.pipeline_bounds)
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

@@ -1,0 +1,200 @@
+"""How a model is trained over ranks: `HybridParallelPlugin`, pure data."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardcore.config import GradientCheckpointConfig, ShardConfig
+from shardcore.config.pipelining import SPLIT_SCHEDULES
+from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.policy import Policy
+
+__all__ = ["HybridParallelPlugin"]
+
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: Switches of `ShardConfig` that have the same name here.
+_SWITCHES = (
+    "enable_flash_attention",
+    "enable_fused_normalization",
+    "enable_jit_fused",
+    "enable_sequence_parallelism",
+    "sequence_parallelism_mode",
+    "enable_sequence_overlap",
+    "enable_all_optimization",
+    "parallel_output",
+    "partial_gradients",
+    "fp8_communication",
+    "make_vocab_size_divisible_by",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridParallelPlugin:
+    """Tensor, pipeline, sequence and data parallelism, mixed precision and clipping of one training.
+
+    After ColossalAI's ``HybridParallelPlugin``.
+
+    Attributes:
+        tp_size: ranks that share every layer.
+        pp_size: ranks among which the blocks are divided.
+        dp_size: replicas with data of their own; by default as many as the other sizes leave of the ranks.
+        sp_size: ranks that share each sequence: 1, or ``tp_size`` with ``enable_sequence_parallelism=True``.
+        zero_stage: what replicas divide (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). 0: nothing. 1:
+            the optimizer's state, gradients and parameters between steps; gradients are summed once for each step of a
+            pipeline. 2: the same, and gradients are summed in each backward; not with a pipeline, which would send them
+            for each micro-batch. 3: parameters are gathered for each block, forward and backward; not with schedules
+            that split the backward.
+        precision: ``"fp32"`` computes in the model's own dtype; ``"bf16"`` and ``"fp16"`` compute in that, with
+            parameters, gradients and optimizer in the model's.
+        initial_scale: of the loss under ``"fp16"``.
+        growth_factor: of the scale, after ``growth_interval`` steps without an overflow.
+        backoff_factor: of the scale, after one.
+        growth_interval: number of steps.
+        min_scale: the least scale.
+        max_norm: gradients are clipped to this norm of the whole model; 0 for no clipping.
+        num_microbatches: micro-batches of a batch.
+        microbatch_size: rows of each, in place of their number.
+        pp_style: the schedule, as `ShardConfig.pipeline_schedule` has it.
+        num_model_chunks: stages of each rank.
+        pipeline_bounds: where stages begin, as `ShardConfig.pipeline_bounds`.
+        gradient_checkpoint_config: which blocks are recomputed.
+        custom_policy: a policy, instead of that of an installed pack.
+        enable_flash_attention: as the field of `ShardConfig`, as all below.
+        enable_fused_normalization: the same.
+        enable_jit_fused: the same.
+        enable_sequence_parallelism: the same.
+        sequence_parallelism_mode: the same.
+        enable_sequence_overlap: the same.
+        enable_all_optimization: the same.
+        parallel_output: the same.
+        partial_gradients: the same.
+        fp8_communication: the same.
+        make_vocab_size_divisible_by: the same.
+
+    Raises:
+        ConfigError: arguments contradict each other.
+        NotSupportedError: something cannot exist, or comes with a later release; says why.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int | None = None
+    sp_size: int | None = None
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    initial_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    min_scale: float = 1.0
+    max_norm: float = 0.0
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    pp_style: str = "1f1b"
+    num_model_chunks: int | None = None
+    pipeline_bounds: tuple[int, ...] | None = None
+    gradient_checkpoint_config: GradientCheckpointConfig | None = None
+    custom_policy: Policy | type[Policy] | None = None
+    enable_flash_attention: bool | Literal["auto"] | None = None
+    enable_fused_normalization: bool | Literal["auto"] | None = None
+    enable_jit_fused: bool | Literal["auto"] | None = None
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    enable_sequence_overlap: bool = False
+    enable_all_optimization: bool = False
+    parallel_output: bool = False
+    partial_gradients: Literal["in_backward", "deferred"] = "in_backward"
+    fp8_communication: bool = False
+    make_vocab_size_divisible_by: int | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(wrong: bool, text: str, kind: type[Exception] = ConfigError) -> None:
+            if wrong:
+                raise kind(f"HybridParallelPlugin({text}")
+
+        for name in ("tp_size", "pp_size"):
+            size = getattr(self, name)
+            refuse(type(size) is not int or size < 1, f"{name}={size!r}) must be a positive integer")
+        refuse(self.zero_stage not in (0, 1, 2, 3), f"zero_stage={self.zero_stage!r}) must be 0, 1, 2 or 3")
+        refuse(
+            self.precision not in _PRECISIONS, f"precision={self.precision!r}) must be one of {', '.join(_PRECISIONS)}"
+        )
+        refuse(
+            self.zero_stage == 2 and self.pp_size > 1,
+            "zero_stage=2) with a pipeline does not exist: gradients of micro-batches would be summed one by one, "
+            "which sends them as many times; use zero_stage=1, which divides the same between steps",
+            NotSupportedError,
+        )
+        refuse(
+            self.zero_stage == 3 and self.pp_size > 1 and self.pp_style in SPLIT_SCHEDULES,
+            f"zero_stage=3) with pp_style={self.pp_style!r}, which computes gradients of inputs and of parameters "
+            "apart, would lose the second ones: use zero_stage=1, or pp_style='1f1b'",
+            NotSupportedError,
+        )
+        shared = self.sp_size not in (None, 1)
+        refuse(
+            shared and self.sp_size != self.tp_size,
+            f"sp_size={self.sp_size}) other than tp_size {self.tp_size}: sequences are shared by the tensor-parallel "
+            "ranks; context parallelism is planned for release 0.5",
+            NotSupportedError,
+        )
+        refuse(
+            shared and not self.enable_sequence_parallelism,
+            f"sp_size={self.sp_size}) says nothing without enable_sequence_parallelism=True; give both",
+        )
+        for name in ("initial_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"):
+            refuse(getattr(self, name) <= 0, f"{name}={getattr(self, name)!r}) must be positive")
+        refuse(self.max_norm < 0, f"max_norm={self.max_norm!r}) must be at least 0")
+        self.config()  # whose own rules hold
+
+    @property
+    def replicas(self) -> int:
+        """The replicas that there are on as many ranks as were started."""
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        return self.dp_size or max(1, ranks // (self.tp_size * self.pp_size))
+
+    def config(self) -> ShardConfig:
+        """Return the configuration of `shardcore.shard`."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SWITCHES}
+        fields["gradient_checkpoint_config"] = self.gradient_checkpoint_config
+        if self.pp_size > 1:
+            fields |= {"pipeline_schedule": self.pp_style, "num_model_chunks": self.num_model_chunks}
+            fields |= {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
+            fields["pipeline_bounds"] = self.pipeline_bounds
+        sizes: dict[str, Any] = {"tp": self.tp_size, "pp": self.pp_size, "dp": self.replicas}
+        if self.zero_stage == 0:
+            sizes["dp_shard_size"] = 1  # whole replicas
+        return ShardConfig.of(ShardConfig(), **sizes, **fields)
+
+    @property
+    def division(self) -> dict[str, int | None]:
+        """How batches are divided, as arguments of `shardcore.pipeline.micro_batches`."""
+        number = None if self.microbatch_size is not None else self.num_microbatches
+        if number is None and self.microbatch_size is None:
+            number = 2 * self.pp_size if self.pp_size > 1 else 1  # as a pipeline does by itself
+        return {"number": number, "size": self.microbatch_size}
+
+    def wrap(self) -> dict[str, Any]:
+        """Return the options of FSDP2 that `shardcore.shard` is given as ``wrap``."""
+        options: dict[str, Any] = {}
+        if self.replicas == 1:
+            pass  # there is nobody to divide anything among
+        elif self.zero_stage in (1, 2):
+            options["reshard_after_forward"] = False
+        elif self.zero_stage == 3 and self.pp_size > 1:
+            options["reshard_after_forward"] = True
+        if (dtype := _PRECISIONS[self.precision]) is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        return options
+
+    def with_options(self, **options: Any) -> HybridParallelPlugin:
+        """Return the same plugin with other ``options``."""
+        return dataclasses.replace(self, **options)

@@ -1,0 +1,117 @@
+"""One step of a pipeline: a batch in micro-batches, and those of one form together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardcore.pipeline.batches import shapes_of
+from shardcore.pipeline.script import Script
+
+__all__ = ["Fed", "Loss", "Run", "Step", "Weight", "runs_of"]
+
+#: Returns the loss of a model's output and the arguments of its call.
+Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
+
+#: Returns over how many items the loss of a micro-batch is a mean.
+Weight: TypeAlias = Callable[[Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """Micro-batches of one form, which a schedule runs: its stages say beforehand what they send.
+
+    Attributes:
+        first: the number of the first of them in the step.
+        count: how many they are.
+        key: names their form.
+        script: of them.
+    """
+
+    first: int
+    count: int
+    key: str
+    script: Script
+
+    def numbers(self, count: int) -> list[int]:
+        """Return what a schedule of ``count`` micro-batches is fed with: their numbers, then those of fillers.
+
+        A schedule may need more of them than there are. A filler is a micro-batch once more, without a share in the
+        loss; its number is that one's complement.
+        """
+        return [*range(self.first, self.first + self.count), *[~self.first] * (count - self.count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """One micro-batch.
+
+    Attributes:
+        arguments: of the call.
+        share: its part in the loss of the batch.
+        run: with which it runs.
+    """
+
+    arguments: Mapping[str, Any]
+    share: float
+    run: Run
+
+
+class Step:
+    """One step that is running.
+
+    Args:
+        feed: the micro-batches.
+        loss: of an output.
+        seed: of what is drawn in it.
+
+    Attributes:
+        losses: what micro-batches added to the loss, on the last stage.
+        outputs: of micro-batches by their numbers, on the last stage, if they are asked for.
+    """
+
+    def __init__(self, feed: Sequence[Fed], loss: Loss, seed: int) -> None:
+        self.feed, self.loss, self.seed = feed, loss, seed
+        self.losses: list[Tensor] = []
+        self.outputs: dict[int, Any] | None = None
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs, in their order."""
+        return list(dict.fromkeys(fed.run for fed in self.feed))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the loss."""
+        loss = self.feed[0].run.script.loss
+        return torch.get_default_dtype() if loss is None else loss.dtype
+
+    def __getitem__(self, number: int) -> Fed:
+        """Return the micro-batch of a number, or the one of which a filler is a copy."""
+        return self.feed[number if number >= 0 else ~number]
+
+
+def runs_of(
+    parts: Sequence[Mapping[str, Any]],
+    shares: Sequence[float],
+    script: Callable[[str, Mapping[str, Any]], Script],
+    prefix: str,
+) -> list[Fed]:
+    """Return micro-batches with what they run with.
+
+    Args:
+        parts: the arguments of each.
+        shares: of each in the loss.
+        script: returns the script for a key, made with these arguments.
+        prefix: what the key says besides the form.
+    """
+    keys = [f"{prefix} {shapes_of(part)}" for part in parts]
+    runs = {
+        key: Run(first=keys.index(key), count=keys.count(key), key=key, script=script(key, parts[keys.index(key)]))
+        for key in dict.fromkeys(keys)
+    }
+    return [Fed(arguments=p, share=s, run=runs[key]) for p, s, key in zip(parts, shares, keys, strict=True)]
