@@ -317,6 +317,33 @@ def overflows(axes: dict[str, Any]) -> None:
     assert all(other == told[0] for other in told)
 
 
+def kept(folder: str) -> None:
+    def made_new() -> tuple[Booster, Any, Any]:
+        model = build(layers=4, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters())
+        plugin = HybridParallelPlugin(
+            precision="fp16", initial_scale=16.0, growth_interval=2, tp_size=2, custom_policy=TinyPolicy
+        )
+        booster = Booster(plugin)
+        booster.boost(model, optimizer)
+        return booster, model, optimizer
+
+    booster, model, optimizer = made_new()
+    for number in range(3):
+        booster.execute_pipeline(iter([labelled(number, 4)]), model, optimizer=optimizer)
+        optimizer.step()
+    booster.save_optimizer(optimizer, f"{folder}/optimizer")
+    scale = model._shardcore_boosted.state_dict()
+    assert scale == {"scale": 32.0, "since": 1}
+    booster, model, optimizer = made_new()
+    booster.load_optimizer(optimizer, f"{folder}/optimizer")
+    assert model._shardcore_boosted.state_dict() == scale
+
+
+def test_a_scale_is_kept(pool, tmp_path):
+    pool.run(kept, str(tmp_path), world=2)
+
+
 @pytest.mark.parametrize("axes", [{"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 1}], ids=str)
 def test_half_precision_skips_together(pool, axes):
     pool.run(overflows, axes, world=2)
