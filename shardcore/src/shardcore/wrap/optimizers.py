@@ -52,7 +52,7 @@ def repoint(
     Args:
         optimizer: its groups stay, in place.
         names: of the old parameters, by identity.
-        parameters: the new ones of the model, by all of their names.
+        parameters: the new ones of the model, by the same names.
         divided: other ranks of a pipeline have the rest; groups may be empty.
     """
     held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -49,6 +49,8 @@ class Wrapping:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, wrap: Wrap) -> None:
         self._names = {id(p): name for name, p in model.named_parameters()}
+        # A stage of a pipeline has a tied parameter under the names of its own parts.
+        self._first = {name: self._names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._model, self._optimizer, self._wrap, self._options = model, optimizer, wrap is not False, _options(wrap)
 
     def check(self, plan: ShardPlan) -> None:
@@ -128,7 +130,8 @@ class Wrapping:
         if self._wrap:
             apply_data_parallel(self._model, context, stages, **self._options)
         if self._optimizer is not None:
-            new = dict(self._model.named_parameters(remove_duplicate=False))
+            held = self._model.named_parameters(remove_duplicate=False)
+            new = {self._first.get(name, name): parameter for name, parameter in held}
             repoint(self._optimizer, self._names, new, divided=context.sizes.pp > 1)
 
 
