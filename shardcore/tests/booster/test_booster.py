@@ -157,7 +157,7 @@ def own_losses(options: dict[str, Any]) -> None:
         {"zero_stage": 2, "microbatch_size": 2},
         {"zero_stage": 1, "num_microbatches": 4},
         {"tp_size": 2, "zero_stage": 0, "microbatch_size": 3},
-        {"tp_size": 2, "pp_size": 2, "partial_gradients": "deferred", "num_microbatches": 4},
+        {"tp_size": 2, "pp_size": 2, "partial_gradients": "deferred", "num_microbatches": 4, "max_norm": 0.1},
     ],
     ids=str,
 )
@@ -177,6 +177,7 @@ def deferred(options: dict[str, Any]) -> None:
     for seed in range(2):
         reference(**labelled(seed, 8)).backward()
         booster.execute_pipeline(iter([labelled(seed, 8)]), model, optimizer=optimizers[1])
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -298,10 +299,17 @@ def overflows(axes: dict[str, Any]) -> None:
     )  # fmt: skip
     booster = Booster(plugin=plugin)
     booster.boost(model, optimizer)
-    scales = []
-    losses = []
+    scales, losses = [], []
+    torch.manual_seed(0)
+    reference = build(layers=4, dtype=torch.float32)
+    replica = dist.get_rank() if "zero_stage" in axes else 0
+    for calls in zip(batches(0), batches(1), strict=True):
+        mean = [criterion(reference(**call), call) for call in (calls if "zero_stage" in axes else calls[:1])]
+        (sum(mean) / len(mean)).backward()
+        break
+    true = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
     for _ in range(4):
-        data = batches()
+        data = batches(replica)
         losses.append(float(booster.execute_pipeline(data, model, criterion, optimizer)["loss"]))
         optimizer.step()
         stepping = model._shardcore_boosted
@@ -309,11 +317,13 @@ def overflows(axes: dict[str, Any]) -> None:
         if len(scales) == 1:
             assert all(torch.equal(whole(p), before[name]) for name, p in model.named_parameters())
             assert not any(optimizer.state.values())
+        if len(scales) == 2:
+            assert abs(float(stepping.norm / true) - 1) < 0.02
         optimizer.zero_grad()
     assert scales == [(2.0**10, 1), (2.0**10, 1), (2.0**11, 1), (2.0**11, 1)]
     assert losses[0] == losses[1] > losses[2] > losses[3], losses
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (scales, losses))
+    dist.all_gather_object(told, (scales, losses if "zero_stage" not in axes else []))
     assert all(other == told[0] for other in told)
 
 
