@@ -73,6 +73,7 @@ class Rehearsal:
         first = _Answering(self)
         whole = self._run(first, arguments, held=lambda name: True)
         answers = {name: tuple(trees) for name, trees in first.answers.items()}
+        self._check_called_once(answers)
         crossings: list[Crossing] = []
         missing: tuple[int, ...] = ()
         for stage in range(len(self._cut)):
@@ -111,6 +112,19 @@ class Rehearsal:
         if self._dtype is None:
             return tree
         return tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, tree)
+
+    def _check_called_once(self, answers: Mapping[str, tuple[Any, ...]]) -> None:
+        """A stage ends at the first call of the next one's first block, whatever its own blocks are called with later.
+
+        Raises:
+            NotSupportedError: a block is called several times.
+        """
+        again = next((name for name in self._cut.blocks if len(answers.get(name, ())) > 1), None)
+        if again is not None:
+            raise NotSupportedError(
+                f"{type(self._model).__name__} calls {again} {len(answers[again])} times in one forward, and a stage "
+                "runs its blocks once; use pipeline_parallel_size=1"
+            )
 
     def _holds(self, stage: int, name: str) -> bool:
         """Tell whether a stage holds a part under any of its names."""
