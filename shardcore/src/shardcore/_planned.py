@@ -105,7 +105,6 @@ OTHERS = {
     "finetune.py": NAMES["Booster"].release,
     "LazyInitContext": "0.4",
     "xFormers": FIELDS["enable_flash_attention"].release,
-    "BLIP-2": "0.5",
     "ChatGLM-2": "0.5",
 }
 
