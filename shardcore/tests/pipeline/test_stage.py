@@ -196,7 +196,7 @@ class Handed(Net):
         (Skips, "the loss of Skips depends on what an earlier stage has computed"),
         (Aside, r"stage 1 calls head with a tensor \(5, 4\) that only another stage can compute"),
         (Backwards, r"that only another stage can compute"),
-        (Again, r"Again calls blocks.0 2 times in one forward, and a stage runs its blocks once"),
+        (Again, r"Again calls blocks.0 again after blocks.2, and a stage of a pipeline runs its blocks before"),
     ],
     ids=["skips", "aside", "backwards", "again"],
 )
