@@ -19,7 +19,7 @@ PLUGIN = "shard_blip2.plugin"
 
 
 def test_upstream_still_counts_heads_in_two_ways():
-    # If this fails, see whether `shard_blip2.parts.attend` is needed, and computes what the new forward does.
+    # If this fails, see whether `shard_blip2.attention.attend` is needed, and computes what the new forward does.
     source = " ".join(inspect.getsource(Blip2Attention.forward).split())
     assert "bsz, tgt_len, embed_dim = hidden_states.size()" in source
     assert (

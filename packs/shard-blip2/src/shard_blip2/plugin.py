@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-_MODELS = (
-    "Blip2Model",
-    "Blip2ForConditionalGeneration",
-    "Blip2ForImageTextRetrieval",
-    "Blip2TextModelWithProjection",
-    "Blip2VisionModelWithProjection",
-    "Blip2QFormerModel",
-    "Blip2VisionModel",
-)
+#: The classes, by the module of their policies.
+_MODELS = {
+    "language": ("Blip2Model", "Blip2ForConditionalGeneration"),
+    "policy": (
+        "Blip2ForImageTextRetrieval",
+        "Blip2TextModelWithProjection",
+        "Blip2VisionModelWithProjection",
+        "Blip2QFormerModel",
+        "Blip2VisionModel",
+    ),
+}
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve BLIP-2, its parts, and what is made of two of them."""
+    library = "transformers.models.blip_2.modeling_blip_2"
     return [
-        PolicySpec(
-            target=f"transformers.models.blip_2.modeling_blip_2.{name}", policy=f"shard_blip2.policy:{name}Policy"
-        )
-        for name in _MODELS
+        PolicySpec(target=f"{library}.{name}", policy=f"shard_blip2.{module}:{name}Policy")
+        for module, names in _MODELS.items()
+        for name in names
     ]
 
 

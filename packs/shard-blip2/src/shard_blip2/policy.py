@@ -1,16 +1,16 @@
-"""How BLIP-2 is sharded: its own parts are those of `shard_blip2.parts`, its language model is left to another pack."""
+"""How BLIP-2 is sharded without a language model: the parts of `shard_blip2.parts`, alone or together."""
 
 from __future__ import annotations
 
 from shard_blip2.parts import QFORMER, QFORMER_STAGES, TEXT, VISION, VISION_STAGES
 from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Stages
-from shardcore.styles import calls, delegate, replicate
+from shardcore.styles import replicate
 
 __all__ = [
-    "Blip2ForConditionalGenerationPolicy",
+    "BETWEEN",
+    "BLOCKS",
     "Blip2ForImageTextRetrievalPolicy",
-    "Blip2ModelPolicy",
     "Blip2QFormerModelPolicy",
     "Blip2TextModelWithProjectionPolicy",
     "Blip2VisionModelPolicy",
@@ -18,8 +18,8 @@ __all__ = [
 ]
 
 #: From the tower of images to the Q-Former, which begins with the queries.
-_BETWEEN = ("vision_model.post_layernorm", "query_tokens", "qformer.layernorm", "qformer.dropout")
-_BLOCKS = ("vision_model.encoder.layers", "qformer.encoder.layer")
+BETWEEN = ("vision_model.post_layernorm", "query_tokens", "qformer.layernorm", "qformer.dropout")
+BLOCKS = ("vision_model.encoder.layers", "qformer.encoder.layer")
 
 
 class Blip2VisionModelPolicy(PretrainedPolicy):
@@ -45,39 +45,13 @@ class Blip2QFormerModelPolicy(PretrainedPolicy):
         return QFORMER
 
 
-class Blip2ModelPolicy(PretrainedPolicy):
-    """What the Q-Former learns of an image, and a language model, whichever it is, that goes on from there."""
-
-    stages = Stages(
-        first="vision_model.embeddings",
-        blocks=(*_BLOCKS, "language_model"),
-        between=(*_BETWEEN, "language_projection"),
-    )
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of both parts, and of what is between them and the language model."""
-        spoken = [replicate("query_tokens", "language_projection"), delegate("language_model")]
-        methods = calls("get_text_features", "get_image_features", "get_qformer_features")
-        return {**VISION, **QFORMER, "Blip2Model": [*spoken, methods]}
-
-
-class Blip2ForConditionalGenerationPolicy(Blip2ModelPolicy):
-    """The same, which generates."""
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of both parts, and of what is between them and the language model."""
-        spoken = [replicate("query_tokens", "language_projection"), delegate("language_model")]
-        methods = calls("get_image_features", "generate")
-        return {**VISION, **QFORMER, "Blip2ForConditionalGeneration": [*spoken, methods]}
-
-
 class Blip2ForImageTextRetrievalPolicy(PretrainedPolicy):
     """Images and texts, compared with each other: whether they match, and how alike they are."""
 
     stages = Stages(
         first="vision_model.embeddings",
-        blocks=_BLOCKS,
-        between=(*_BETWEEN, "embeddings"),
+        blocks=BLOCKS,
+        between=(*BETWEEN, "embeddings"),
         last=("vision_projection", "text_projection", "itm_head"),
     )
 
@@ -104,7 +78,7 @@ class Blip2TextModelWithProjectionPolicy(PretrainedPolicy):
 class Blip2VisionModelWithProjectionPolicy(PretrainedPolicy):
     """What the Q-Former learns of an image, projected to where it meets text."""
 
-    stages = Stages(first="vision_model.embeddings", blocks=_BLOCKS, between=_BETWEEN, last="vision_projection")
+    stages = Stages(first="vision_model.embeddings", blocks=BLOCKS, between=BETWEEN, last="vision_projection")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of both parts, and of the projection."""
