@@ -78,6 +78,18 @@ def test_packs_that_a_pack_derives_from(packs):
     assert (a.needed(packs), b.needed(packs)) == ([], [a])
 
 
+def test_packs_that_the_tests_of_a_pack_need(packs):
+    a, b = packs
+    for pack in (a, b):
+        metadata = pack.folder / "pyproject.toml"
+        text = metadata.read_text().replace(', "shard-a"]', "]")
+        metadata.write_text(f'{text}\n[project.optional-dependencies]\ntesting = ["pytest"]\n')
+    metadata = a.folder / "pyproject.toml"
+    metadata.write_text(metadata.read_text().replace('"pytest"', '"pytest", "shard-b>=0.1"'))
+    a, b = find_packs(a.folder.parents[1])
+    assert (a.needed([a, b]), b.needed([a, b])) == ([b], [])
+
+
 def test_packs_share_the_environment_of_a_release(packs):
     by_name = {}
     for cell in cells_of(packs, "torch==2.13.0"):

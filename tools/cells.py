@@ -62,8 +62,12 @@ class Pack:
         return list(self._metadata["project"].get("dependencies", []))
 
     def needed(self, packs: Sequence[Pack]) -> list[Pack]:
-        """Return those of ``packs`` whose policies it derives from, and the ones that they need."""
-        names = {Requirement(text).name for text in self.dependencies}
+        """Return those of ``packs`` that it, or its extra ``testing``, requires, and the ones that they need.
+
+        It derives from their policies, or its cases leave parts of models to them.
+        """
+        testing = self._metadata["project"].get("optional-dependencies", {}).get("testing", [])
+        names = {Requirement(text).name for text in (*self.dependencies, *testing)}
         direct = [pack for pack in packs if pack.name in names]
         return [*direct, *(further for pack in direct for further in pack.needed(packs))]
 

@@ -95,7 +95,6 @@ LAYER_OPTIONS = {
 #: What only the documentation names: the first word of a row of its tables, and the release.
 OTHERS = {
     "xFormers": FIELDS["enable_flash_attention"].release,
-    "BLIP-2": "0.5",
     "ChatGLM-2": "0.5",
 }
 

@@ -153,6 +153,17 @@ class Backwards(Net):
         return self.head(x).square().sum()
 
 
+class Again(Net):
+    """The blocks run twice, as an encoder of two modalities does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x).square().sum()
+
+
 class Handed(Net):
     """What is made of parameters and goes to every block goes from stage to stage; what comes of the input does not."""
 
@@ -185,8 +196,9 @@ class Handed(Net):
         (Skips, "the loss of Skips depends on what an earlier stage has computed"),
         (Aside, r"stage 1 calls head with a tensor \(5, 4\) that only another stage can compute"),
         (Backwards, r"that only another stage can compute"),
+        (Again, r"Again calls blocks.0 again after blocks.2, and a stage of a pipeline runs its blocks before"),
     ],
-    ids=["skips", "aside", "backwards"],
+    ids=["skips", "aside", "backwards", "again"],
 )
 def test_what_would_be_wrong_is_refused(kind, said):
     model = kind()

@@ -9,7 +9,8 @@ numbers. No part of a stage may be called with NaN in any other way, and no loss
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -73,6 +74,7 @@ class Rehearsal:
         first = _Answering(self)
         whole = self._run(first, arguments, held=lambda name: True)
         answers = {name: tuple(trees) for name, trees in first.answers.items()}
+        self._check_order(first.blocks)
         crossings: list[Crossing] = []
         missing: tuple[int, ...] = ()
         for stage in range(len(self._cut)):
@@ -112,6 +114,21 @@ class Rehearsal:
             return tree
         return tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, tree)
 
+    def _check_order(self, calls: Sequence[str]) -> None:
+        """A stage ends at the first call of the next one's first block: its own blocks may not be called after that.
+
+        Raises:
+            NotSupportedError: a block is called again after one that follows it.
+        """
+        blocks = self._cut.blocks
+        places = [blocks.index(name) for name in calls]
+        for before, after in itertools.pairwise(places):
+            if after < before and blocks[after] in calls[: places.index(before)]:
+                raise NotSupportedError(
+                    f"{type(self._model).__name__} calls {blocks[after]} again after {blocks[before]}, and a stage of "
+                    "a pipeline runs its blocks before those of the next one; use pipeline_parallel_size=1"
+                )
+
     def _holds(self, stage: int, name: str) -> bool:
         """Tell whether a stage holds a part under any of its names."""
         names = [other for other, first in self._names.items() if first == name]
@@ -141,8 +158,11 @@ class _Answering:
         self._rehearsal = rehearsal
         self._inside = False  # of a part, which has called another one
         self.answers: dict[str, list[Any]] = {}
+        self.blocks: list[str] = []  # in the order of their calls
 
     def entered(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if name in self._rehearsal._cut.blocks:
+            self.blocks.append(name)
         return args, kwargs
 
     def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

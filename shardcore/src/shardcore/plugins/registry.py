@@ -87,6 +87,7 @@ _FIRST_PARTY = {
     "transformers.models.clip.": "shard-clip",
     "transformers.models.siglip.": "shard-clip",
     "transformers.models.sam.": "shard-sam",
+    "transformers.models.blip_2.": "shard-blip2",
     "transformers.models.wav2vec2.": "shard-wav2vec2",
     "timm.": "shard-vit",
     "torch.nn.modules.transformer.": "shard-torch",

@@ -29,10 +29,13 @@ def pipeline(s: Subject, ledger: Ledger) -> None:
     parameter is lost, and none is held by a stage that the cut does not say.
     """
     with ledger.check("pipeline"):
+        if not s.case.supports.pipeline:
+            ledger.closed("pipeline parallelism")
+            return
         reference = s.build()
         cut = _finest(s, reference)
-        if cut is None or not s.case.supports.pipeline:
-            ledger.closed("the model has no two blocks" if cut is None else "pipeline parallelism")
+        if cut is None:
+            ledger.closed("the model has no two blocks")
             return
         with ledger.place(f"{len(cut)} stages"):
             _compare(s, ledger, cut)
@@ -45,11 +48,13 @@ def schedules(s: Subject, ledger: Ledger) -> None:
     four ranks each stage is shared by two as well, which split its heads, and its tokens where that is supported.
     """
     with ledger.check("schedules"):
+        if not s.case.supports.pipeline:
+            ledger.closed("pipeline parallelism")
+            return
         cut = _finest(s, s.build())
-        trials = [] if cut is None or not s.case.supports.pipeline else list(_trials(s, len(cut.blocks)))
+        trials = [] if cut is None else list(_trials(s, len(cut.blocks)))
         if not trials:
-            few = cut is None or s.case.supports.pipeline
-            ledger.closed(f"the model has no {s.tp} blocks" if few else "pipeline parallelism")
+            ledger.closed(f"the model has no {s.tp} blocks")
             return
         for fields in trials:
             with ledger.place(" ".join(f"{name}={value}" for name, value in fields.items())):

@@ -229,6 +229,9 @@ def _without_last_block(model: Any, name: str) -> Any:
     fewer = copy.deepcopy(model)
     blocks: Any = fewer.get_submodule(name)
     owner, _, last = name.rpartition(".")
+    config: Any = getattr(fewer.get_submodule(owner), "config", None)
+    if getattr(config, "num_hidden_layers", None) == len(blocks):  # a forward may count them there
+        config.num_hidden_layers = len(blocks) - 1
     if isinstance(blocks, nn.ModuleList):
         del blocks[len(blocks) - 1]
     else:

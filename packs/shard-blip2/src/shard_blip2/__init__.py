@@ -1,0 +1,1 @@
+"""BLIP-2 of transformers, for shardcore."""
