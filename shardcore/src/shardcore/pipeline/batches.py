@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardcore.agree.fingerprint import checksum
 from shardcore.errors import ConfigError
 
-__all__ = ["contents_of", "micro_batches", "rows_of", "shapes_of", "weight_of"]
+__all__ = ["contents_of", "micro_batches", "rows_of", "rows_of_each", "shapes_of", "weight_of"]
 
 _IGNORED = -100
 
@@ -44,13 +44,7 @@ def micro_batches(
         ConfigError: the rows cannot be divided so.
     """
     rows = rows_of(batch)
-    each = size or rows // (number or 1)
-    if not each or rows % each or (number is not None and rows // each != number):
-        wanted = f"{number} micro-batches" if number is not None else f"micro-batches of {size}"
-        raise ConfigError(
-            f"a batch of {rows} rows cannot be divided into {wanted} of equally many rows; use a number that divides "
-            f"{rows}, or a data loader that leaves out the last batch (drop_last=True)"
-        )
+    each = rows_of_each(rows, number=number, size=size)
 
     def part(start: int) -> dict[str, Any]:
         divided: dict[str, Any] = tree_map_only(
@@ -59,6 +53,22 @@ def micro_batches(
         return divided
 
     return [part(start) for start in range(0, rows, each)]
+
+
+def rows_of_each(rows: int, *, number: int | None = None, size: int | None = None) -> int:
+    """Return how many rows each micro-batch of ``rows`` has; see `micro_batches`.
+
+    Raises:
+        ConfigError: the rows cannot be divided so.
+    """
+    each = size or rows // (number or 1)
+    if not each or rows % each or (number is not None and rows // each != number):
+        wanted = f"{number} micro-batches" if number is not None else f"micro-batches of {size}"
+        raise ConfigError(
+            f"a batch of {rows} rows cannot be divided into {wanted} of equally many rows; use a number that divides "
+            f"{rows}, or a data loader that leaves out the last batch (drop_last=True)"
+        )
+    return each
 
 
 def shapes_of(batch: Mapping[str, Any]) -> str:
