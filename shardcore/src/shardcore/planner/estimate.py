@@ -105,11 +105,11 @@ def _trace(model: Any, workload: Workload, call: Call, kinds: list[Kind], keep: 
     if context is not None:
         still(context)
     model.train(workload.trains)
-    places = {
-        label(kinds, name, index, indices): model.get_submodule(f"{name}.{number}")
+    places = [
+        (label(kinds, name, index, indices), model.get_submodule(f"{name}.{number}"))
         for name, indices in keep.items()
         for number, index in enumerate(indices)
-    }
+    ]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, Certain():
         to_fake(model)

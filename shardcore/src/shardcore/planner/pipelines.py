@@ -54,7 +54,7 @@ def estimate_pipeline(
         policy: a policy's class.
     """
     pipeline = _Pipeline(model, config, workload, call, policy)
-    ranks = tuple(pipeline.rank(rank) for rank in range(pipeline.size))
+    ranks = tuple(map(pipeline.rank, range(pipeline.size)))
     most = max(ranks, key=lambda found: found.peak)
     return Estimate(
         config=config,
@@ -177,12 +177,12 @@ class _Pipeline:
         first = self._config.ranks // self.size * rank  # the first axis of a mesh is pp, and the last one tp
         with simulated_ranks(self._config.ranks, first + held.index(max(held))):
             shardcore.shard(few, fewer, policy=self._policy)
-            places = {
-                label(kinds, name, index, indices): few.get_submodule(f"{name}.{number}")
+            places = [
+                (label(kinds, name, index, indices), few.get_submodule(f"{name}.{number}"))
                 for name, indices in keep.items()
                 for number, index in enumerate(indices)
                 if any(kind.blocks == name and index in kind.indices for kind in here)
-            }
+            ]
             return run_rank(few, self.workload, self._call, self._rows, places)
 
     def _bounds(self, keep: dict[str, list[int]]) -> tuple[int, ...]:

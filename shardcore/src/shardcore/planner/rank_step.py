@@ -146,7 +146,7 @@ class _Run:
         watch.owns("buffers", [t for some in (*self._arrives, *self._returns) for ts in some for t in ts])
         fed = [tensor for part in self._feed for tensor in tree_leaves(part) if isinstance(tensor, Tensor)]
         watch.owns("activations", [*self._model.buffers(), *fed])
-        handles = [handle for name, block in places.items() for handle in follow(watch, name, block)]
+        handles = [handle for name, block in places for handle in follow(watch, name, block)]
         found: Numbers = Counter()
         try:
             with watch:

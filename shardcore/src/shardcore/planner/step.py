@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from shardcore.planner.workload import Call, Stepper, Workload
 
 __all__ = ["by_axis", "follow", "groups_of", "run_step", "still", "sum_partial", "to_fake"]
 
-Places = Mapping[str, nn.Module]
+#: Blocks, each with what its place is called: several may be called alike.
+Places = Sequence[tuple[str, nn.Module]]
 
 
 def run_step(
-    model: nn.Module, call: Call, stepper: Stepper, workload: Workload, watch: Watch, places: Places | None = None
+    model: nn.Module, call: Call, stepper: Stepper, workload: Workload, watch: Watch, places: Places = ()
 ) -> Numbers:
     """Run two steps of a sharded model, and return what was seen in the second.
 
@@ -51,7 +52,7 @@ def run_step(
     watch.owns("parameters", model.parameters())
     watch.owns("optimizer", stepper.state())
     watch.finds_gradients(stepper.gradients)
-    handles = [handle for name, block in (places or {}).items() for handle in follow(watch, name, block)]
+    handles = [handle for name, block in places for handle in follow(watch, name, block)]
     found: Numbers = Counter()
     try:
         with watch, torch.set_grad_enabled(workload.trains):
