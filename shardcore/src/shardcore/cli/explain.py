@@ -167,8 +167,8 @@ def _show_plan(explained: Explained) -> None:
 
 
 def _summary(explained: Explained) -> Iterator[str]:
-    low, high = min(explained.bytes_per_rank), max(explained.bytes_per_rank)
-    size = _mebibytes(high) if low == high else f"{_mebibytes(low)} to {_mebibytes(high)}"
+    low, high = _mebibytes(min(explained.bytes_per_rank)), _mebibytes(max(explained.bytes_per_rank))
+    size = high if low == high else f"{low} to {high}"
     shards = explained.plan.config.dp_shard_size or 1
     yield f"parameters per rank: {size}" + (f", divided by {shards} over dp_shard" if shards > 1 else "")
     counts = Counter((c.phase, c.operation) for c in explained.collectives)

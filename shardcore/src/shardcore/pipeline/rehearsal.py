@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+from typing_extensions import override
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
@@ -194,6 +195,7 @@ class _Sizing(_Answering):
         self._known = known
         self.crossings: dict[str, Crossing] = {}
 
+    @override
     def entered(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if name in self._known and name not in self.crossings:
             places, leaves = self._known[name].places, tree_flatten((args, kwargs))[0]

@@ -104,9 +104,8 @@ def truncated(model: nn.Module, keep: dict[str, list[int]]) -> Any:
     for name, indices in keep.items():
         blocks = model.get_submodule(name)
         few = copy.copy(blocks)
-        few.__dict__.update(
-            {key: copy.copy(own) for key, own in vars(blocks).items() if isinstance(own, dict)}
-        )  # hooks
+        # Its hooks are its own, or what is done to the copy would be done to the model.
+        few.__dict__.update({key: copy.copy(own) for key, own in vars(blocks).items() if isinstance(own, dict)})
         held = list(blocks._modules.values())
         few.__dict__["_modules"] = {str(n): copy.deepcopy(held[i], memo) for n, i in enumerate(indices)}
         memo[id(blocks)] = few
