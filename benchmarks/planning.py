@@ -33,7 +33,7 @@ from shardcore import ShardConfig
 from shardcore.integrations.calls import call_of
 from shardcore.planner import Call, Workload, estimate, simulated_ranks
 from shardcore.planner.step import run_step
-from shardcore.planner.watch import Watch
+from shardcore.planner.watch import Watch, local
 from shardcore.planner.workload import Stepper
 from shardcore.testing.pool import WorkerPool
 
@@ -54,6 +54,18 @@ MESHES: dict[str, dict[str, Any]] = {
     "tp 2 x dp_shard 2": {"tp": 2, "dp_shard_size": 2},
     "tp 2 x dp_replicate 2": {"tp": 2, "dp_replicate_size": 2},
 }
+
+#: Of the same batch in micro-batches of one sample.
+PIPELINES: dict[str, dict[str, Any]] = {
+    "pp 2, 1f1b": {"pp": 2, "tp": 1},
+    "pp 2, gpipe": {"pp": 2, "tp": 1, "pipeline_schedule": "gpipe"},
+    "pp 2, interleaved": {"pp": 2, "tp": 1, "pipeline_schedule": "interleaved"},
+    "pp 2, zbv": {"pp": 2, "tp": 1, "pipeline_schedule": "zbv"},
+    "pp 2 x tp 2": {"pp": 2, "tp": 2},
+    "pp 2 x dp_shard 2": {"pp": 2, "tp": 1, "dp_shard_size": 2},
+}
+
+UNITS = ("count", "bytes")
 
 #: Of a Llama of 70 billion parameters.
 LARGE = {
@@ -81,6 +93,30 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
         "count": sum(size for key, size in seen.items() if key[0] == "sent" and key[-1] == "count"),
         "bytes": sum(size for key, size in seen.items() if key[0] == "sent" and key[-1] == "bytes"),
     }
+
+
+def measured_pipeline(fields: dict[str, Any]) -> dict[str, int]:
+    """Run steps of a pipeline on this rank, and return what was measured."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+    shardcore.shard(model, num_microbatches=WORK.batch, **fields)
+    stepper, batch = Stepper(model, WORK), dict(call_of(model, WORK).inputs())
+
+    def step() -> None:
+        model.train_step(batch)
+        stepper.step()
+
+    for _ in range(2):
+        step()
+    watch = Watch()
+    watch.owns("parameters", model.parameters())
+    watch.owns("optimizer", stepper.state())
+    with watch:
+        step()
+    sent = {unit: sum(n for key, n in watch.sent.items() if key[1] == "send" and key[3] == unit) for unit in UNITS}
+    alive = max(size for key, size in watch.peaks.items() if key[2] == "all")
+    resident = sum(p.nbytes for p in map(local, (*model.parameters(), *stepper.state())))
+    return {"tensors": alive, "allocator": resident + _allocated(step), **sent}
 
 
 def _step(model: Any, call: Call, stepper: Stepper) -> None:
@@ -120,12 +156,29 @@ def sharding_time() -> dict[str, float]:
     return {"built": built - started, "sharded": done - built, "bytes": held}
 
 
+def _of_pipeline(pool: WorkerPool, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Compare the rank of a pipeline that takes most; of what is sent, that along ``pp``."""
+    others = fields["tp"] * fields.get("dp_shard_size", 1)
+    started = time.perf_counter()
+    config = ShardConfig.of(num_microbatches=WORK.batch, **fields)
+    plan = estimate(on_meta(SIZES), config, WORK, call_of).pipeline
+    took = time.perf_counter() - started
+    assert plan is not None  # a pipeline was asked for
+    most = max(plan.ranks, key=lambda rank: rank.peak)
+    real = pool.run(measured_pipeline, fields, world=2 * others, timeout=300)[most.rank * others]
+    along = [traffic for traffic in most.traffic if traffic.axis == "pp"]
+    sent = {"planned_count": sum(t.count for t in along), "planned_bytes": sum(t.bytes for t in along)}
+    return {"mesh": f"{name}: rank {most.rank}", "seconds": took, "planned": most.peak, **sent, **real}
+
+
 @click.command()
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results here.")
 def main(file: Path | None) -> None:
     """Run it."""
     rows = []
     with WorkerPool(4) as pool:
+        for name, fields in PIPELINES.items():
+            rows.append(_of_pipeline(pool, name, fields))
         for name, fields in MESHES.items():
             ranks = fields["tp"] * fields.get("dp_shard_size", 1) * fields.get("dp_replicate_size", 1)
             started = time.perf_counter()

@@ -9,8 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from shardcore.cli import main
+from shardcore.cli.app import _SCHEDULES
 from shardcore.cli.bars import picture
-from shardcore.cli.plan import bytes_of, in_words
+from shardcore.cli.plan import bytes_of
+from shardcore.cli.tables import in_words
+from shardcore.config.pipelining import SCHEDULE_NAMES
 from shardcore.errors import ConfigError
 
 
@@ -54,6 +57,7 @@ def run(*options):
     [
         (("Some", "--search"), "--ranks"),
         (("Some", "--search", "--ranks", "4", "--tp", "2"), "--tp"),
+        (("Some", "--search", "--ranks", "4", "--pp", "2"), "--pp"),
         (("Some", "--ranks", "4"), "--search"),
     ],
 )
@@ -68,20 +72,36 @@ def test_errors_are_messages():
         ("NoSuchModel",),
         ("NoSuchModel", "--memory", "much"),
         ("x", "--sp", "--set", "enable_sequence_parallelism=true"),
+        ("x", "--schedule", "gpipe"),
+        ("x", "--search", "--ranks", "4", "--set", "pp=2"),
+        ("x", "--pp", "2", "--microbatches", "2", "--microbatch-size", "1"),
     ):
         result = run(*options)
         assert result.exit_code == 1
         assert "error:" in result.output
 
 
+def test_the_schedules_are_those_of_the_configuration():
+    assert _SCHEDULES == SCHEDULE_NAMES
+
+
+def _saved(folder, config, architecture):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 5, "num_attention_heads": 4}
+    getattr(transformers, config)(**sizes, vocab_size=96, architectures=[architecture]).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def small(tmp_path):
-    transformers = pytest.importorskip("transformers")
     pytest.importorskip("shard_llama")
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 5, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, vocab_size=96, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path)
-    return str(tmp_path)
+    return _saved(tmp_path, "LlamaConfig", "LlamaForCausalLM")
+
+
+@pytest.fixture
+def tied(tmp_path):
+    pytest.importorskip("shard_bert")
+    return _saved(tmp_path, "BertConfig", "BertForMaskedLM")
 
 
 def test_a_plan_as_json_and_as_a_picture(small, tmp_path):
@@ -91,7 +111,7 @@ def test_a_plan_as_json_and_as_a_picture(small, tmp_path):
     )
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
-    assert data["mesh"] == {"tp": 2, "dp_replicate": 1, "dp_shard": 2}
+    assert data["mesh"] == {"pp": 1, "tp": 2, "dp_replicate": 1, "dp_shard": 2}
     assert data["fits"] is True
     assert data["workload"]["seq"] == 16
     assert data["bytes"]["optimizer"] >= 2 * data["bytes"]["parameters"]
@@ -118,3 +138,72 @@ def test_a_search(small):
     nothing = run(small, "--search", "--ranks", "2", "--seq", "16", "--memory", "1KiB")
     assert nothing.exit_code == 1
     assert "no mesh fits" in nothing.output
+
+
+def test_a_pipeline(small, tmp_path):
+    picture = tmp_path / "plan.svg"
+    result = run(small, "--pp", "2", "--tp", "2", "--microbatches", "3", "--seq", "16", "--json", "--svg", str(picture))
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["mesh"] == {"pp": 2, "tp": 2, "dp_replicate": 1, "dp_shard": 1}
+    assert data["workload"]["batch"] == 3
+    pipeline = data["pipeline"]
+    assert (pipeline["schedule"], pipeline["micro_batches"]) == ("1f1b", 3)
+    assert [rank["in_flight"] for rank in pipeline["ranks"]] == [2, 1]
+    assert data["bytes"]["peak"] == max(rank["bytes"]["peak"] for rank in pipeline["ranks"])
+    crossing = 3 * 16 * 32 * 2  # micro-batches of a row of bf16
+    for rank, way in zip(pipeline["ranks"], ("forward", "backward"), strict=True):
+        (sent,) = [c for c in rank["collectives"] if c["axis"] == "pp"]
+        assert (sent["phase"], sent["operation"], sent["count"], sent["bytes"]) == (way, "send", 3, crossing)
+        assert rank["bytes"]["buffers"] == crossing
+    assert "rank 1 on pp" in picture.read_text()
+
+
+def test_a_pipeline_as_tables(tied):
+    result = run(tied, "--pp", "2", "--schedule", "zbv", "--microbatch-size", "2", "--seq", "16", "--optimizer", "sgd")
+    assert result.exit_code == 0, result.output
+    assert "pp 2, batch 8, 16 tokens, zbv of 4 micro-batches" in result.output
+    assert "0, 3\t4\t" in result.output
+    assert "bubble: ranks of the pipeline wait " in result.output
+    shared = run(tied, "--pp", "2", "--microbatches", "2", "--seq", "16")
+    assert "backward\texchange\tpp\t2\t1\t6.0 KiB\t6.0 KiB" in shared.output
+
+
+def test_a_pipeline_that_cannot_be(small):
+    for options, said in (
+        (("--pp", "8"), "at most 5"),
+        (("--pp", "2", "--microbatches", "3", "--batch", "4"), "a number that divides 4"),
+        (("--pp", "2", "--microbatches", "1"), "another number of micro-batches"),
+    ):
+        result = run(small, *options)
+        assert result.exit_code == 1
+        assert said in result.output
+
+
+def explained(*options):
+    result = CliRunner().invoke(main, ["explain", *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_stages_of_a_pipeline(small):
+    lines = explained(small, "--tp", "2", "--pp", "2").splitlines()
+    start = lines.index(next(line for line in lines if line.startswith("stage\t")))
+    first, last = (dict(zip(lines[start].split("\t"), line.split("\t"), strict=True)) for line in lines[start + 1 :])
+    assert (first["blocks"], last["blocks"]) == ("model.layers.{0-2}", "model.layers.{3-4}")
+    assert "model.embed_tokens" in first["also"]
+    assert {"model.norm", "lm_head"} <= set(last["also"].split(", "))
+    data = json.loads(explained(small, "--tp", "2", "--pp", "2", "--set", "pipeline_schedule=interleaved", "--json"))
+    assert [stage["rank"] for stage in data["stages"]] == [0, 1, 0, 1]
+    assert sum(stage["share"] for stage in data["stages"]) == pytest.approx(1)
+    whole = json.loads(explained(small, "--tp", "2", "--json"))
+    assert "stages" not in whole
+    assert len(data["bytes_per_rank"]) == 4
+    assert data["bytes_per_rank"][0] + data["bytes_per_rank"][2] == whole["bytes_per_rank"][0]
+
+
+def test_what_stages_share(tied):
+    stages = json.loads(explained(tied, "--pp", "3", "--json"))["stages"]
+    tie = "bert.embeddings.word_embeddings.weight"
+    assert [stage["shared"] for stage in stages] == [{tie: [0, 2]}, {}, {tie: [0, 2]}]
+    assert f"{tie} (2)" in explained(tied, "--pp", "3")

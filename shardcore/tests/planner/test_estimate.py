@@ -49,6 +49,13 @@ def test_few_blocks_stand_for_all(monkeypatch, fields):
     assert found == plan(meta(), **fields)
 
 
+def test_few_blocks_stand_for_all_without_a_backward(monkeypatch):
+    work = Workload(batch=3, dtype="fp32", optimizer="none")
+    found = plan(meta(), work, tp=2)
+    monkeypatch.setattr(layers, "LEAST", 7)
+    assert found == plan(meta(), work, tp=2)
+
+
 def test_blocks_of_different_kinds_are_told_apart(monkeypatch):
     model = meta()
     for index in (1, 4):
@@ -183,3 +190,56 @@ def test_a_watch_sees_what_comes_and_goes():
 def test_workloads_that_are_none(fields, said):
     with pytest.raises(ConfigError, match=said):
         Workload(**fields)
+
+
+def pipelined(model, batch=8, optimizer="adamw", **fields):
+    def by_name(model, workload):
+        ids = torch.ones(workload.batch, 7, dtype=torch.long, device="cpu")
+        return Call(inputs=lambda: {"": torch.ones_like(ids)}, loss=lambda out: out.float().sum(), seq=7)
+
+    work = Workload(batch=batch, dtype="fp32", foreach=False, optimizer=optimizer)
+    settings = {"pp": 2, "tp": 1, "dp": 1, "num_microbatches": 4, **fields}
+    return estimate(model, ShardConfig.of(**settings), work, by_name, policy=TinyPolicy)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tp": 2, "pipeline_schedule": "interleaved"},
+        {"dp_shard_size": 2, "dp": None},
+        {"optimizer": "none"},
+        {"gradient_checkpoint_config": GradientCheckpointConfig(num_ckpt_layers=5)},
+    ],
+    ids=str,
+)
+def test_few_blocks_of_a_stage_stand_for_all(monkeypatch, fields):
+    found = pipelined(meta(16), **fields)
+    monkeypatch.setattr(layers, "LEAST", 16)
+    monkeypatch.setattr("shardcore.planner.pipelines.LEAST", 16)
+    assert found == pipelined(meta(16), **fields)
+
+
+def test_more_micro_batches_take_what_the_schedule_keeps():
+    model = meta(6)
+    few, many = (pipelined(model, batch=2 * n, num_microbatches=n).pipeline for n in (4, 8))
+    assert [rank.kept for rank in few.ranks] == [rank.kept for rank in many.ranks]  # 1F1B keeps one for each stage
+    assert [2 * rank.buffers for rank in few.ranks] == [rank.buffers for rank in many.ranks]
+    (small, large) = (
+        pipelined(model, batch=2 * n, num_microbatches=n, pipeline_schedule="gpipe").pipeline for n in (4, 8)
+    )
+    assert [2 * rank.kept for rank in small.ranks] == [rank.kept for rank in large.ranks]
+    assert few.bubble > many.bubble
+
+
+def test_the_least_of_a_pipeline_is_that_of_its_ranks():
+    work, config = Workload(batch=4, dtype="fp32", optimizer="sgd"), ShardConfig.of(pp=2, tp=1, num_microbatches=4)
+    found = pipelined(meta(5), batch=4, optimizer="sgd")
+    assert least(meta(5), config, work, policy=TinyPolicy) == max(sum(r.held.values()) for r in found.pipeline.ranks)
+
+
+def test_a_copy_of_few_blocks_leaves_the_hooks_of_the_model():
+    model = meta(3)
+    few = layers.truncated(model, {"model.layers": [0]})
+    few.model.layers.register_forward_hook(lambda *_: None)
+    assert not model.model.layers._forward_hooks

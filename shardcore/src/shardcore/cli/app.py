@@ -20,6 +20,12 @@ plan that does not fit, differing plans); 2 the command line was not understood.
 """
 
 _MAX_TP_HELP = "With --search: the most tensor-parallel ranks, such as those of one host."
+#: Those of `shardcore.config.pipelining`, which would import torch.
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+_BATCH_HELP = "Samples of each replica [default: 1; of a pipeline 1 in each micro-batch]."
+_MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each rank of the pipeline]."
+_SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
 _DEVICE_HELP = "Whose optimizer it is: on cuda torch steps all parameters together."
 
 
@@ -64,6 +70,7 @@ def packs(as_json: bool) -> None:
 @click.argument("model", required=False)
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks.")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks.")
+@click.option("--pp", default=1, show_default=True, type=click.IntRange(1), help="Ranks of a pipeline.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
@@ -79,6 +86,7 @@ def explain(
     model: str | None,
     tp: int,
     dp: int,
+    pp: int,
     settings: tuple[str, ...],
     device: str | None,
     as_json: bool,
@@ -94,6 +102,7 @@ def explain(
       shardcore explain LlamaForCausalLM --tp 4
       shardcore explain ./checkpoint --tp 2 --set enable_all_optimization=true --device cuda
       shardcore explain ./checkpoint --tp 2 --set gradient_checkpoint_config=0.5
+      shardcore explain ./checkpoint --tp 2 --pp 2 --set pipeline_schedule=interleaved
       shardcore explain ./checkpoint --tp 2 --json > plan.json
       shardcore explain --diff before.json after.json
     """  # noqa: D301  # click reads the control character, not the letters
@@ -109,7 +118,7 @@ def explain(
     if not model:
         raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
     with answer_only():
-        explained = command.explain(model, tp=tp, dp=dp, settings=settings, device=device)
+        explained = command.explain(model, tp=tp, dp=dp, pp=pp, settings=settings, device=device)
     click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
 
 
@@ -118,8 +127,13 @@ def explain(
 @click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks [default: 1].")
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks [default: 1].")
 @click.option("--dp-replicate", type=click.IntRange(1), help="Of --dp, replicas with whole parameters [default: 1].")
+@click.option("--pp", type=click.IntRange(1), help="Ranks of a pipeline [default: 1].")
+@click.option("--schedule", "pipeline_schedule", type=click.Choice(_SCHEDULES), help="Of --pp [default: 1f1b].")
+@click.option("--chunks", "num_model_chunks", type=click.IntRange(1), help="Of --pp: stages of each rank.")
+@click.option("--microbatches", "num_microbatches", type=click.IntRange(1), help=_MICRO_BATCHES_HELP)
+@click.option("--microbatch-size", type=click.IntRange(1), help="Of --pp, in place of their number: samples of each.")
 @click.option("--sp", is_flag=True, help="Split activations along the sequence (sequence parallelism).")
-@click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Samples of each replica.")
+@click.option("--batch", type=click.IntRange(1), help=_BATCH_HELP)
 @click.option("--seq", type=click.IntRange(1), help="Tokens of a sample [default: the model's most, up to 4096].")
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]))
 @click.option(
@@ -136,7 +150,7 @@ def explain(
 )
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]), help=_DEVICE_HELP)
 @click.option("--memory", metavar="SIZE", help="What a rank has, such as 80GiB.")
-@click.option("--search", is_flag=True, help="List the meshes of --ranks ranks, cheapest traffic first.")
+@click.option("--search", is_flag=True, help=_SEARCH_HELP)
 @click.option("--ranks", type=click.IntRange(1), help="With --search: all ranks.")
 @click.option("--max-tp", default=8, show_default=True, type=click.IntRange(1), help=_MAX_TP_HELP)
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the memory into this file.")
@@ -146,8 +160,14 @@ def plan(
     tp: int | None,
     dp: int | None,
     dp_replicate: int | None,
+    pp: int | None,
+    pipeline_schedule: str | None,
+    num_model_chunks: int | None,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
     sp: bool,
     checkpointing: bool,
+    batch: int | None,
     settings: tuple[str, ...],
     memory: str | None,
     device: str,
@@ -167,6 +187,7 @@ def plan(
     Examples:
       shardcore plan ./checkpoint --tp 8 --dp 4 --sp --batch 4 --seq 8192 --memory 80GiB
       shardcore plan ./checkpoint --search --ranks 32 --memory 80GiB --svg meshes.svg
+      shardcore plan ./checkpoint --pp 4 --tp 8 --schedule interleaved --microbatches 16
       shardcore plan ./checkpoint --tp 8 --optimizer none --json
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
@@ -174,15 +195,21 @@ def plan(
     from shardcore.planner import Workload
 
     limit = None if memory is None else command.bytes_of(memory)
-    workload = Workload(foreach=device == "cuda", **work)
-    sizes = {"tp": tp, "dp": dp, "dp_replicate_size": dp_replicate}
+    sizes = {"tp": tp, "dp": dp, "pp": pp, "dp_replicate_size": dp_replicate}
     if search and (ranks is None or any(sizes.values())):
-        raise click.UsageError("--search looks for the sizes: give --ranks, and no --tp, --dp or --dp-replicate")
+        raise click.UsageError("--search looks for the sizes: give --ranks, and no --tp, --dp, --pp or --dp-replicate")
     if ranks is not None and not search:
         raise click.UsageError("--ranks belongs to --search")
     if not search:
         sizes |= {"tp": tp or 1, "dp": dp or 1}
-    config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes)
+    pipeline = {
+        "pipeline_schedule": pipeline_schedule,
+        "num_model_chunks": num_model_chunks,
+        "num_microbatches": num_microbatches,
+        "microbatch_size": microbatch_size,
+    }
+    config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes, **pipeline)
+    workload = Workload(foreach=device == "cuda", batch=command.batch_of(config, batch), **work)
     with answer_only():
         if search:
             found = command.search(model, config, workload, ranks=ranks or 1, max_tp=max_tp, memory=limit)

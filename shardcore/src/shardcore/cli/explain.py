@@ -13,13 +13,16 @@ from typing import Any
 
 import click
 
+from shardcore.cli.pipelines import show_stages, stages_to_json
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
 from shardcore.plan import ShardPlan
-from shardcore.planner import Collective, collectives, parameter_bytes
+from shardcore.plan.cut import Cut
+from shardcore.planner import Collective, StagePart, collectives, parameter_bytes, stage_parts
+from shardcore.planner.stages import parameter_bytes_by_stage
 from shardcore.plugins.registry import default_registry
 
 __all__ = ["Explained", "difference", "explain", "parse_settings", "read_plan", "show"]
@@ -27,11 +30,20 @@ __all__ = ["Explained", "difference", "explain", "parse_settings", "read_plan", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """A plan and what follows from it."""
+    """A plan and what follows from it.
+
+    Attributes:
+        plan: of the whole model.
+        bytes_per_rank: of parameters, on each rank of ``tp``; of a pipeline on those of its first rank, then of the
+            second one, and so on.
+        collectives: of the whole model.
+        stages: of a pipeline.
+    """
 
     plan: ShardPlan
     bytes_per_rank: list[int]
     collectives: list[Collective]
+    stages: list[StagePart]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON data."""
@@ -44,29 +56,33 @@ class Explained:
             "digest": self.plan.digest,
             "bytes_per_rank": self.bytes_per_rank,
             "collectives": sent,
+            **({"stages": stages_to_json(self.stages)} if self.stages else {}),
         }
 
 
-def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = (), device: str | None = None) -> Explained:
+def explain(
+    model: str, *, tp: int, dp: int, pp: int = 1, settings: Sequence[str] = (), device: str | None = None
+) -> Explained:
     """Compile the plan for ``model`` (see `shardcore.integrations.models.meta_model`).
 
     Args:
         model: the model.
         tp: tensor-parallel ranks.
         dp: data-parallel ranks.
+        pp: ranks of a pipeline.
         settings: further fields of the configuration, as ``name=value``.
         device: where the model would run, ``"cuda"`` or ``"cpu"``; by default what this machine has.
 
     Raises:
         ConfigError: there is no such model, or a setting is not one.
-        NotSupportedError: a later release will support a setting.
+        NotSupportedError: a later release will support a setting, or its policy does not say where it can be cut.
         NoPolicyError: no installed pack serves it.
         PlanError: its policy does not fit at these sizes.
     """
     native = meta_model(model)
     registry = default_registry()
     policy, origin = registry.policy_for(type(native))
-    config = ShardConfig.of(ShardConfig.of(tp=tp, dp=dp), **parse_settings(settings)).resolve(tp * dp)
+    config = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, **parse_settings(settings)}).resolve(tp * dp * pp)
     plan = compile_plan(
         policy,
         native,
@@ -76,7 +92,15 @@ def explain(model: str, *, tp: int, dp: int, settings: Sequence[str] = (), devic
         delegates=registry.policy_for,
         device_type=device,
     )
-    return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan))
+    if pp == 1:
+        return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan), stages=[])
+    held = parameter_bytes_by_stage(plan, Cut.by(plan.config, native, plan.stages))
+    return Explained(
+        plan=plan,
+        bytes_per_rank=[size for rank in held for size in rank],
+        collectives=collectives(plan),
+        stages=stage_parts(native, plan),
+    )
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -114,7 +138,14 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def show(explained: Explained) -> None:
-    """Print the plan as a tree; plain text without a terminal."""
+    """Print the plan as a tree, and the stages as a table; plain text without a terminal."""
+    _show_plan(explained)
+    if explained.stages:
+        click.echo()
+        show_stages(explained.stages)
+
+
+def _show_plan(explained: Explained) -> None:
     summary = list(_summary(explained))
     if not sys.stdout.isatty():
         click.echo("\n".join([explained.plan.render(), *summary]))
@@ -136,15 +167,16 @@ def show(explained: Explained) -> None:
 
 
 def _summary(explained: Explained) -> Iterator[str]:
-    low, high = min(explained.bytes_per_rank), max(explained.bytes_per_rank)
-    size = _mebibytes(high) if low == high else f"{_mebibytes(low)} to {_mebibytes(high)}"
+    low, high = _mebibytes(min(explained.bytes_per_rank)), _mebibytes(max(explained.bytes_per_rank))
+    size = high if low == high else f"{low} to {high}"
     shards = explained.plan.config.dp_shard_size or 1
     yield f"parameters per rank: {size}" + (f", divided by {shards} over dp_shard" if shards > 1 else "")
     counts = Counter((c.phase, c.operation) for c in explained.collectives)
     sent = ", ".join(
         f"{count} {operation} {phase}" for (phase, operation), count in sorted(counts.items(), reverse=True)
     )
-    yield f"collectives per step: {sent or 'none'}"
+    step = "collectives of all stages, for each micro-batch" if explained.stages else "collectives per step"
+    yield f"{step}: {sent or 'none'}"
 
 
 def _mebibytes(count: int) -> str:

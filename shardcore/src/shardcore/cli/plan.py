@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
-from shardcore.cli.bars import picture
+from shardcore.cli.bars import Bar, picture
 from shardcore.cli.explain import parse_settings
-from shardcore.cli.tables import show_table
+from shardcore.cli.pipelines import pipeline_to_json, show_pipeline, traffic_to_json
+from shardcore.cli.tables import in_words, show_table
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations.calls import call_of
 from shardcore.integrations.models import meta_model
 from shardcore.mesh import Sizes
@@ -25,6 +26,7 @@ from shardcore.planner.search import search as meshes_of
 __all__ = [
     "alone",
     "answer",
+    "batch_of",
     "bytes_of",
     "configuration",
     "drawing",
@@ -49,16 +51,9 @@ def bytes_of(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def in_words(count: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def configuration(settings: Sequence[str], *, sequence: bool, checkpointing: bool, **sizes: int | None) -> ShardConfig:
+def configuration(
+    settings: Sequence[str], *, sequence: bool, checkpointing: bool, **sizes: int | str | None
+) -> ShardConfig:
     """Return what the options say.
 
     Raises:
@@ -76,6 +71,14 @@ def configuration(settings: Sequence[str], *, sequence: bool, checkpointing: boo
     return ShardConfig.of(ShardConfig.of(**fields), **given)
 
 
+def batch_of(config: ShardConfig, given: int | None) -> int:
+    """Return the samples of each replica in a step: what was given, or one; of a pipeline, one in each micro-batch."""
+    ranks = config.pipeline_parallel_size or 1
+    if given is not None or ranks == 1:
+        return given or 1
+    return (config.num_microbatches or 2 * ranks) * (config.microbatch_size or 1)
+
+
 def plan(source: str, config: ShardConfig, workload: Workload) -> Estimate:
     """Return what one step of the model takes.
 
@@ -90,28 +93,22 @@ def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
     workload, sizes = found.workload, found.sizes
     return {
         "model": model,
-        "mesh": {"tp": sizes.tp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard},
+        "mesh": _mesh_to_json(sizes),
         "workload": {name: getattr(workload, name) for name in workload.__dataclass_fields__},
         "sequence_parallelism": found.config.enable_sequence_parallelism,
         "bytes": {**found.held, "activations": found.kept, "peak": found.peak},
         "peak": {"phase": found.peak_phase, **found.at_peak},
         "memory": memory,
         "fits": found.fits(memory),
-        "collectives": [
-            {
-                "phase": t.phase,
-                "operation": t.operation,
-                "axis": t.axis,
-                "ranks": t.ranks,
-                "count": t.count,
-                "bytes": t.bytes,
-                "sent": t.sent,
-            }
-            for t in found.traffic
-        ],
+        "collectives": traffic_to_json(found.traffic),
         "sent": found.sent,
         "sent_per_sample": found.sent / found.samples,
+        **({"pipeline": pipeline_to_json(found.pipeline)} if found.pipeline is not None else {}),
     }
+
+
+def _mesh_to_json(sizes: Sizes) -> dict[str, int]:
+    return {"pp": sizes.pp, "tp": sizes.tp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard}
 
 
 def show(model: str, found: Estimate, memory: int | None) -> None:
@@ -128,12 +125,15 @@ def show(model: str, found: Estimate, memory: int | None) -> None:
     columns = ("phase", "operation", "axis", "ranks", "collectives", "bytes", "sent by each rank")
     show_table("collectives of a step", columns, _sent(found))
     click.echo()
+    if found.pipeline is not None:
+        show_pipeline(found.pipeline)
+        click.echo()
     click.echo("\n".join(_summary(found, memory)))
 
 
 def mesh_in_words(sizes: Sizes) -> str:
     """Return the axes with more than one rank."""
-    named = {"tp": sizes.tp, "dp_shard": sizes.dp_shard, "dp_replicate": sizes.dp_replicate}
+    named = {"pp": sizes.pp, "tp": sizes.tp, "dp_shard": sizes.dp_shard, "dp_replicate": sizes.dp_replicate}
     return " x ".join(f"{axis} {size}" for axis, size in named.items() if size > 1) or "one rank"
 
 
@@ -143,8 +143,14 @@ def search(
     """Return every mesh of ``ranks`` ranks: those that fit first, by the bytes that a rank sends for a sample.
 
     Raises:
+        NotSupportedError: a pipeline is asked for.
         ShardcoreError: there is no such model, or it cannot be called so.
     """
+    if (config.pipeline_parallel_size or 1) > 1:
+        raise NotSupportedError(
+            f"--search compares meshes without a pipeline, got pipeline_parallel_size={config.pipeline_parallel_size}; "
+            "plan one such mesh at a time: shardcore plan MODEL --pp 2 --tp 4"
+        )
     model = meta_model(source)
     found = list(meshes_of(model, config, workload, call_of, ranks=ranks, max_tp=max_tp, memory=memory))
     return [*(fit := ordered(found, memory)), *(f for f in found if f not in fit)]
@@ -157,7 +163,7 @@ def search_to_json(model: str, found: Sequence[Found], memory: int | None) -> di
         "memory": memory,
         "meshes": [
             {
-                "mesh": {"tp": f.sizes.tp, "dp_replicate": f.sizes.dp_replicate, "dp_shard": f.sizes.dp_shard},
+                "mesh": _mesh_to_json(f.sizes),
                 "fits": fits(f, memory),
                 "problem": f.problem or None,
                 "plan": None if f.estimate is None else to_json(model, f.estimate, memory),
@@ -210,7 +216,15 @@ def drawing(model: str, found: Sequence[Found], memory: int | None) -> str:
     """Return the picture of the plans, as SVG."""
     plans = [f.estimate for f in found if f.estimate is not None]
     title = headline(model, plans[0], mesh=False) if plans else model
-    return picture(title, [(mesh_in_words(e.sizes), e.at_peak) for e in plans], memory)
+    return picture(title, [bar for plan in plans for bar in _bars(plan)], memory)
+
+
+def _bars(plan: Estimate) -> Iterator[Bar]:
+    mesh = mesh_in_words(plan.sizes)
+    if plan.pipeline is None:
+        yield mesh, plan.at_peak
+    else:
+        yield from ((f"{mesh}: rank {rank.rank} on pp", rank.at_peak) for rank in plan.pipeline.ranks)
 
 
 def answer(model: str, found: Sequence[Found], memory: int | None, *, search: bool, as_json: bool) -> None:
@@ -234,6 +248,8 @@ def headline(model: str, found: Estimate, *, mesh: bool = True) -> str:
         f"batch {work.batch}",
         f"{work.seq} tokens" if work.seq else "",
     ]
+    if found.pipeline is not None:
+        parts += [f"{found.pipeline.schedule} of {found.pipeline.micro_batches} micro-batches"]
     parts += [work.dtype, "inference" if not work.trains else work.optimizer]
     parts += ["float32 master weights"] if work.master_weights else []
     parts += ["sequence parallel"] if config.enable_sequence_parallelism else []
@@ -252,4 +268,7 @@ def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
     limit = "" if memory is None else f": {'fits' if fits else 'does not fit'} into {in_words(memory)}"
     yield f"peak {in_words(found.peak)} in the {found.peak_phase}{limit}"
     each = f" ({in_words(found.sent / found.samples)} for each sample of the step)" if found.samples > 1 else ""
-    yield f"each rank sends {in_words(found.sent)} in a step{each}"
+    sender = "each rank" if found.pipeline is None else "that rank"
+    yield f"{sender} sends {in_words(found.sent)} in a step{each}"
+    if found.pipeline is not None:
+        yield f"bubble: ranks of the pipeline wait {found.pipeline.bubble:.1%} of the time for each other, at least"

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardcore.agree.fingerprint import checksum
 from shardcore.errors import ConfigError
 
-__all__ = ["contents_of", "micro_batches", "rows_of", "shapes_of", "weight_of"]
+__all__ = ["contents_of", "micro_batches", "rows_of", "rows_of_each", "shapes_of", "weight_of"]
 
 _IGNORED = -100
 
@@ -44,9 +44,7 @@ def micro_batches(
         ConfigError: there are no rows.
     """
     rows = rows_of(batch)
-    if not rows:
-        raise ConfigError("a batch without rows has no micro-batches; pass at least one row")
-    each = size or -(-rows // (number or 1))
+    each = rows_of_each(rows, number=number, size=size)
 
     def part(start: int) -> dict[str, Any]:
         divided: dict[str, Any] = tree_map_only(
@@ -55,6 +53,17 @@ def micro_batches(
         return divided
 
     return [part(start) for start in range(0, rows, each)]
+
+
+def rows_of_each(rows: int, *, number: int | None = None, size: int | None = None) -> int:
+    """Return how many rows each micro-batch of ``rows`` has, all but the last one; see `micro_batches`.
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+    if not rows:
+        raise ConfigError("a batch without rows has no micro-batches; pass at least one row")
+    return size or -(-rows // (number or 1))
 
 
 def shapes_of(batch: Mapping[str, Any]) -> str:

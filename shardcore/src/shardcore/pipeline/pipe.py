@@ -59,6 +59,9 @@ class Pipeline:
         cut: where it is cut.
         ranks: this rank's place among those of the pipeline.
         stages: the stages of this rank.
+        shared: what other ranks of the pipeline hold too.
+        rehearsal: finds out what crosses from stage to stage.
+        running: how many stages are running.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class Pipeline:
         self._size = config.microbatch_size
         self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
         self._of = self._plan.ranks(len(cut), self.ranks.size)
-        self._rehearsal = Rehearsal(meta_copy(model, dtype), cut, self._device, dtype)
-        self._shared = shared_parameters(model, cut, self._of)
+        self.rehearsal = Rehearsal(meta_copy(model, dtype), cut, self._device, dtype)
+        self.shared = shared_parameters(model, cut, self._of)
         set_division(model, _division(model, self.ranks.rank))
         # The context defers them for the sake of the schedule, not of the user.
         self._sums_partial = context.defers and config.partial_gradients == "in_backward"
@@ -87,7 +90,7 @@ class Pipeline:
         self._scripts: dict[str, Script] = {}
         self._schedules: dict[str, tuple[Any, list[SafeStage], int]] = {}
         self._step: Step | None = None
-        self._running = 0
+        self.running = 0
 
     def train_step(
         self,
@@ -136,7 +139,7 @@ class Pipeline:
 
     def counted_elsewhere(self) -> set[int]:
         """Return the ids of parameters whose gradients count as those of another rank."""
-        return self._shared.counted_elsewhere(self.ranks.rank)
+        return self.shared.counted_elsewhere(self.ranks.rank)
 
     def _stepped(
         self,
@@ -165,7 +168,7 @@ class Pipeline:
             accumulation.finish()
             if self._sums_partial:
                 reduce_partial_gradients(self.model)
-            self._shared.add(self.ranks.group)
+            self.shared.add(self.ranks.group)
             self._add(kept)
         if outputs is not None and step.outputs is not None:
             outputs += [step.outputs[number] for number in range(len(step.feed))]
@@ -176,7 +179,7 @@ class Pipeline:
 
     def _set_aside(self) -> dict[str, Tensor]:
         """Take away gradients that are sums over ranks already, where those of this step will be summands at first."""
-        summed = self._shared.names() if not self._sums_partial else None
+        summed = self.shared.names() if not self._sums_partial else None
         kept = {}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and (summed is None or name in summed):
@@ -225,7 +228,7 @@ class Pipeline:
         if key not in self._scripts:
             while len(self._scripts) >= _SCRIPTS:
                 del self._scripts[next(iter(self._scripts))]
-            self._scripts[key] = self._rehearsal(arguments, loss, training=self.model.training)
+            self._scripts[key] = self.rehearsal(arguments, loss, training=self.model.training)
         return self._scripts[key]
 
     def _weighed(self, part: Mapping[str, Any], weight: Weight | None) -> float:
@@ -321,7 +324,7 @@ class Pipeline:
         kept = random.state()
         first = (number if number >= 0 else ~number) * (len(self.cut.blocks) + 1)
         random.seed(mix(step.seed, first))
-        self._running += 1
+        self.running += 1
         try:
             return stage(
                 step[number].arguments,
@@ -330,7 +333,7 @@ class Pipeline:
                 lambda block: random.seed(mix(step.seed, first + 1 + block)),
             )
         finally:
-            self._running -= 1
+            self.running -= 1
             random.load(kept)
 
     def _loss(self, stage: Stage, out: Any, number: int) -> Tensor:
@@ -350,7 +353,7 @@ class Pipeline:
     @property
     def is_running(self) -> bool:
         """Whether a stage is running, so that calls of the model are its own."""
-        return self._running > 0
+        return self.running > 0
 
     @property
     def _now(self) -> Step:

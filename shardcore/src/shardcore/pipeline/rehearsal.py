@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+from typing_extensions import override
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
@@ -71,7 +72,7 @@ class Rehearsal:
             NotSupportedError: a stage would need what it does not have; the message names it.
         """
         self._model.train(training)
-        first = _Answering(self)
+        first = _Answering(self, self._device)
         whole = self._run(first, arguments, held=lambda name: True)
         answers = {name: tuple(trees) for name, trees in first.answers.items()}
         self._check_order(first.blocks)
@@ -99,6 +100,23 @@ class Rehearsal:
                     )
         told = None if loss is None else Value.of(loss(whole))
         return Script(answers=answers, crossings=tuple(crossings), missing=missing, loss=told)
+
+    def resized(self, script: Script, arguments: Mapping[str, Any]) -> Script:
+        """Return the script for arguments of other sizes, without a number: nothing of their size is allocated.
+
+        Args:
+            script: of a call with the same arguments of any size, and in the same mode.
+            arguments: of the call, on meta.
+        """
+        sizing = _Sizing(self, {crossing.block: crossing for crossing in script.crossings})
+        with _OnMeta():  # type: ignore[no-untyped-call]
+            self._run(sizing, arguments, held=lambda name: True)
+        return Script(
+            answers={name: tuple(trees) for name, trees in sizing.answers.items()},
+            crossings=tuple(sizing.crossings[crossing.block] for crossing in script.crossings),
+            missing=script.missing,
+            loss=script.loss,
+        )
 
     @contextmanager
     def on_meta(self) -> Iterator[None]:
@@ -152,10 +170,10 @@ class Reached(BaseException):
 
 
 class _Answering:
-    """Calls every part on meta, and writes down what it returns."""
+    """Calls every part on meta, writes down what it returns, and answers it on a device."""
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
-        self._rehearsal = rehearsal
+    def __init__(self, rehearsal: Rehearsal, device: torch.device | str) -> None:
+        self._rehearsal, self._device = rehearsal, device
         self._inside = False  # of a part, which has called another one
         self.answers: dict[str, list[Any]] = {}
         self.blocks: list[str] = []  # in the order of their calls
@@ -186,7 +204,24 @@ class _Answering:
             self._inside = False
         told = described(out)
         self.answers.setdefault(name, []).append(told)
-        return answer(told, self._rehearsal._device, _SOMETHING)
+        return answer(told, self._device, _SOMETHING)
+
+
+class _Sizing(_Answering):
+    """Answers on meta, and writes down what crosses, of which it is known where it is."""
+
+    def __init__(self, rehearsal: Rehearsal, known: Mapping[str, Crossing]) -> None:
+        super().__init__(rehearsal, "meta")
+        self._known = known
+        self.crossings: dict[str, Crossing] = {}
+
+    @override
+    def entered(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if name in self._known and name not in self.crossings:
+            places, leaves = self._known[name].places, tree_flatten((args, kwargs))[0]
+            values = tuple(Value.of(leaves[place]) for place in places)
+            self.crossings[name] = Crossing(block=name, places=places, values=values)
+        return args, kwargs
 
 
 class _Passing:

@@ -13,7 +13,7 @@ from shardcore.config.pipelining import chunks_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plan.stages import Stages
 
-__all__ = ["Cut", "balanced"]
+__all__ = ["Cut", "balanced", "shares"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,7 @@ class Cut:
             )
         if bounds is None:
             work = [_work(model, [name]) for name in blocks]
-            ends = {part: [name for other, name in stages.parts() if other == part] for part in ("first", "last")}
-            bounds = balanced(work, number, first=_work(model, ends["first"]), last=_work(model, ends["last"]))
+            bounds = balanced(work, number, first=_at(model, stages, "first"), last=_at(model, stages, "last"))
         starts = tuple(bounds)
         whole = (starts[:1], starts[-1:]) == ((0,), (len(blocks),)) and len(starts) == number + 1
         if not whole or any(end <= start for start, end in itertools.pairwise(starts)):
@@ -151,6 +150,24 @@ def balanced(work: Sequence[float], number: int, *, first: float = 0.0, last: fl
             for start in range(stage, count - (number - 1 - stage))
         }
     return best[0][2]
+
+
+def shares(model: nn.Module, cut: Cut) -> list[float]:
+    """Return the share of each stage in the work of all of them, as `Cut.of` counts it.
+
+    Args:
+        model: the whole model.
+        cut: how it is cut.
+    """
+    work = [sum(_work(model, [cut.blocks[block]]) for block in cut.held(stage)) for stage in range(len(cut))]
+    work[0] += _at(model, cut.stages, "first")
+    work[-1] += _at(model, cut.stages, "last")
+    total = sum(work)
+    return [own / total if total else 1 / len(cut) for own in work]
+
+
+def _at(model: nn.Module, stages: Stages, end: str) -> float:
+    return _work(model, [name for part, name in stages.parts() if part == end])
 
 
 def _work(model: nn.Module, names: Sequence[str]) -> float:

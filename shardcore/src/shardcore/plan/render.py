@@ -12,7 +12,7 @@ from shardcore.plan.steps import above
 if TYPE_CHECKING:
     from shardcore.plan.shard_plan import ParameterPlan, ShardPlan
 
-__all__ = ["render"]
+__all__ = ["names_together", "render"]
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -80,6 +80,14 @@ def _lines(said: dict[str, list[str]]) -> Iterator[str]:
     for (pattern, *texts), paths in alike.items():
         yield f"{_together(pattern, paths) or '(the model itself)'}"
         yield from (f"    {text}" for text in texts)
+
+
+def names_together(paths: Iterable[str]) -> str:
+    """Return names of modules in one line, those that differ in one index only together: ``layers.{0-15}, norm``."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(_INDEX.sub("*", path), []).append(path)
+    return ", ".join(_together(pattern, same) for pattern, same in alike.items())
 
 
 def _together(pattern: str, paths: list[str]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from shardcore.planner.communication import Collective, collectives
-from shardcore.planner.estimate import KINDS, Estimate, Traffic, estimate
+from shardcore.planner.estimate import KINDS, estimate
 from shardcore.planner.memory import parameter_bytes
+from shardcore.planner.results import Estimate, PipelineEstimate, RankEstimate, Traffic
 from shardcore.planner.simulation import simulated_ranks
+from shardcore.planner.stages import StagePart, stage_parts
 from shardcore.planner.workload import DTYPES, OPTIMIZERS, Call, Workload
 
 __all__ = [
@@ -15,10 +17,14 @@ __all__ = [
     "Call",
     "Collective",
     "Estimate",
+    "PipelineEstimate",
+    "RankEstimate",
+    "StagePart",
     "Traffic",
     "Workload",
     "collectives",
     "estimate",
     "parameter_bytes",
     "simulated_ranks",
+    "stage_parts",
 ]

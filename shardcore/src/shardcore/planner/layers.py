@@ -74,15 +74,18 @@ def _plain(value: Any) -> str | None:
     return None
 
 
-def kept(kinds: Sequence[Kind], more: Kind | None = None) -> dict[str, list[int]]:
+def kept(kinds: Sequence[Kind], more: Kind | None = None, only: Collection[Kind] | None = None) -> dict[str, list[int]]:
     """Return, by list, the indices of the blocks that stand for all: of each kind the first one and the last two.
 
-    Of the kind ``more``, the second one too. So the ends of different kinds keep their order.
+    Of the kind ``more``, the second one too. So the ends of different kinds keep their order. Of kinds that are not
+    among ``only``, if that is given, the first one alone.
     """
     found: dict[str, list[int]] = {}
     for kind in kinds:
         first = 2 if kind is more else 1
         few = kind.indices[:first] + kind.indices[1 - LEAST :] if kind.left_out else kind.indices
+        if only is not None and kind not in only:
+            few = kind.indices[:1]
         found.setdefault(kind.blocks, []).extend(few)
     return {name: sorted(indices) for name, indices in found.items()}
 
@@ -101,6 +104,8 @@ def truncated(model: nn.Module, keep: dict[str, list[int]]) -> Any:
     for name, indices in keep.items():
         blocks = model.get_submodule(name)
         few = copy.copy(blocks)
+        # Its hooks are its own, or what is done to the copy would be done to the model.
+        few.__dict__.update({key: copy.copy(own) for key, own in vars(blocks).items() if isinstance(own, dict)})
         held = list(blocks._modules.values())
         few.__dict__["_modules"] = {str(n): copy.deepcopy(held[i], memo) for n, i in enumerate(indices)}
         memo[id(blocks)] = few

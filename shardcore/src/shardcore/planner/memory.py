@@ -9,7 +9,7 @@ import torch
 from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan import ParameterPlan, ShardPlan
 
-__all__ = ["parameter_bytes"]
+__all__ = ["bytes_on", "local_shape", "parameter_bytes"]
 
 
 def parameter_bytes(plan: ShardPlan, dtype: torch.dtype | None = None) -> list[int]:
@@ -18,16 +18,20 @@ def parameter_bytes(plan: ShardPlan, dtype: torch.dtype | None = None) -> list[i
     Parameters that a user's callable lays out count whole. With ``dtype``, floating ones count as cast to it.
     """
     ranks = plan.config.tensor_parallel_size or 1
-    return [sum(_bytes(p, ranks, rank, dtype) for p in plan.parameters) for rank in range(ranks)]
+    return [sum(bytes_on(p, ranks, rank, dtype) for p in plan.parameters) for rank in range(ranks)]
 
 
-def _bytes(parameter: ParameterPlan, ranks: int, rank: int, cast: torch.dtype | None) -> int:
-    shape, layout = parameter.shape, parameter.layout
+def local_shape(parameter: ParameterPlan, ranks: int, rank: int) -> tuple[int, ...]:
+    """Return the shape of a tensor-parallel rank's part of a parameter."""
+    layout = parameter.layout
     if isinstance(layout, ExpertsLayout):
         layout = layout.inner  # the ranks of ``ep`` are among those of ``dp_shard``
-    if layout is not None and ranks > 1:
-        shape = layout.shape(shape, ranks, rank)
+    return parameter.shape if layout is None or ranks == 1 else layout.shape(parameter.shape, ranks, rank)
+
+
+def bytes_on(parameter: ParameterPlan, ranks: int, rank: int, cast: torch.dtype | None = None) -> int:
+    """Return the bytes of a tensor-parallel rank's part of a parameter, with ``cast`` as cast to it if it floats."""
     dtype: torch.dtype = getattr(torch, parameter.dtype.removeprefix("torch."))
     if cast is not None and dtype.is_floating_point:
         dtype = cast
-    return math.prod(shape) * dtype.itemsize
+    return math.prod(local_shape(parameter, ranks, rank)) * dtype.itemsize

@@ -10,7 +10,8 @@ from torch import nn
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PlanError
 from shardcore.mesh import Sizes
-from shardcore.planner.estimate import Estimate, estimate, least
+from shardcore.planner.estimate import estimate, least
+from shardcore.planner.results import Estimate
 from shardcore.planner.workload import Call, Workload
 from shardcore.policy import Policy
 

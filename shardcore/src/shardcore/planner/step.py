@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.planner.watch import Numbers, Watch
 from shardcore.planner.workload import Call, Stepper, Workload
 
-__all__ = ["groups_of", "run_step", "still", "to_fake"]
+__all__ = ["by_axis", "follow", "groups_of", "run_step", "still", "sum_partial", "to_fake"]
 
-Places = Mapping[str, nn.Module]
+#: Blocks, each with what its place is called: several may be called alike.
+Places = Sequence[tuple[str, nn.Module]]
 
 
 def run_step(
-    model: nn.Module, call: Call, stepper: Stepper, workload: Workload, watch: Watch, places: Places | None = None
+    model: nn.Module, call: Call, stepper: Stepper, workload: Workload, watch: Watch, places: Places = ()
 ) -> Numbers:
     """Run two steps of a sharded model, and return what was seen in the second.
 
@@ -45,13 +46,13 @@ def run_step(
         out = call.forward(model, inputs)
         if workload.trains:
             call.loss(out).backward()
-            _sum_partial(model)
+            sum_partial(model)
             stepper.step()
         del out
     watch.owns("parameters", model.parameters())
     watch.owns("optimizer", stepper.state())
     watch.finds_gradients(stepper.gradients)
-    handles = [handle for name, block in (places or {}).items() for handle in _follow(watch, name, block)]
+    handles = [handle for name, block in places for handle in follow(watch, name, block)]
     found: Numbers = Counter()
     try:
         with watch, torch.set_grad_enabled(workload.trains):
@@ -64,7 +65,7 @@ def run_step(
             if workload.trains:
                 watch.phase, watch.place = "backward", "behind the blocks"
                 loss.backward()
-                _sum_partial(model)
+                sum_partial(model)
                 alive["gradients"] = watch.now()["gradients"]
                 watch.phase, watch.place = "optimizer", ""
                 stepper.step()
@@ -78,13 +79,14 @@ def run_step(
     return found
 
 
-def _sum_partial(model: nn.Module) -> None:
+def sum_partial(model: nn.Module) -> None:
+    """Sum the partial gradients that wait for the end of the step."""
     context = context_of(model)
     if context is not None and context.defers:
         reduce_partial_gradients(model)
 
 
-def _follow(watch: Watch, name: str, block: nn.Module) -> Sequence[Any]:
+def follow(watch: Watch, name: str, block: nn.Module) -> Sequence[Any]:
     """Tell the watch when the step enters and leaves a block, forward and backward."""
 
     def inside(*_: Any) -> None:
@@ -163,3 +165,16 @@ def groups_of(context: ShardContext | None) -> dict[str, tuple[str, int]]:
         for channel in context.neighbours.values():
             found[str(channel.group.group_name)] = "tp", channel.size
     return found
+
+
+def by_axis(found: Numbers, context: ShardContext | None) -> Numbers:
+    """Return numbers in which what is sent is told by axis and number of ranks, in the place of a process group."""
+    groups = groups_of(context)
+    named: Numbers = Counter()
+    for key, size in found.items():
+        if key[0] == "sent":
+            axis, ranks = groups[key[3]]
+            named[*key[:3], axis, str(ranks), key[4]] += size
+        else:
+            named[key] += size
+    return named
