@@ -19,7 +19,8 @@ def option(default: Any, text: str) -> Any:
 def read(cls: type[Settings], about: str | None) -> Settings:
     """Read the command line and the file that ``--config`` names: flags come first, then the file, then defaults.
 
-    A field ``save_every`` is the flag ``--save-every`` and the key ``save_every``. A key that is no field is an error.
+    A field ``save_every`` is the flag ``--save-every``, or ``--save_every``, and the key ``save_every``. A key that is
+    no field is an error.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a TOML file with any of the settings below")
@@ -29,7 +30,8 @@ def read(cls: type[Settings], about: str | None) -> Settings:
         how: dict[str, Any] = {"type": type(each.default)}
         if isinstance(each.default, bool):
             how = {"action": argparse.BooleanOptionalAction}
-        parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=shown, **how)
+        names = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
+        parser.add_argument(*names, default=argparse.SUPPRESS, help=shown, **how)
     flags = vars(parser.parse_args())
     file = flags.pop("config")
     values = tomllib.loads(file.read_text(encoding="utf-8")) if file else {}

@@ -6,18 +6,22 @@ The weights are those of a standard checkpoint of a model on bytes, such as `exa
 it lacks is initialised as transformers does it. The texts are those of the installed Python: nothing is downloaded.
 Started again it goes on from the newest checkpoint below --output, on another number of ranks too. On SIGTERM it saves
 and ends. `examples/README.md` has the lines for several hosts and for SLURM.
+
+With a BERT it trains by the engine, `shardcore.Booster` (`_engine.py`); `--model-type bert --help` has its settings:
+
+    torchrun --standalone --nproc-per-node 2 examples/finetune.py --plugin hybrid_parallel --model_type bert --pp_size 2
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
 import signal
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import _engine
 import torch
+from _docstrings import PACKAGES, docstrings
 from _settings import option, read
 from _training import (
     Log,
@@ -43,7 +47,6 @@ from transformers import LlamaForSequenceClassification
 import shardcore
 from shardcore import ShardConfig, ShardFormer
 
-PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 PADDING = 0  # a byte that no text has
 
 
@@ -51,6 +54,7 @@ PADDING = 0  # a byte that no text has
 class Settings:
     """What can be set on the command line and in a file."""
 
+    model_type: str = option("llama", "llama; or bert, which has settings of its own")
     model: str = option("runs/pretrain/model", "folder of a standard checkpoint of a model on bytes")
     output: str = option("runs/finetune", "folder of checkpoints, the log and the trained model")
     length: int = option(96, "bytes of a docstring that are looked at")
@@ -75,18 +79,6 @@ class Settings:
 
 
 # --- data ---
-
-
-def docstrings() -> Iterator[tuple[str, int]]:
-    """Yield the docstrings of each package of `PACKAGES`, with its number."""
-    library = Path(sysconfig.get_path("stdlib"))
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for label, package in enumerate(PACKAGES):
-        for file in sorted((library / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_bytes())):
-                text = ast.get_docstring(node) if isinstance(node, kinds) else None
-                if text is not None and len(text) > 20:
-                    yield " ".join(text.split()), label
 
 
 _TOGETHER = 16
@@ -238,6 +230,16 @@ def main() -> None:
     export(model, output / "model")
 
 
+def model_type() -> str:
+    """Return what is trained, which says what other settings there are."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model-type", "--model_type", default=Settings.model_type, choices=("llama", "bert"))
+    return str(parser.parse_known_args()[0].model_type)
+
+
 if __name__ == "__main__":
-    main()
+    if model_type() == "bert":
+        _engine.main(__doc__)
+    else:
+        main()
     leave()
