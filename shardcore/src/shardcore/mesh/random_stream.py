@@ -74,6 +74,9 @@ class RandomStream:
 
     def seed(self, seed: int) -> None:
         """Restart the stream from ``seed``."""
+        if self._levels:  # the generators hold it
+            self._seed_generators(seed)
+            return
         states = {name: torch.Generator(name).manual_seed(seed).get_state() for name in self._devices}
         self.load(states)
 
@@ -137,9 +140,7 @@ class RandomStream:
         # Drawn on the host, whatever the default device is: a device draw would wait for the device.
         seed = mix(int(torch.randint(1 << _SEED_BITS, (), device="cpu").item()), self._rank)
         shared = {**before, "cpu": torch.default_generator.get_state()}
-        torch.default_generator.manual_seed(seed)
-        for name in self._devices[1:]:
-            _device_generator(name).manual_seed(seed)
+        self._seed_generators(seed)
         self._forks[region] = _Fork(before, shared, shared, self._read())
 
     def join(self, region: Hashable) -> None:
@@ -179,6 +180,11 @@ class RandomStream:
     def drop(self, region: Hashable) -> None:
         """Forget a fork that was cut short, so that no later exit restores it."""
         self._forks.pop(region, None)
+
+    def _seed_generators(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        for name in self._devices[1:]:
+            _device_generator(name).manual_seed(seed)
 
     def _read(self) -> dict[str, Tensor]:
         states = {"cpu": torch.default_generator.get_state()}

@@ -180,6 +180,8 @@ class Pipeline:
     def _set_aside(self) -> dict[str, Tensor]:
         """Take away gradients that are sums over ranks already, where those of this step will be summands at first."""
         summed = self.shared.names() if not self._sums_partial else None
+        if summed == set():
+            return {}
         kept = {}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and (summed is None or name in summed):
@@ -187,7 +189,7 @@ class Pipeline:
         return kept
 
     def _add(self, kept: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters() if kept else ():
             if name in kept:
                 parameter.grad = kept[name] if parameter.grad is None else kept[name] + parameter.grad
 

@@ -65,6 +65,8 @@ def described(tree: Any) -> Any:
 
 def answer(description: Any, device: torch.device | str, number: float) -> Any:
     """Return a tree of tensors as ``description`` has them, every entry of which is ``number``."""
+    if isinstance(description, Value):  # most parts return one tensor
+        return description.stand_in(device, number)
     return tree_map_only((Value, SplitLogits), lambda value: value.stand_in(device, number), description)
 
 

@@ -51,7 +51,7 @@ class Shared:
         Args:
             group: the process group of the pipeline.
         """
-        held = dict(self.model.named_parameters(remove_duplicate=False))
+        held = dict(self.model.named_parameters(remove_duplicate=False)) if self.found else {}
         for names, ranks in self.found:
             own = next((held[name] for name in names if name in held), None)
             if own is None or not own.requires_grad:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
@@ -161,31 +161,37 @@ class _Performance:
         starts, ends, blocks = name == self._first, name == self._next, self._stage.cut.blocks
         if not ends and name not in self._stage.here:
             return args, kwargs
-        leaves, tree = tree_flatten((args, kwargs))
-        if starts and self._arrived:
-            crossing = self._script.crossings[self._stage.index - 1]
-            for place, tensor in zip(crossing.places, self._arrived, strict=True):
-                setattr(leaves[place], _ARRIVED, tensor)
-        leaves = _arrived(leaves)
-        if self._stage.splits and self._arrived and name in blocks and not ends:
-            leaves = self._dependent(leaves)
+        if self._arrived:  # or else nothing stands for it
+            if starts:
+                self._stand_for(tree_flatten((args, kwargs))[0])
+            args, kwargs = _arrived((args, kwargs))
+            if self._stage.splits and name in blocks and not ends:
+                args, kwargs = self._dependent(args, kwargs)
         if ends:
+            leaves, _ = tree_flatten((args, kwargs))
             self.leaving = tuple(leaves[place] for place in self._script.crossings[self._stage.index].places)
             if self._stage.splits and self._arrived:
                 self.leaving = tuple(_joined(tensor, self._arrived[0]) for tensor in self.leaving)
             raise Reached
         if self._begins is not None and name in blocks:
             self._begins(blocks.index(name))
-        args, kwargs = tree_unflatten(leaves, tree)
         return args, kwargs
 
-    def _dependent(self, leaves: list[Any]) -> list[Any]:
+    def _stand_for(self, leaves: Sequence[Any]) -> None:
+        crossing = self._script.crossings[self._stage.index - 1]
+        for place, tensor in zip(crossing.places, self._arrived, strict=True):
+            setattr(leaves[place], _ARRIVED, tensor)
+
+    def _dependent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Make what a block is called with first depend on what arrived, if it is the user's and needs no gradient."""
+        if not torch.is_grad_enabled() or (args and isinstance(args[0], Tensor) and not _may_depend(args[0])):
+            return args, kwargs
+        leaves, tree = tree_flatten((args, kwargs))
         first = next(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        tensor = leaves[first]
-        if torch.is_grad_enabled() and tensor.is_floating_point() and not tensor.requires_grad:
-            leaves[first] = Join.apply(tensor, self._arrived[0])  # type: ignore[no-untyped-call]
-        return leaves
+        if _may_depend(leaves[first]):
+            leaves[first] = Join.apply(leaves[first], self._arrived[0])  # type: ignore[no-untyped-call]
+        args, kwargs = tree_unflatten(leaves, tree)
+        return args, kwargs
 
     def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self._stage.here:
@@ -202,8 +208,7 @@ class _Recomputing:
         self._here = here
 
     def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        leaves, tree = tree_flatten((args, kwargs))
-        args, kwargs = tree_unflatten(_arrived(leaves), tree)
+        args, kwargs = _arrived((args, kwargs))
         return args, kwargs
 
     def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,5 +220,22 @@ class _Recomputing:
         return forward(*args, **kwargs)
 
 
-def _arrived(leaves: list[Any]) -> list[Any]:
-    return [getattr(leaf, _ARRIVED, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+def _may_depend(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.requires_grad
+
+
+def _arrived(tree: Any) -> Any:
+    """Return a tree with what arrived in the place of what stands for it.
+
+    Plain containers are walked here: blocks are called often, and a walk of torch's over their arguments takes ten
+    times as long.
+    """
+    if isinstance(tree, Tensor):
+        return getattr(tree, _ARRIVED, tree)
+    if type(tree) is dict:
+        return {key: _arrived(value) for key, value in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(_arrived(value) for value in tree)
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    return tree_map_only(Tensor, _arrived, tree)
