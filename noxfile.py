@@ -255,6 +255,14 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def eight(session: nox.Session) -> None:
+    """Train with pipelines, tensor parallelism and replicas at once, on eight ranks."""
+    python = with_every_library(session)
+    arguments = session.posargs or [str(ROOT / "tests" / "eight_ranks.py")]
+    session.run(str(python), "-m", "pytest", "-q", *arguments, env=ENV, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
 def resume(session: nox.Session) -> None:
     """Kill a fine-tuning at random, let it go on, on two meshes, and compare the curves: nox -s resume -- --seed 1."""
     python = with_every_library(session)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
@@ -49,8 +50,9 @@ def made(family: str, **more: Any) -> Any:
     return model
 
 
-def batches(family: str, model: Any, step: int) -> list[dict[str, Any]]:
+def batches(family: str, model: Any, step: int, replica: int = 0) -> list[dict[str, Any]]:
     """Return the batches of a step, one or two that are accumulated; micro-batches differ in their padding."""
+    step += 100 * replica
     inputs = case_of(family).inputs
     return [
         joined([inputs(model, PARTS * (10 * step + number) + part) for part in range(PARTS)])
@@ -68,12 +70,12 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def loss_of(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Run forward and backward of the whole model in the same micro-batches."""
+def loss_of(model: Any, batch: Mapping[str, Any], share: float) -> Tensor:
+    """Run forward and backward of the whole model in the same micro-batches, and return its loss."""
     parts = micro_batches(batch, number=PARTS)
     weights = [weight_of(model, part) for part in parts]
     losses = [model(**part).loss * (w / sum(weights)) for part, w in zip(parts, weights, strict=True)]
-    torch.stack(losses).sum().backward()
+    (torch.stack(losses).sum() * share).backward()
     return torch.stack(losses).detach().sum()
 
 
@@ -85,12 +87,14 @@ def adamw(model: Any) -> tuple[torch.optim.Optimizer, Any]:
 def trains(family: str, options: dict[str, Any]) -> None:
     reference, model = made(family), made(family)
     (ours, schedule), (theirs, other) = adamw(model), adamw(reference)
-    booster = Booster(HybridParallelPlugin(num_microbatches=PARTS, max_norm=0.1, **options))
+    plugin = HybridParallelPlugin(num_microbatches=PARTS, max_norm=0.1, **options)
+    replicas, replica = plugin.replicas, dist.get_rank() // plugin.tp_size % plugin.replicas
+    booster = Booster(plugin)
     booster.boost(model, ours, None, None, schedule)
     names = dict(reference.named_parameters(remove_duplicate=False))
     for step in range(STEPS):
-        for batch in batches(family, reference, step):
-            wanted = loss_of(reference, batch)
+        for calls in zip(*(batches(family, reference, step, number) for number in range(replicas)), strict=True):
+            batch, wanted = calls[replica], [loss_of(reference, call, 1 / replicas) for call in calls][replica]
             got = booster.execute_pipeline(iter([batch]), model, optimizer=ours)["loss"]
             assert abs(float(got - wanted)) <= 1e-12 * max(1.0, float(wanted.abs())), (step, float(got), float(wanted))
         scale = max(float(p.grad.abs().max()) for p in names.values() if p.grad is not None)
