@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shardcore" / "src" / "shardcore"
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("packs/*/README.md"))]
 PAGES = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
-RELEASE = re.compile(r"\b(?:0\.[3-9]|1\.0)\b(?!\.\d)")
+RELEASE = re.compile(r"\b(?:0\.[3-9]|1\.0)\b(?!\.\d| ?%)")
 
 #: Of everything that is planned: by its name in code, and by the words for it.
 RELEASES = {
@@ -95,8 +95,8 @@ def test_every_release_that_a_table_names_is_from_the_table_of_what_is_planned(p
 
 
 def test_a_release_that_nothing_gives_is_found():
-    assert _unexplained("| `LinearWithGradAccum` | 0.4 | |") == set()
-    assert _unexplained("| `LinearWithGradAccum` | 0.5 | |") == {"0.5"}
+    assert _unexplained("| `PaddingEmbedding` | 0.5 | |") == set()
+    assert _unexplained("| `PaddingEmbedding` | 0.4 | |") == {"0.4"}
     assert _unexplained("| `Other` | 0.4 | |") == {"0.4"}
 
 

@@ -16,12 +16,12 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.testing.parity import assert_close
 
 NOTHING = {
-    "seq_parallel_mode": None, "seq_parallel_dim": 1, "overlap": False, "fp8_communication": False, "use_zbv": False,
+    "seq_parallel_mode": None, "seq_parallel_dim": 1, "overlap": False, "fp8_communication": False,
     "skip_bias_add": False, "stream_chunk_num": 1, "make_vocab_size_divisible_by": None, "split_sizes": None,
 }  # fmt: skip
 SOMETHING = {
     "seq_parallel_mode": "split_gather", "seq_parallel_dim": 2, "overlap": True, "fp8_communication": True,
-    "use_zbv": True, "skip_bias_add": True, "stream_chunk_num": 4, "make_vocab_size_divisible_by": 64,
+    "skip_bias_add": True, "stream_chunk_num": 4, "make_vocab_size_divisible_by": 64,
     "split_sizes": [8, 4],
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ def default_group():
     wanted = _linear()(x)
     rank, half = dist.get_rank(), 6
     for arguments in ((), (None,), ([None],), (dist.group.WORLD,)):
-        layer = compat.Linear1D_Col.from_native_module(_linear(), *arguments, **NOTHING)
+        layer = compat.Linear1D_Col.from_native_module(_linear(), *arguments, use_zbv=True, **NOTHING)
         assert_close(wanted[:, rank * half : (rank + 1) * half], layer(x), "output")
         assert tuple(layer.weight.shape) == (12, 8)  # of the whole, as docs/compat.md says
         assert tuple(layer.weight.to_local().shape) == (6, 8)
@@ -222,7 +222,7 @@ def test_the_import_line_of_the_quick_start():
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("LinearWithGradAccum", "planned for release 0.4. Until then: torch.nn.Linear"),
+        ("LinearWithGradAccum", "torch.nn.Linear, whose backward torch's schedules split"),
         ("FusedLinear", "planned for release 0.3. Until then: torch.nn.Linear"),
         ("FusedLayerNorm", "torch.nn.LayerNorm is fused already"),
     ],

@@ -71,7 +71,6 @@ NAMES = {
     "GPT2FusedLinearConv": Planned("0.3", "a ParallelModule of your own"),
     "GPT2FusedLinearConv1D_Col": Planned("0.3", "FusedLinear1D_Col, which takes transformers' Conv1D"),
     "GPT2FusedLinearConv1D_Row": Planned("0.3", "Linear1D_Row, which takes transformers' Conv1D"),
-    "LinearWithGradAccum": Planned("0.4", "torch.nn.Linear, whose gradients accumulate by themselves"),
     "PaddingEmbedding": Planned("0.5", "VocabParallelEmbedding1D: a vocabulary of any size is split unevenly"),
     "PaddingLMHead": Planned("0.5", "VocabParallelLMHead1D: a vocabulary of any size is split unevenly"),
     "RingAttention": Planned("0.5", "shardcore.shard(model, enable_sequence_parallelism=True)"),
@@ -83,7 +82,6 @@ LAYER_OPTIONS = {
     "seq_parallel_dim": PlannedField("0.5", "leave it 1, the dim of the sequence", (None, 1)),
     "overlap": PlannedField("0.3", "leave it False", (None, False)),
     "fp8_communication": PlannedField("0.5", "leave it False", (None, False)),
-    "use_zbv": PlannedField("0.4", "leave it False", (None, False)),
     "skip_bias_add": PlannedField("0.3", "leave it False, and the bias is added", (None, False)),
     "stream_chunk_num": PlannedField("0.5", "leave it 1", (None, 1)),
     "make_vocab_size_divisible_by": PlannedField(

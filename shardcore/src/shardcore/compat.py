@@ -63,6 +63,7 @@ Shard = ShardFormer
 
 # Name -> what does its work; not planned under that name.
 _OTHERWISE = {
+    "LinearWithGradAccum": "torch.nn.Linear, whose backward torch's schedules split where they split backwards ('zbv')",
     "FusedRMSNorm": "enable_fused_normalization=True fuses the norms of a model",
     "dist_cross_entropy": "under parallel_output=True a model's own loss takes split logits; else cross_entropy_1d",
     "dist_log_prob": "dist_log_prob_1d, of logits and labels that are shifted against each other",

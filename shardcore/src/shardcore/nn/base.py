@@ -40,6 +40,9 @@ NO_PICKLE = (
     "options=StateDictOptions(full_state_dict=True)); copy.deepcopy(model) works."
 )
 
+#: Options of Shardformer's layers for what every layer does: schedules that split backwards split those of all.
+_OF_ALL = frozenset({"use_zbv"})
+
 
 class ParallelModule(nn.Module):
     """A module that replaces a native one and computes the same over several ranks.
@@ -106,7 +109,7 @@ class SwappedModule(ParallelModule):
 
     @classmethod
     def without_planned(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``options`` without those of Shardformer's layers that ask for nothing.
+        """Return ``options`` without those of Shardformer's layers that ask for nothing, or for what all layers do.
 
         Raises:
             NotSupportedError: one of those asks for something.
@@ -118,7 +121,7 @@ class SwappedModule(ParallelModule):
                     f"{cls.__name__}: {name}={value!r} is planned for release {planned.release}. Until then: "
                     f"{planned.instead}."
                 )
-        kept = options.keys() - (LAYER_OPTIONS.keys() - cls.option_names)
+        kept = options.keys() - ((LAYER_OPTIONS.keys() | _OF_ALL) - cls.option_names)
         return {name: value for name, value in options.items() if name in kept}
 
     @classmethod
