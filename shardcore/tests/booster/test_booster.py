@@ -89,8 +89,9 @@ def script(options: dict[str, Any]) -> None:
     with pytest.raises(StopIteration):
         booster.execute_pipeline(data, model, criterion, optimizer)
     with torch.no_grad():
-        evaluated = booster.execute_pipeline(batches(), model, criterion)["loss"]
-        first = next(batches())
+        found = booster.execute_pipeline(batches(), model, criterion, return_outputs="everywhere")
+        evaluated, first = found["loss"], next(batches())
+        torch.testing.assert_close(found["outputs"], reference(**first).detach(), rtol=1e-9, atol=1e-9)
         assert abs(float(evaluated) - float(criterion(reference(**first), first).detach())) <= 1e-10
     names = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():

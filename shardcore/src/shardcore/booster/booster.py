@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ class Booster:
         criterion: Criterion | None = None,
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: bool | Literal["everywhere"] = False,
     ) -> dict[str, Any]:
         """Take the next batch, and run forward and backward of it in micro-batches; without a pipeline too.
 
@@ -137,7 +137,7 @@ class Booster:
             optimizer: what `boost` returned; with it the loss of the backward is scaled as its precision needs.
             return_loss: return the loss of the batch, on every rank.
             return_outputs: return the outputs, in the order of the rows; in a pipeline on the ranks of the last stage,
-                None on all others.
+                None on all others. ``"everywhere"`` sends them to all.
 
         Returns:
             ``{"loss": Tensor or None, "outputs": ... or None}``
@@ -157,7 +157,7 @@ class Booster:
 
         outputs: list[Any] | None = [] if return_outputs else None
         if self.plugin.pp_size > 1:
-            loss = _in_stages(model, take, criterion, scale, outputs)
+            loss = _in_stages(model, take, criterion, scale, outputs, everywhere=return_outputs == "everywhere")
         else:
             loss = self._whole(model, take(), criterion, scale, outputs)
         rows = [rows_of(part) for part in micro_batches(taken[0], **self.plugin.division)]
@@ -263,13 +263,16 @@ def _in_stages(
     criterion: Criterion | None,
     scale: float,
     outputs: list[Any] | None,
+    *,
+    everywhere: bool,
 ) -> Tensor:
     def loss(out: Any, part: Any) -> Tensor:
         return _of_call(out, part, criterion) * scale
 
     pipeline: Pipeline = model._shard_pipeline
     step = pipeline.train_step if torch.is_grad_enabled() else pipeline.eval_step
-    return step(take, loss=loss, outputs=outputs)  # what fails while data is taken fails on all ranks
+    # What fails while data is taken is to fail on all ranks.
+    return step(take, loss=loss, outputs=outputs, everywhere=everywhere)
 
 
 def _of_call(out: Any, part: Any, criterion: Criterion | None) -> Tensor:

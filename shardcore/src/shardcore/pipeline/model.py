@@ -41,6 +41,7 @@ class PipelinedModel(SwappedModule):
         loss: Loss | None = None,
         weight: Weight | None = None,
         outputs: list[Any] | None = None,
+        everywhere: bool = False,
     ) -> Tensor:
         """Run forward and backward of a batch, in micro-batches, and return its loss: () on every rank.
 
@@ -54,13 +55,14 @@ class PipelinedModel(SwappedModule):
             weight: a function of a micro-batch, which returns over how many items its loss is a mean. By default
                 labels that count, or rows.
             outputs: is extended by the outputs of all micro-batches, detached, on the ranks of the last stage.
+            everywhere: on all ranks; what only earlier stages know of an output is None.
 
         Raises:
             AgreementError: another rank failed, or the batches differ.
             ConfigError: the batch cannot be divided, or there is no loss.
             NotSupportedError: a stage would need what only another one computes.
         """
-        return self._shard_pipeline.train_step(batch, loss=loss, weight=weight, outputs=outputs)
+        return self._shard_pipeline.train_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
 
     def eval_step(
         self,
@@ -69,9 +71,10 @@ class PipelinedModel(SwappedModule):
         loss: Loss | None = None,
         weight: Weight | None = None,
         outputs: list[Any] | None = None,
+        everywhere: bool = False,
     ) -> Tensor:
         """Return the loss of a batch, () on every rank, without a backward; the arguments are those of `train_step`."""
-        return self._shard_pipeline.eval_step(batch, loss=loss, weight=weight, outputs=outputs)
+        return self._shard_pipeline.eval_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients, on all ranks, so that their norm is at most ``max_norm``; return the norm before.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -99,9 +99,10 @@ class Pipeline:
         loss: Loss | None = None,
         weight: Weight | None = None,
         outputs: list[Any] | None = None,
+        everywhere: bool = False,
     ) -> Tensor:
         """Run forward and backward of a batch; see `shardcore.pipeline.PipelinedModel.train_step`."""
-        return self._stepped(batch, loss, weight, outputs, training=True)
+        return self._stepped(batch, loss, weight, outputs, everywhere=everywhere, training=True)
 
     def eval_step(
         self,
@@ -110,10 +111,11 @@ class Pipeline:
         loss: Loss | None = None,
         weight: Weight | None = None,
         outputs: list[Any] | None = None,
+        everywhere: bool = False,
     ) -> Tensor:
         """Return the loss of a batch, without a backward; see `shardcore.pipeline.PipelinedModel.eval_step`."""
         with torch.no_grad():
-            return self._stepped(batch, loss, weight, outputs, training=False)
+            return self._stepped(batch, loss, weight, outputs, everywhere=everywhere, training=False)
 
     @torch.no_grad()
     def forward(self, arguments: Mapping[str, Any]) -> Any:
@@ -148,6 +150,7 @@ class Pipeline:
         weight: Weight | None,
         outputs: list[Any] | None,
         *,
+        everywhere: bool,
         training: bool,
     ) -> Tensor:
         step = self._begun(batch, loss, weight, training=training)
@@ -170,12 +173,21 @@ class Pipeline:
                 reduce_partial_gradients(self.model)
             self.shared.add(self.ranks.group)
             self._add(kept)
-        if outputs is not None and step.outputs is not None:
-            outputs += [step.outputs[number] for number in range(len(step.feed))]
+        if outputs is not None:
+            outputs += self._outputs(step, everywhere=everywhere)
         total = torch.stack(step.losses).sum() if step.losses else torch.zeros((), dtype=step.dtype)
         total = total.to(self._device)
         dist.broadcast(total, group=self.ranks.group, group_src=self._of[-1])
         return total
+
+    def _outputs(self, step: Step, *, everywhere: bool) -> Iterator[Any]:
+        """Yield the outputs of all micro-batches, on the ranks that are to have them."""
+        for number, fed in enumerate(step.feed):
+            own = None if step.outputs is None else step.outputs[number]
+            if everywhere:
+                yield Outputs(self.ranks, self._of[-1], self._context).shared(own, fed.run.script)
+            elif own is not None:
+                yield own
 
     def _set_aside(self) -> dict[str, Tensor]:
         """Take away gradients that are sums over ranks already, where those of this step will be summands at first."""
