@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from shardcore import PipelineGradientCheckpointConfig, ShardFormer
+from shardcore import PipelineGradientCheckpointConfig, ShardConfig, ShardFormer
 from shardcore.booster import Booster, HybridParallelPlugin
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError, PlanError
 
@@ -418,6 +418,25 @@ def test_a_training_is_resumed(pool, tmp_path):
 def test_what_cannot_be_is_refused(options, error, said):
     with pytest.raises(error, match=said):
         HybridParallelPlugin(**options)
+
+
+def test_every_setting_of_a_configuration_can_be_given():
+    names = {field.name for field in dataclasses.fields(HybridParallelPlugin)}
+    otherwise = {
+        "tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size",
+        "expert_parallel_size": "ep_size", "dp_replicate_size": "zero_stage", "dp_shard_size": "zero_stage",
+        "pipeline_schedule": "pp_style",
+    }  # fmt: skip
+    # Who shares a model is said by sizes, and what only calls without a backward need is no training.
+    left = {
+        "enable_tensor_parallelism", "tensor_parallel_mode", "tensor_parallel_process_group", "device_mesh",
+        "pipeline_stage_manager", "context_parallel_size", "inference_only",
+    }  # fmt: skip
+    for field in dataclasses.fields(ShardConfig):
+        assert otherwise.get(field.name, field.name) in names or field.name in left, field.name
+    plugin = HybridParallelPlugin(parallel_output=True, loss_chunk_size=8, sequence_keep_gathered=False)
+    assert (plugin.config().loss_chunk_size, plugin.config().sequence_keep_gathered) == (8, False)
+    assert dict(HybridParallelPlugin(extra_kwargs={"a": 1}).config().extra_kwargs) == {"a": 1}
 
 
 def misused() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,9 @@ _SWITCHES = (
     "enable_sequence_overlap",
     "enable_all_optimization",
     "parallel_output",
+    "loss_chunk_size",
+    "sequence_keep_gathered",
+    "extra_kwargs",
     "partial_gradients",
     "fp8_communication",
     "make_vocab_size_divisible_by",
@@ -46,12 +50,13 @@ class HybridParallelPlugin:
         tp_size: ranks that share every layer.
         pp_size: ranks among which the blocks are divided.
         dp_size: replicas with data of their own; by default as many as the other sizes leave of the ranks.
+        ep_size: replicas that share the experts of a mixture, each with whole ones.
         sp_size: ranks that share each sequence: 1, or ``tp_size`` with ``enable_sequence_parallelism=True``.
         zero_stage: what replicas divide (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). 0: nothing. 1:
-            the optimizer's state, gradients and parameters between steps; gradients are summed once for each step of a
-            pipeline. 2: the same, and gradients are summed in each backward; not with a pipeline, which would send them
-            for each micro-batch. 3: parameters are gathered for each block, forward and backward; not with schedules
-            that split the backward.
+            the optimizer's state, gradients and parameters between steps; gradients are summed once for each batch. 2:
+            the same, and gradients are summed, and divided, in the backward of each micro-batch; not with a pipeline,
+            which would send them as many times. 3: parameters are gathered for each block, forward and backward; not
+            with schedules that split the backward.
         precision: ``"fp32"`` computes in the model's own dtype; ``"bf16"`` and ``"fp16"`` compute in that, with
             parameters, gradients and optimizer in the model's.
         initial_scale: of the loss under ``"fp16"``.
@@ -75,6 +80,9 @@ class HybridParallelPlugin:
         enable_sequence_overlap: the same.
         enable_all_optimization: the same.
         parallel_output: the same.
+        loss_chunk_size: the same.
+        sequence_keep_gathered: the same.
+        extra_kwargs: the same.
         partial_gradients: the same.
         fp8_communication: the same.
         make_vocab_size_divisible_by: the same.
@@ -87,6 +95,7 @@ class HybridParallelPlugin:
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int | None = None
+    ep_size: int | None = None
     sp_size: int | None = None
     zero_stage: Literal[0, 1, 2, 3] = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -111,6 +120,9 @@ class HybridParallelPlugin:
     enable_sequence_overlap: bool = False
     enable_all_optimization: bool = False
     parallel_output: bool = False
+    loss_chunk_size: int | None = None
+    sequence_keep_gathered: bool = True
+    extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     partial_gradients: Literal["in_backward", "deferred"] = "in_backward"
     fp8_communication: bool = False
     make_vocab_size_divisible_by: int | None = None
@@ -169,7 +181,7 @@ class HybridParallelPlugin:
             fields |= {"pipeline_schedule": self.pp_style, "num_model_chunks": self.num_model_chunks}
             fields |= {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
             fields["pipeline_bounds"] = self.pipeline_bounds
-        sizes: dict[str, Any] = {"tp": self.tp_size, "pp": self.pp_size, "dp": self.replicas}
+        sizes: dict[str, Any] = {"tp": self.tp_size, "pp": self.pp_size, "dp": self.replicas, "ep": self.ep_size}
         if self.zero_stage == 0:
             sizes["dp_shard_size"] = 1  # whole replicas
         return ShardConfig.of(ShardConfig(), **sizes, **fields)
