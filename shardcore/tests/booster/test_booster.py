@@ -268,14 +268,19 @@ def own_loop() -> None:
     reference = build(layers=2)
     model = copy.deepcopy(reference)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    booster = Booster(plugin=HybridParallelPlugin(zero_stage=1, max_norm=0.1, custom_policy=TinyPolicy))
+    booster = Booster(
+        plugin=HybridParallelPlugin(zero_stage=1, max_norm=0.1, num_microbatches=2, custom_policy=TinyPolicy)
+    )
     booster.boost(model, optimizer)
     other = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-4)
     calls = list(batches())
     with booster.no_sync(model, optimizer):
         booster.backward(criterion(model(**calls[0]), calls[0]), optimizer)
+        booster.execute_pipeline(iter(calls[2:3]), model, criterion, optimizer)
+        assert all(parameter.grad is None for parameter in model.parameters())  # FSDP2 has them, whole
     booster.backward(criterion(model(**calls[1]), calls[1]), optimizer)
-    for call in calls[:2]:
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    for call in calls[:3]:
         criterion(reference(**call), call).backward()
     torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     optimizer.step()
@@ -454,8 +459,10 @@ def misused() -> None:
         booster.execute_pipeline(iter([torch.zeros(2)]), model, criterion, optimizer)
     data = [{"ids": row} for row in batch(0, 8, LENGTH)]
     replicas = Booster(plugin=HybridParallelPlugin(custom_policy=TinyPolicy))
+    untouched = build(layers=2)
     with pytest.raises(ConfigError, match="would give all 2 replicas the same batches"):
-        replicas.boost(build(layers=2), None, None, DataLoader(data, batch_size=4))
+        replicas.boost(untouched, None, None, DataLoader(data, batch_size=4))
+    replicas.boost(untouched)  # nothing had been changed
     former = ShardFormer(shard_config=replicas.plugin.config())
     loader = former.shard_dataset(data, batch_size=4)
     assert replicas.boost(build(layers=2), None, None, loader).dataloader is loader

@@ -93,10 +93,10 @@ class Booster:
             ShardcoreError: what `shardcore.shard` raises.
         """
         plugin = self.plugin
+        self._check_loader(dataloader)
         model = shard(
             model, plugin.config(), policy=plugin.custom_policy, optimizer=optimizer, wrap=plugin.wrap() or True
         )
-        self._check_loader(dataloader, model)
         stepping = Stepping(self.plugin, model)
         model.__dict__[_BOOSTED] = stepping
         if optimizer is not None:
@@ -205,14 +205,17 @@ class Booster:
                 "Booster.no_sync in a pipeline: gradients are summed once for each execute_pipeline; to accumulate, "
                 "call it several times before optimizer.step(), or give it larger batches of more micro-batches"
             )
-        if not isinstance(model, FSDPModule):
+        stepping: Stepping | None = model.__dict__.get(_BOOSTED)
+        if stepping is None or not isinstance(model, FSDPModule):
             yield
             return
+        outside, stepping.accumulates = stepping.accumulates, True
         model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            model.set_requires_gradient_sync(True)
+            stepping.accumulates = outside
+            model.set_requires_gradient_sync(not outside)
 
     def save_model(self, model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
         """Write the model into the folder ``checkpoint``, from which every mesh loads it; see `save_checkpoint`."""
@@ -241,9 +244,8 @@ class Booster:
         state = _together(lambda: torch.load(checkpoint, weights_only=True))
         lr_scheduler.load_state_dict(state)
 
-    def _check_loader(self, dataloader: Any, model: nn.Module) -> None:
-        context = context_of(model)
-        replicas = 1 if context is None else context.sizes.replicas
+    def _check_loader(self, dataloader: Any) -> None:
+        replicas = self.plugin.replicas
         # One that divides the data has a sampler of its own; torch's give every replica all of it.
         if (
             replicas > 1

@@ -33,13 +33,14 @@ class Stepping:
         scale: what losses are multiplied with.
         norm: that of the gradients before the last step; None before the first, and where nobody asks for it.
         skipped: how many steps were skipped.
+        accumulates: gradients of replicas are left alone for now; `shardcore.booster.Booster.no_sync` sets it.
     """
 
     def __init__(self, plugin: HybridParallelPlugin, model: nn.Module) -> None:
         self._plugin, self._model = plugin, model
         self.scale = plugin.initial_scale if plugin.precision == "fp16" else 1.0
         self.norm: Tensor | None = None
-        self.skipped = 0
+        self.skipped, self.accumulates = 0, False
         self._since = 0  # steps since the scale last changed
 
     def watch(self, optimizer: Optimizer) -> None:
