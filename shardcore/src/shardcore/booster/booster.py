@@ -25,6 +25,7 @@ from shardcore.former import shard
 from shardcore.mesh import context_of, device_type_here
 from shardcore.pipeline import Pipeline, micro_batches, weight_of
 from shardcore.pipeline.batches import rows_of
+from shardcore.pipeline.steps import own_loss
 
 __all__ = ["Boosted", "Booster"]
 
@@ -279,15 +280,8 @@ def _in_stages(
 
 def _of_call(out: Any, part: Any, criterion: Criterion | None) -> Tensor:
     """Return the loss of one micro-batch, in float32 at least: a scale does not fit into less."""
-    loss = _loss(out) if criterion is None else criterion(out, part)
+    loss = (criterion or own_loss)(out, part)
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-
-
-def _loss(out: Any) -> Tensor:
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise ConfigError(f"a {type(out).__name__} has no loss; pass labels in the batch, or a criterion")
-    return loss
 
 
 def _arguments(batch: Any, model: nn.Module) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardcore.comm.dtensor_params import local_tensor, read_local
+from shardcore.comm.dtensor_params import read_local
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import Division, ShardContext, set_division
@@ -28,7 +28,7 @@ from shardcore.pipeline.schedules import SCHEDULES
 from shardcore.pipeline.script import Script, Value
 from shardcore.pipeline.shared import shared_parameters
 from shardcore.pipeline.stage import Holding, Stage
-from shardcore.pipeline.steps import Loss, Run, Step, Weight, runs_of
+from shardcore.pipeline.steps import Loss, Run, Step, Weight, own_loss, runs_of
 from shardcore.plan.cut import Cut
 from shardcore.wrap.accumulation import Accumulation
 
@@ -216,7 +216,7 @@ class Pipeline:
             parts = micro_batches(given, number=1 if whole else self._number, size=None if whole else self._size)
             weights = [1.0] if whole else [self._weighed(part, weight) for part in parts]
             shares = [weight / (sum(weights) or 1.0) for weight in weights]
-            of = loss or _loss_of
+            of = loss or own_loss
             feed = runs_of(
                 parts,
                 shares,
@@ -387,12 +387,3 @@ def _division(model: nn.Module, position: int) -> Division:
 
 def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return left[0]  # torch takes no backward of a tuple without gradients
-
-
-def _loss_of(out: Any, arguments: Mapping[str, Any]) -> Tensor:
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise ConfigError(
-            f"a {type(out).__name__} has no loss; pass labels, or give loss=, a function of the output and the batch"
-        )
-    return local_tensor(loss)

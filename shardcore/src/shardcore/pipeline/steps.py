@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import ConfigError
 from shardcore.pipeline.batches import shapes_of
 from shardcore.pipeline.script import Script
 
-__all__ = ["Fed", "Loss", "Run", "Step", "Weight", "runs_of"]
+__all__ = ["Fed", "Loss", "Run", "Step", "Weight", "own_loss", "runs_of"]
 
 #: Returns the loss of a model's output and the arguments of its call.
 Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -115,3 +117,18 @@ def runs_of(
         for key in dict.fromkeys(keys)
     }
     return [Fed(arguments=p, share=s, run=runs[key]) for p, s, key in zip(parts, shares, keys, strict=True)]
+
+
+def own_loss(out: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the loss that a model has computed itself.
+
+    Raises:
+        ConfigError: it has computed none.
+    """
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ConfigError(
+            f"a {type(out).__name__} has no loss; pass labels, or give loss=, a function of the output and the batch "
+            "(of a Booster, its criterion)"
+        )
+    return local_tensor(loss)
