@@ -425,6 +425,16 @@ def test_what_cannot_be_is_refused(options, error, said):
         HybridParallelPlugin(**options)
 
 
+def test_replicas_of_a_job_that_has_not_begun(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert HybridParallelPlugin(tp_size=2, pp_size=2).replicas == 2
+    assert HybridParallelPlugin(tp_size=2, pp_size=2, dp_size=1).replicas == 1
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("RANK")
+    assert HybridParallelPlugin(tp_size=2, pp_size=2).replicas == 1
+
+
 def test_every_setting_of_a_configuration_can_be_given():
     names = {field.name for field in dataclasses.fields(HybridParallelPlugin)}
     otherwise = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardcore._env import torchrun
 from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, NotSupportedError
@@ -170,7 +170,8 @@ class HybridParallelPlugin:
     @property
     def replicas(self) -> int:
         """The replicas that there are on as many ranks as were started."""
-        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        job = None if dist.is_initialized() else torchrun()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1 if job is None else job.world_size
         return self.dp_size or max(1, ranks // (self.tp_size * self.pp_size))
 
     def config(self) -> ShardConfig:

@@ -179,6 +179,7 @@ class _Answering:
         self.blocks: list[str] = []  # in the order of their calls
 
     def entered(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a call of a part, as they are."""
         if name in self._rehearsal._cut.blocks:
             self.blocks.append(name)
         return args, kwargs
