@@ -95,7 +95,19 @@ ROOMS = {
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
     "wrap": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
     "pipeline": {"wrap", "agree", "plan", "nn", "config", "comm", "mesh", "errors"},
-    "booster": {"former", "checkpoint", "pipeline", "agree", "policy", "nn", "config", "comm", "mesh", "errors", "_env"},
+    "booster": {
+        "former",
+        "checkpoint",
+        "pipeline",
+        "agree",
+        "policy",
+        "nn",
+        "config",
+        "comm",
+        "mesh",
+        "errors",
+        "_env",
+    },
 }
 
 #: Rooms on top of the core, which nothing below them may import.
