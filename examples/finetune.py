@@ -232,7 +232,7 @@ def main() -> None:
 
 def model_type() -> str:
     """Return what is trained, which says what other settings there are."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-type", "--model_type", default=Settings.model_type, choices=("llama", "bert"))
     return str(parser.parse_known_args()[0].model_type)
 

@@ -51,7 +51,7 @@ def ran(name: str, **fields: Any) -> dict[str, Any]:
 
 def _buffers(model: Any) -> list[torch.Tensor]:
     """Return what torch's stages receive in."""
-    (_, stages), *_ = model._shard_pipeline._schedules.values()
+    (_, stages, _), *_ = model._shard_pipeline._schedules.values()
     infos = [i for s in stages for some in (s.args_recv_info, s.grad_recv_info) for of in some.values() for i in of]
     return [info.buffer for info in infos if info.buffer is not None]
 
