@@ -161,11 +161,10 @@ class Booster:
             loss = _in_stages(model, take, criterion, scale, outputs, everywhere=return_outputs == "everywhere")
         else:
             loss = self._whole(model, take(), criterion, scale, outputs)
-        rows = [rows_of(part) for part in micro_batches(taken[0], **self.plugin.division)]
-        return {
-            "loss": loss / scale if return_loss else None,
-            "outputs": joined(outputs, rows) if outputs else None,
-        }
+        found = None
+        if outputs:
+            found = joined(outputs, [rows_of(part) for part in micro_batches(taken[0], **self.plugin.division)])
+        return {"loss": loss / scale if return_loss else None, "outputs": found}
 
     def _whole(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -207,7 +206,3 @@ class HybridParallelPlugin:
         if (dtype := _PRECISIONS[self.precision]) is not None:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         return options
-
-    def with_options(self, **options: Any) -> HybridParallelPlugin:
-        """Return the same plugin with other ``options``."""
-        return dataclasses.replace(self, **options)
