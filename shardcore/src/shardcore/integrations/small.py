@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardcore.errors import ConfigError
 from shardcore.integrations.calls import labels_of
+from shardcore.mesh.seeding import uncounted_seed
 
 __all__ = ["Small", "small_inputs", "small_model"]
 
@@ -116,7 +117,7 @@ def _built(model_class: Any, config: Any, seed: int) -> nn.Module:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
+        uncounted_seed(seed)
         model: nn.Module = model_class(config).double().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
