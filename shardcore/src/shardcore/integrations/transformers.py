@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from torch import nn
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from shardcore.errors import NotSupportedError
+from shardcore.errors import NotSupportedError, WrapError
 from shardcore.integrations import _private, _saving
 from shardcore.integrations._attention import choose_flash_attention
 from shardcore.integrations._checkpointing import recompute_layer
@@ -25,11 +27,39 @@ from shardcore.nn.calls import running
 from shardcore.plan.steps import Step
 from shardcore.policy import Policy
 
-__all__ = ["PretrainedPolicy"]
+__all__ = ["PretrainedPolicy", "prepared_by_shardcore"]
+
+_knows = ContextVar("knows sharded models", default=False)
+
+
+@contextlib.contextmanager
+def prepared_by_shardcore() -> Iterator[None]:
+    """Let a Trainer that knows sharded models ask them for ``tp_size`` in here."""
+    token = _knows.set(True)
+    try:
+        yield
+    finally:
+        _knows.reset(token)
 
 
 class _ShardedPretrained:
     """Methods of `transformers.PreTrainedModel` that a sharded model does in its own way."""
+
+    @property
+    def tp_size(self) -> None:
+        """None: transformers has not split the model.
+
+        Raises:
+            WrapError: a Trainer or Accelerator asks that does not know sharded models. It asks before it does anything,
+                on every rank; the ranks of a replica would get other batches, or DistributedDataParallel is tried.
+        """
+        if not _knows.get():
+            raise WrapError(
+                f"this {type(self).__name__} was sharded by shardcore, which transformers' own Trainer does not know: "
+                "each rank would get other batches. Change one line: from shardcore.integrations.trainer import "
+                "Trainer (or Seq2SeqTrainer); for any other class of trainers sharded(SFTTrainer) from the same "
+                "module; for Accelerate: from shardcore.integrations.accelerate import Accelerator"
+            )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the new rows would belong to other ranks."""

@@ -1,0 +1,173 @@
+"""transformers' Trainer on sharded models: ``from shardcore.integrations.trainer import Trainer``, all else as ever."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+
+from shardcore.errors import ConfigError
+from shardcore.integrations._checkpoints import Checkpoints
+from shardcore.integrations._replicas import Replicas, sharded_in, whole
+from shardcore.integrations.accelerate import adopt
+from shardcore.integrations.transformers import prepared_by_shardcore
+from shardcore.nn.behaviour import once
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "sharded"]
+
+#: What callbacks ask the Trainer for, which all ranks do together or none does.
+_WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class _Sharded(Checkpoints):
+    """What a Trainer does in its own way if its model was sharded; it stands before the class of the Trainer."""
+
+    control: Any
+    current_flos: float
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator one that knows the model."""
+        with prepared_by_shardcore():
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer
+        self._adopt(self.model)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Make the model of a trial, which the Accelerator has to know."""
+        model = super().call_model_init(trial)  # type: ignore[misc]  # of the Trainer
+        self._adopt(model)
+        return model
+
+    def _adopt(self, model: Any) -> None:
+        if sharded_in(model) is None:
+            return
+        adopt(self.accelerator, model)
+        args, device = self.args, self._replicas.context.device
+        if args.device.type != device.type or (device.index or 0) != (args.device.index or 0):
+            raise ConfigError(
+                f"the model lies on {device}, and TrainingArguments have chosen {args.device}. Start one process for "
+                "each device with torchrun, whose LOCAL_RANK both go by, and make TrainingArguments after shard()"
+            )
+        args._n_gpu = min(args._n_gpu, 1)  # this process has one device, whatever else it sees
+        gather = self.accelerator.gather_for_metrics
+        self.gather_function = functools.partial(gather, use_gather_object=args.eval_use_gather_object)
+
+    @property
+    def _replicas(self) -> Replicas | Any:
+        return getattr(self.accelerator, "_replicas", None)
+
+    @contextlib.contextmanager
+    def _counting_replicas(self, *, from_this_one: bool = False) -> Iterator[None]:
+        """Let ``args.world_size`` be the number of replicas in here; on wish ``args.process_index`` this one's."""
+        if self._replicas is None:
+            yield
+            return
+        kept = self.args.distributed_state
+        index = self._replicas.index if from_this_one else kept.process_index
+        self.args.distributed_state = _State(kept, self._replicas.count, index)
+        try:
+            yield
+        finally:
+            self.args.distributed_state = kept
+
+    # Data
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of this replica."""
+        with self._counting_replicas(from_this_one=True):
+            return super().get_train_dataloader()  # type: ignore[misc]  # of the Trainer
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loader of this replica."""
+        with self._counting_replicas(from_this_one=True):
+            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loader of this replica."""
+        with self._counting_replicas(from_this_one=True):
+            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of one step, of all replicas."""
+        with self._counting_replicas():
+            return int(super().get_total_train_batch_size(args))  # type: ignore[misc]  # of the Trainer
+
+    # Training
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._agree_on_wishes()
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+        self._agree_on_wishes()  # what callbacks wished when they heard of it
+
+    def _agree_on_wishes(self) -> None:
+        """Do on all ranks what a callback of one of them asks for; else some would wait for the others."""
+        if self._replicas is None:
+            return
+        wished = sum(getattr(self.control, name) << bit for bit, name in enumerate(_WISHES))
+        wished = self._replicas.any_rank(wished)
+        for bit, name in enumerate(_WISHES):
+            setattr(self.control, name, bool(wished >> bit & 1))
+
+    def store_flos(self) -> None:
+        """Count the operations of a replica once, not for each of its ranks."""
+        if self._replicas is not None:
+            self.current_flos /= dist.get_world_size() / self._replicas.count
+        super().store_flos()  # type: ignore[misc]  # of the Trainer
+
+    # Evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate over the replicas."""
+        with self._counting_replicas():
+            return super().evaluate(*args, **self._generating(kwargs))  # type: ignore[misc]  # of the Trainer
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict over the replicas; every rank returns all rows once."""
+        with self._counting_replicas():
+            return super().predict(*args, **self._generating(kwargs))  # type: ignore[misc]  # of the Trainer
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """Return loss, full logits and labels of a batch."""
+        found = super().prediction_step(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+        return found if self._replicas is None else tuple(map(whole, found))
+
+    def _generating(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Let replicas that generate run as many forwards as the longest: FSDP2 gathers weights in each."""
+        several = self._replicas is not None and self._replicas.count > 1
+        if several and isinstance(self, transformers.Seq2SeqTrainer) and self.args.predict_with_generate:
+            kwargs.setdefault("synced_gpus", True)
+        return kwargs
+
+
+class _State:
+    """Accelerate's state of the process, with other numbers of processes."""
+
+    def __init__(self, state: Any, count: int, index: int) -> None:
+        self._state, self.num_processes, self.process_index = state, count, index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+@once
+def sharded(trainer: type[Any]) -> type[Any]:
+    """Return ``trainer`` as a class that trains sharded models.
+
+    `Trainer` and `Seq2SeqTrainer` are those of transformers. Any other class that derives from `transformers.Trainer`
+    works too::
+
+        SFTTrainer = shardcore.integrations.trainer.sharded(trl.SFTTrainer)
+
+    With a model that is not sharded it is the same as ``trainer``.
+    """
+    if issubclass(trainer, _Sharded):
+        return trainer
+    namespace = {"__doc__": trainer.__doc__, "__module__": __name__, "__qualname__": trainer.__qualname__}
+    return type(trainer.__name__, (_Sharded, trainer), namespace)
+
+
+Trainer = sharded(transformers.Trainer)
+Seq2SeqTrainer = sharded(transformers.Seq2SeqTrainer)

@@ -1,0 +1,105 @@
+"""One training by transformers' Trainer, sharded or not: what tests of the Trainer compare."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import shardcore
+from shardcore.testing.parity import whole
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of a batch that a pack's cases make; labels of later rows are left out, so that counts differ."""
+
+    def __init__(self, columns: Mapping[str, Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        return {name: column[at] for name, column in self.columns.items()}
+
+
+def case_of(family: str, name: str) -> Any:
+    cases = importlib.import_module(f"shard_{family}.cases").cases()
+    return next(case for case in cases if case.name == name)
+
+
+def words(count: int, seed: int = 0, length: int = 12) -> Rows:
+    """Rows of tokens with other numbers of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 97, (count, length), generator=generator)
+    labels = ids.clone()
+    for row in range(count):
+        labels[row, : row % 5 + 1] = -100
+    return Rows({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+
+
+def llama(**config: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).double()
+
+
+def arguments(folder: str, kind: str = "TrainingArguments", **more: Any) -> Any:
+    import transformers
+
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-3,
+        "optim_args": "eps=1e-3",
+        "include_num_input_tokens_seen": "all",
+        "dataloader_pin_memory": False,
+    }
+    return getattr(transformers, kind)(**{**settings, **more})
+
+
+def parameters(model: Any) -> dict[str, Tensor]:
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def trained(
+    folder: str,
+    mesh: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    build: Callable[..., Any] = llama,
+    train: Rows | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Train, and return what it logged and the parameters after it."""
+    from shardcore.integrations.trainer import Trainer
+
+    model = build()
+    if mesh:
+        model = shardcore.shard(model, **mesh)
+    trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=train or words(20), **more)
+    result = trainer.train()
+    return {
+        "history": trainer.state.log_history,
+        "metrics": result.metrics,
+        "steps": trainer.state.global_step,
+        "parameters": parameters(model),
+        "total_flos": trainer.state.total_flos,
+    }
