@@ -62,6 +62,7 @@ def arguments(folder: str, kind: str = "TrainingArguments", **more: Any) -> Any:
 
     settings: dict[str, Any] = {
         "output_dir": folder,
+        "num_train_epochs": 1,
         "report_to": [],
         "disable_tqdm": True,
         "logging_steps": 1,
@@ -100,6 +101,46 @@ def trained(
         "history": trainer.state.log_history,
         "metrics": result.metrics,
         "steps": trainer.state.global_step,
+        "parameters": parameters(model),
+        "total_flos": trainer.state.total_flos,
+    }
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """How many words are right, and a number that depends on every logit."""
+    logits, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    counted = labels != -100
+    right = (logits.argmax(-1) == labels)[counted]
+    return {"accuracy": float(right.double().mean()), "logits": float(logits.double().square().sum())}
+
+
+def evaluated(folder: str, mesh: Mapping[str, Any] | None, settings: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Evaluate and predict without a training before it."""
+    from shardcore.integrations.trainer import Trainer
+
+    options = dict(mesh or {})
+    model = shardcore.shard(llama(), **options) if options else llama()
+    trainer = Trainer(model=model, args=arguments(folder, **settings), compute_metrics=accuracy)
+    metrics = trainer.evaluate(words(rows, seed=3))
+    found = trainer.predict(words(rows, seed=3))
+    return {"metrics": metrics, "logits": found.predictions, "labels": found.label_ids, "predicted": found.metrics}
+
+
+def resumed(
+    folder: str, mesh: Mapping[str, Any] | None, settings: Mapping[str, Any], resume: bool | str = False, **more: Any
+) -> dict[str, Any]:
+    """Train with evaluations and checkpoints, and return what it knows in the end."""
+    from shardcore.integrations.trainer import Trainer
+
+    build = more.pop("build", llama)
+    model = shardcore.shard(build(), **mesh) if mesh else build()
+    args = arguments(folder, **{"save_strategy": "steps", "save_steps": 2, **settings})
+    trainer = Trainer(model=model, args=args, train_dataset=words(20), eval_dataset=words(10, seed=3), **more)
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        "history": trainer.state.log_history,
+        "steps": trainer.state.global_step,
+        "best": trainer.state.best_model_checkpoint,
         "parameters": parameters(model),
         "total_flos": trainer.state.total_flos,
     }

@@ -20,7 +20,7 @@ from shardcore import _env
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import DATA_AXES, ShardContext, axis_name, context_of, division_of, host_group, unwrapped
 
-__all__ = ["Replicas", "sharded_in", "whole"]
+__all__ = ["Replicas", "rowwise", "sharded_in", "whole"]
 
 
 def sharded_in(model: Any) -> nn.Module | None:
@@ -34,6 +34,11 @@ def sharded_in(model: Any) -> nn.Module | None:
 def whole(values: Any) -> Any:
     """Return nested ``values`` with the full tensor in the place of each DTensor."""
     return recursively_apply(lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, values)
+
+
+def rowwise(values: Any, rows: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested ``values`` with ``change`` of those tensors that have ``rows`` rows."""
+    return recursively_apply(lambda t: change(t) if t.ndim and t.size(0) == rows else t, values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +10,8 @@ import transformers
 
 from shardcore.errors import ConfigError
 from shardcore.integrations._checkpoints import Checkpoints
-from shardcore.integrations._replicas import Replicas, sharded_in, whole
+from shardcore.integrations._evaluating import Evaluating
+from shardcore.integrations._replicas import sharded_in
 from shardcore.integrations.accelerate import adopt
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.nn.behaviour import once
@@ -23,7 +22,7 @@ __all__ = ["Seq2SeqTrainer", "Trainer", "sharded"]
 _WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class _Sharded(Checkpoints):
+class _Sharded(Evaluating, Checkpoints):
     """What a Trainer does in its own way if its model was sharded; it stands before the class of the Trainer."""
 
     control: Any
@@ -54,24 +53,6 @@ class _Sharded(Checkpoints):
         args._n_gpu = min(args._n_gpu, 1)  # this process has one device, whatever else it sees
         gather = self.accelerator.gather_for_metrics
         self.gather_function = functools.partial(gather, use_gather_object=args.eval_use_gather_object)
-
-    @property
-    def _replicas(self) -> Replicas | Any:
-        return getattr(self.accelerator, "_replicas", None)
-
-    @contextlib.contextmanager
-    def _counting_replicas(self, *, from_this_one: bool = False) -> Iterator[None]:
-        """Let ``args.world_size`` be the number of replicas in here; on wish ``args.process_index`` this one's."""
-        if self._replicas is None:
-            yield
-            return
-        kept = self.args.distributed_state
-        index = self._replicas.index if from_this_one else kept.process_index
-        self.args.distributed_state = _State(kept, self._replicas.count, index)
-        try:
-            yield
-        finally:
-            self.args.distributed_state = kept
 
     # Data
 
@@ -116,40 +97,6 @@ class _Sharded(Checkpoints):
         if self._replicas is not None:
             self.current_flos /= dist.get_world_size() / self._replicas.count
         super().store_flos()  # type: ignore[misc]  # of the Trainer
-
-    # Evaluation
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate over the replicas."""
-        with self._counting_replicas():
-            return super().evaluate(*args, **self._generating(kwargs))  # type: ignore[misc]  # of the Trainer
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict over the replicas; every rank returns all rows once."""
-        with self._counting_replicas():
-            return super().predict(*args, **self._generating(kwargs))  # type: ignore[misc]  # of the Trainer
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """Return loss, full logits and labels of a batch."""
-        found = super().prediction_step(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
-        return found if self._replicas is None else tuple(map(whole, found))
-
-    def _generating(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Let replicas that generate run as many forwards as the longest: FSDP2 gathers weights in each."""
-        several = self._replicas is not None and self._replicas.count > 1
-        if several and isinstance(self, transformers.Seq2SeqTrainer) and self.args.predict_with_generate:
-            kwargs.setdefault("synced_gpus", True)
-        return kwargs
-
-
-class _State:
-    """Accelerate's state of the process, with other numbers of processes."""
-
-    def __init__(self, state: Any, count: int, index: int) -> None:
-        self._state, self.num_processes, self.process_index = state, count, index
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
 
 
 @once
