@@ -51,8 +51,8 @@ def same(got: dict[str, Any], wanted: dict[str, Any], bound: float = 1e-9, said:
     "settings",
     [
         {"label_smoothing_factor": 0.1},
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"recompute": True},
+        {"recompute": {"use_reentrant": False}},
         {"auto_find_batch_size": True},
         {"max_grad_norm": 0.0},
         {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 7},
@@ -89,9 +89,10 @@ def single() -> Any:
 
 def test_bf16(pool, tmp_path):
     """To what rounding to bfloat16 makes of it: the parts of a product are rounded before they are added."""
-    wanted, *found = both(pool, tmp_path, TP2DP2, {"bf16": True}, build=single)
+    sgd = {"optim": "sgd", "optim_args": None, "learning_rate": 0.1}
+    wanted, *found = both(pool, tmp_path, TP2DP2, {"bf16": True, "use_cpu": True, **sgd}, build=single)
     for got in found:
-        same(got, wanted, bound=2e-4, said=2e-2)
+        same(got, wanted, bound=2e-3, said=2e-2)
         assert got["parameters"]["model.embed_tokens.weight"].dtype == torch.float32
 
 
@@ -130,6 +131,37 @@ def test_other_families(pool, tmp_path, family, name, build, mesh):
     wanted, *found = both(pool, tmp_path, mesh, {}, build=build, train=rows)
     for got in found:
         same(got, wanted)
+
+
+# Generation
+
+
+def speaks(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
+    from shardcore.integrations.trainer import Seq2SeqTrainer
+
+    case = case_of("whisper", "speech_to_text")
+    model = case.build().double()
+    rows = of_case("whisper", "speech_to_text", model, count=3)
+    settings = {"predict_with_generate": True, "generation_max_length": 7, "per_device_eval_batch_size": 2}
+    if mesh:
+        model = shardcore.shard(model, **mesh)
+        parts = mesh.get("dp", 1)
+        settings |= {"per_device_train_batch_size": 4 // parts, "per_device_eval_batch_size": 2 // parts}
+    args = arguments(folder, "Seq2SeqTrainingArguments", **settings)
+    trainer = Seq2SeqTrainer(model=model, args=args, train_dataset=rows)
+    trainer.train()
+    found = trainer.predict(rows)
+    return {"history": trainer.state.log_history, "tokens": found.predictions, "parameters": parameters(model)}
+
+
+@pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
+def test_speech_is_predicted_by_generating(pool, tmp_path, mesh):
+    (wanted,) = pool.run(speaks, str(tmp_path), None, world=1)
+    for got in pool.run(speaks, str(tmp_path), mesh, world=mesh["tp"] * mesh.get("dp", 1)):
+        assert got["tokens"].tolist() == wanted["tokens"].tolist()
+        if mesh == TP2:  # the mean of a batch is not that of the means of its halves, whose labels differ in number
+            for name, parameter in wanted["parameters"].items():
+                torch.testing.assert_close(got["parameters"][name], parameter, rtol=1e-9, atol=1e-9)
 
 
 # Callbacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,7 +75,13 @@ def arguments(folder: str, kind: str = "TrainingArguments", **more: Any) -> Any:
         "include_num_input_tokens_seen": "all",
         "dataloader_pin_memory": False,
     }
-    return getattr(transformers, kind)(**{**settings, **more})
+    settings |= more
+    if recompute := settings.pop("recompute", None):
+        # Renamed in transformers 5.
+        known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+        name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+        settings |= {name: True, f"{name}_kwargs": recompute if isinstance(recompute, dict) else None}
+    return getattr(transformers, kind)(**settings)
 
 
 def parameters(model: Any) -> dict[str, Tensor]:

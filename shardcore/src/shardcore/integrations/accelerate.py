@@ -23,6 +23,7 @@ from typing_extensions import override
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations._replicas import Replicas, sharded_in
 from shardcore.integrations._states import load_states, save_states
+from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.mesh import context_of
 from shardcore.nn import reduce_partial_gradients
 
@@ -93,7 +94,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         for found in args:
             self.adopt(found)
-        return super().prepare(*args, device_placement=device_placement)
+        with prepared_by_shardcore():
+            return super().prepare(*args, device_placement=device_placement)
 
     @override
     def prepare_model(
@@ -101,7 +103,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     ) -> Any:
         self.adopt(model)
         # Nothing wraps a sharded model. Mixed precision and compilation are done in this mode too.
-        return super().prepare_model(model, device_placement, evaluation_mode or sharded_in(model) is not None)
+        with prepared_by_shardcore():
+            return super().prepare_model(model, device_placement, evaluation_mode or sharded_in(model) is not None)
 
     @override
     def prepare_data_loader(
