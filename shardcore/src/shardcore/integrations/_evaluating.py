@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,14 @@ class Evaluating:
         """Predict over the replicas; every rank returns all rows once."""
         with self._counting_replicas():
             return super().predict(*args, **self._generating(kwargs))  # type: ignore[misc]  # of the Trainer
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Go through the data."""
+        if self._replicas is not None:
+            # Seq2SeqTrainer keeps the rows with which last batches are filled up.
+            gather = self.accelerator.gather_for_metrics
+            self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def _generating(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Let replicas that generate run as many forwards as the longest: FSDP2 gathers weights in each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -51,8 +50,6 @@ class _Sharded(Evaluating, Checkpoints):
                 "each device with torchrun, whose LOCAL_RANK both go by, and make TrainingArguments after shard()"
             )
         args._n_gpu = min(args._n_gpu, 1)  # this process has one device, whatever else it sees
-        gather = self.accelerator.gather_for_metrics
-        self.gather_function = functools.partial(gather, use_gather_object=args.eval_use_gather_object)
 
     # Data
 
