@@ -76,11 +76,14 @@ def arguments(folder: str, kind: str = "TrainingArguments", **more: Any) -> Any:
         "dataloader_pin_memory": False,
     }
     settings |= more
+    # Renamed in transformers 5.
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     if recompute := settings.pop("recompute", None):
-        # Renamed in transformers 5.
-        known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
         name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
         settings |= {name: True, f"{name}_kwargs": recompute if isinstance(recompute, dict) else None}
+    if settings.pop("by_length", False):
+        named = "train_sampling_strategy" in known
+        settings |= {"train_sampling_strategy": "group_by_length"} if named else {"group_by_length": True}
     return getattr(transformers, kind)(**settings)
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.integrations import _private
 from shardcore.integrations._replicas import Replicas, sharded_in
 from shardcore.integrations._states import load_states, save_states
 from shardcore.integrations.transformers import prepared_by_shardcore
@@ -58,6 +59,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         """
         if (sharded := sharded_in(model)) is None:
             return
+        _private.require_accelerate()
         replicas = Replicas.of(sharded)
         if self._replicas is not None and self._replicas.context.sizes != replicas.context.sizes:
             raise NotSupportedError(

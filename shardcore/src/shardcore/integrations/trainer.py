@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformers
 
 from shardcore.errors import ConfigError
+from shardcore.integrations import _private
 from shardcore.integrations._checkpoints import Checkpoints
 from shardcore.integrations._evaluating import Evaluating
 from shardcore.integrations._replicas import sharded_in
@@ -42,6 +43,7 @@ class _Sharded(Evaluating, Checkpoints):
     def _adopt(self, model: Any) -> None:
         if sharded_in(model) is None:
             return
+        _private.require("the Trainer")
         adopt(self.accelerator, model)
         args, device = self.args, self._replicas.context.device
         if args.device.type != device.type or (device.index or 0) != (args.device.index or 0):

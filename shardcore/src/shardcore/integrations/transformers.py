@@ -63,6 +63,7 @@ class _ShardedPretrained:
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
+        self._require_knowledge()  # some releases do not ask, and only set it
         self.__dict__["_shardcore_prepared"] = value
 
     def _require_knowledge(self) -> None:
