@@ -172,6 +172,7 @@ def _anchor(heading: str) -> str:
 @pytest.mark.parametrize(
     ("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4), ("trainer.md", 2), ("trainer.md", 4)]
 )
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # the Trainer's, on a CPU
 def test_code_runs(pool, page, world, tmp_path):
     pytest.importorskip("transformers")
     if page == "trainer.md":

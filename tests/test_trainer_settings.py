@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from packaging.version import Version
 import shardcore
 from shardcore.testing.islands import no_float32_islands
 
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -65,7 +65,7 @@ def same(got: dict[str, Any], wanted: dict[str, Any], bound: float = 1e-9, said:
 )
 @pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
 def test_settings(pool, tmp_path, mesh, settings):
-    if "label_smoothing_factor" in settings and mesh == TP2DP2 and Version(transformers.__version__) < Version("5"):
+    if "label_smoothing_factor" in settings and mesh == TP2DP2 and Version(version("transformers")) < Version("5"):
         pytest.skip("that Trainer multiplies the smoothed loss by the number of processes, sharded or not")
     wanted, *found = both(pool, tmp_path, mesh, settings)
     for got in found:
@@ -218,6 +218,8 @@ def test_what_a_callback_of_one_rank_asks_for_is_done_by_all(pool, tmp_path):
 
 
 def plain(folder: str, kind: str) -> None:
+    import transformers
+
     model = shardcore.shard(llama(), tp=2)
     getattr(transformers, kind)(model=model, args=arguments(folder), train_dataset=words(20))
 

@@ -68,7 +68,12 @@ TRANSFORMERS: tuple[PrivateName, ...] = (
         code=f"{_MODEL}._set_gradient_checkpointing",
     ),
     *(PrivateName(f"transformers.Trainer.{name}", "what it does in another way", "the Trainer") for name in _TRAINER),
-    PrivateName("transformers.TrainingArguments._n_gpu", "one device for each process", "the Trainer"),
+    PrivateName(
+        "transformers.TrainingArguments._n_gpu",
+        "one device for each process",
+        "the Trainer",
+        code="transformers.TrainingArguments.n_gpu.fget",
+    ),
 )
 
 _ACCELERATOR = "accelerate.Accelerator"
