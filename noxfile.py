@@ -167,10 +167,16 @@ def minimums(session: nox.Session) -> None:
     """Test core and packs (sizes 1 and 2) with the lowest torch and transformers that their metadata allows."""
     metadata = nox.project.load_toml(CORE / "pyproject.toml")["project"]
     torch = lowest(metadata["dependencies"], "torch")
-    floors = [lowest(pack.dependencies, library) for pack in PACKS for library in newest_of([pack])]
-    environment = Environment("minimums", (torch,), tuple(sorted(set(floors))))
-    core = Suite(session, environment, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against="minimums")
-    packs = [suite_of(session, pack, environment, "minimums", kit="sizes 1 and 2") for pack in PACKS]
+
+    def environment(*floors: str) -> Environment:
+        named = (floor.replace("==", "-") for floor in floors)
+        return Environment("-".join(["minimums", *named]), (torch,), floors)
+
+    own = [(pack, {lowest(pack.dependencies, library) for library in newest_of([pack])}) for pack in PACKS]
+    core = Suite(session, environment(), "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against="minimums")
+    packs = [
+        suite_of(session, pack, environment(*sorted(floors)), "minimums", kit="sizes 1 and 2") for pack, floors in own
+    ]
     failed = [suite.name for suite in (core, *packs) if not suite.passes()]
     if failed:
         session.error(f"failed: {', '.join(failed)}")

@@ -37,7 +37,6 @@ _MODEL = {
     "vocab_size": 32000,
 }  # 2.95 GiB in float32; the largest tensor takes 250 MiB
 _TINY = {**_MODEL, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 97}
-_REPEATS = 3  # loads in each process
 _MIB = 2**20
 _LIMIT = 300  # seconds for one sample
 _SLACK = 200e6  # bytes above a rank's part and the largest tensor
@@ -99,30 +98,24 @@ def measure(way: str, folder: Path, *, cold: bool) -> dict[str, Any]:
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     idle = _status("VmRSS"), _status("RssAnon")
-    times: list[tuple[float, float]] = []
-    model, found = None, {}
-    for repeat in range(1 if cold else _REPEATS):
-        del model
-        gc.collect()
-        if cold:
-            _forget(folder / "large")
-        dist.barrier()
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        wall, cpu = time.perf_counter(), time.process_time()
-        model = load(way, folder / "large", world)
-        times.append((time.perf_counter() - wall, time.process_time() - cpu))
-        dist.barrier()
-        if not repeat:
-            found = {
-                "peak": _status("VmHWM") - idle[0],
-                "anonymous": _status("RssAnon") - idle[1],
-                "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults,
-            }
-            with torch.no_grad():
-                model(input_ids=torch.arange(8)[None])
-            found["peak_after_forward"] = _status("VmHWM") - idle[0]
+    if cold:
+        _forget(folder / "large")
+    dist.barrier()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    wall, cpu = time.perf_counter(), time.process_time()
+    model = load(way, folder / "large", world)
+    found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    dist.barrier()
+    found |= {
+        "peak": _status("VmHWM") - idle[0],
+        "anonymous": _status("RssAnon") - idle[1],
+        "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults,
+    }
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])
+    found["peak_after_forward"] = _status("VmHWM") - idle[0]
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    found |= {"part": sum(p.nbytes for p in parts), "wall": [w for w, _ in times], "cpu": [c for _, c in times]}
+    found["part"] = sum(p.nbytes for p in parts)
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -176,13 +169,14 @@ def report(results: dict[str, list[list[dict[str, Any]]]], largest: int) -> list
         def most(key: str, samples: list[list[dict[str, Any]]] = samples) -> float:
             return statistics.median(max(rank[key] for rank in ranks) for ranks in samples)
 
-        seconds, cpu = (
-            statistics.median(max(times) for ranks in samples for times in zip(*(r[key] for r in ranks), strict=True))
-            for key in ("wall", "cpu")
-        )
         holds = most("peak_after_forward") <= most("part") + largest + _SLACK
         memory = [most(key) / _MIB for key in ("part", "peak", "anonymous", "peak_after_forward")]
-        cells = [*(f"{value:.0f}" for value in memory), "yes" if holds else "no", f"{seconds:.2f}", f"{cpu:.2f}"]
+        cells = [
+            *(f"{value:.0f}" for value in memory),
+            "yes" if holds else "no",
+            f"{most('wall'):.2f}",
+            f"{most('cpu'):.2f}",
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} | {most('major_faults'):.0f} |")
     return lines
 

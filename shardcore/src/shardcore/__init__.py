@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shardcore.initialization import initialize, on_meta
     from shardcore.mesh import ProcessGroupManager, ShardContext
     from shardcore.nn import ParallelModule, reduce_partial_gradients
+    from shardcore.pipeline.norms import grad_norm
     from shardcore.plan import ShardPlan, Stages
     from shardcore.plugins.registry import Pack, Registry
     from shardcore.policy import (
@@ -111,6 +112,7 @@ __all__ = [
     "compile_plan",
     "from_pretrained",
     "get_rng_state",
+    "grad_norm",
     "hookimpl",
     "initialize",
     "latest",
@@ -174,6 +176,7 @@ _HOME = {
     "compile_plan": "shardcore.compile",
     "from_pretrained": "shardcore.pretrained",
     "get_rng_state": "shardcore.random",
+    "grad_norm": "shardcore.pipeline.norms",
     "hookimpl": "shardcore.hooks",
     "initialize": "shardcore.initialization",
     "latest": "shardcore.checkpoint",

@@ -17,6 +17,7 @@ from shardcore.testing.parity import (
     assert_close,
     assert_gradients_own_storage,
     assert_same_gradients,
+    assert_same_parameters,
     whole,
 )
 
@@ -110,20 +111,49 @@ def test_trainings_go_on_on_other_meshes(pool, kind, tmp_path):
         pool.run(trains, kind, "", fields, str(tmp_path / name), world=world)
 
 
-def visits_few():
-    for kind in KINDS:
-        reference, model = twins(kind, tp=2, dp=2)
-        x = batch(rows=2, length=1)  # each replica has one token, which two of five experts see
-        reference(x).pow(3).mean().backward()
-        model(x.chunk(2)[context_of(model).replica]).pow(3).mean().backward()
-        for parameter in reference.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+def visits_few(kind, recomputed, fields):
+    reference, model = twins(kind, **fields)
+    context = context_of(model)
+    parts, part = context.sizes.replicas, context.replica
+    both = reference, model
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1) for net in both]
+    missed = 0
+    for step in range(3):
+        for micro in range(2):
+            x = batch(
+                2 * step + micro, rows=parts, length=1
+            )  # each replica has one token, which two of five experts see
+            for net in both:
+                net.recomputed = recomputed
+                own = (x if net is reference else x.chunk(parts)[part]).requires_grad_()
+                net(own).pow(3).mean().backward()
+        given = [sorted(name for name, p in net.named_parameters() if p.grad is None) for net in both]
+        assert given[0] == given[1]
+        missed += len(given[0])
         assert_same_gradients(reference, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(reference, model)
+    return missed
 
 
-def test_replicas_that_visit_other_experts(pool):
-    pool.run(visits_few, world=4)
+FEW = {
+    "dp2": (2, {"dp": 2}),
+    "dp4": (4, {"dp": 4}),
+    "replicate2 shard2": (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "tp2 dp2": (4, {"tp": 2, "dp": 2}),
+}
+
+
+@pytest.mark.parametrize("recomputed", [None, False, True])
+@pytest.mark.parametrize("mesh", FEW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_that_visit_other_experts(pool, kind, mesh, recomputed):
+    world, fields = FEW[mesh]
+    missed = pool.run(visits_few, kind, recomputed, fields, world=world)
+    # Parameters that nobody has visited have no gradient, and the optimizer leaves them alone, as unsharded.
+    assert (min(missed) > 0) == (kind == "list")
 
 
 def loads_whole_tensors(kind):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from shardcore.compile import compile_plan
@@ -11,6 +12,7 @@ from shardcore.plan.steps import ByRank, SetAttribute
 from shardcore.policy import HeadCounts, Heads, Policy
 from shardcore.styles import (
     attribute,
+    by_heads,
     local_groups,
     local_kv_heads,
     norm_over_heads,
@@ -155,6 +157,17 @@ def test_uneven_heads_are_the_policys_to_allow():
     assert "6 query heads (heads) cannot be split over 7 ranks: each needs one" in _problems(tp=7)[0]
     model = _model(heads=6, kv=4)
     assert "6 query heads (heads) are not equally many for each of 4 key/value heads (kv)" in _problems(model=model)[0]
+
+
+def test_entries_of_heads_are_cut_where_the_heads_are_or_refused():
+    model = _model()
+    model.attention.slopes = nn.Parameter(torch.ones(6))
+    (what,) = _problems(by_heads("attention.slopes"), model=model, tp=4)
+    assert "slopes has an entry for each of 6 heads" in what
+    assert "4 ranks compute 2, 2, 1, 1, but would hold 2, 2, 2, 0" in what
+    for tp in (2, 3):
+        plan = _plan(by_heads("attention.slopes"), model=model, tp=tp)
+        assert {p.name: p.layout for p in plan.parameters}["attention.slopes"] == ShardedLayout(0)
 
 
 def test_uneven_attentions_are_gathered_by_their_sizes():

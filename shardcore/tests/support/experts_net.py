@@ -89,6 +89,8 @@ class Mixture(nn.Module):
         weights, places = routed(logits)
         for i, expert in enumerate(self.experts):
             tokens, place = torch.where(places == i)
+            if not tokens.numel():
+                continue  # as in transformers 4: the expert is not called
             shared = shared.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
         return shared.view(hidden.shape), logits
 

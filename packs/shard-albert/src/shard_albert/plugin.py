@@ -6,7 +6,6 @@ from shardcore.hooks import PolicySpec, hookimpl
 
 _MODELS = "transformers.models.albert.modeling_albert"
 _HEADS = (
-    "Model",
     "ForPreTraining",
     "ForMaskedLM",
     "ForSequenceClassification",
@@ -19,10 +18,11 @@ _HEADS = (
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve ALBERT and its heads."""
-    return [
-        PolicySpec(target=f"{_MODELS}.Albert{head}", policy=f"shard_albert.policy:Albert{head}Policy")
-        for head in _HEADS
+    model = PolicySpec(target=f"{_MODELS}.AlbertModel", policy="shard_albert.policy:AlbertModelPolicy")
+    heads = [
+        PolicySpec(target=f"{_MODELS}.Albert{head}", policy=f"shard_albert.heads:Albert{head}Policy") for head in _HEADS
     ]
+    return [model, *heads]
 
 
 @hookimpl

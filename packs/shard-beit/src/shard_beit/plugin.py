@@ -5,13 +5,14 @@ from __future__ import annotations
 from shardcore.hooks import PolicySpec, hookimpl
 
 _BEIT = "transformers.models.beit.modeling_beit"
-_HEADS = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
+_HEADS = ("ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve BEiT, its heads and its backbone."""
-    return [PolicySpec(target=f"{_BEIT}.Beit{head}", policy=f"shard_beit.policy:Beit{head}Policy") for head in _HEADS]
+    heads = [PolicySpec(target=f"{_BEIT}.Beit{head}", policy=f"shard_beit.heads:Beit{head}Policy") for head in _HEADS]
+    return [PolicySpec(target=f"{_BEIT}.BeitModel", policy="shard_beit.policy:BeitModelPolicy"), *heads]
 
 
 @hookimpl

@@ -11,16 +11,6 @@ from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import norm, outputs, region, replicate, sequence, shared_rng
 
-__all__ = [
-    "IS_EARLY",
-    "Dinov2BackbonePolicy",
-    "Dinov2ForImageClassificationPolicy",
-    "Dinov2ModelPolicy",
-    "Dinov2WithRegistersBackbonePolicy",
-    "Dinov2WithRegistersForImageClassificationPolicy",
-    "Dinov2WithRegistersModelPolicy",
-]
-
 #: In early releases of transformers blocks have other names.
 IS_EARLY = hasattr(modeling_dinov2, "Dinov2SelfAttention")
 

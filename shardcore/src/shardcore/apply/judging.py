@@ -1,18 +1,27 @@
-"""Where the ranks of a model tell each other what they have found in its graph."""
+"""Where the ranks of a model tell each other what they were called with, and what they have found in its graph."""
 
 from __future__ import annotations
 
 import functools
+import logging
+import threading
+from collections.abc import Sequence
 
 from torch import nn
 
 from shardcore.agree.agreement import is_alone
+from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
-from shardcore.errors import MissingRanksError
+from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import ShardContext
 from shardcore.nn.judged import judge
+from shardcore.nn.same_inputs import Brought, compare_inputs
 
-__all__ = ["judge_calls"]
+__all__ = ["compare_calls", "judge_calls"]
+
+_log = logging.getLogger("shardcore")
+
+_SOON = 10.0  # seconds after which a rank says for whom it waits
 
 
 def judge_calls(model: nn.Module, context: ShardContext) -> None:
@@ -20,7 +29,7 @@ def judge_calls(model: nn.Module, context: ShardContext) -> None:
 
     They meet in the store: what is sent in a call stays what the plan says.
     """
-    ranks = () if is_alone(context.group) else tuple(int(rank) for rank in context.tp.mesh.flatten())
+    ranks = _ranks(context)
     judge(model, functools.partial(_told, ranks))
 
 
@@ -39,3 +48,61 @@ def _told(ranks: tuple[int, ...], found: str) -> str:
             error.missing,
         ) from error
     return next((f"rank {rank}: {said['found']}" for rank, said in meeting.reports.items() if said["found"]), "")
+
+
+def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
+    """Let ``model`` compare its inputs over its ``tp``: in its first calls and each ``every``-th, if that is not 0."""
+    if every and (ranks := _ranks(context)):
+        compare_inputs(model, every, checksum, functools.partial(_compared, ranks, type(model).__name__))
+
+
+def _ranks(context: ShardContext) -> tuple[int, ...]:
+    return () if is_alone(context.group) else tuple(int(rank) for rank in context.tp.mesh.flatten())
+
+
+def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
+    waiting = threading.Timer(_SOON, _log.warning, (_WAITING, model, ", ".join(map(str, ranks)), _SOON))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        meeting = Meeting.hold(ranks, {"brought": brought}, "call")
+    except MissingRanksError as error:
+        names = ", ".join(map(str, error.missing)) or "another one"
+        raise MissingRanksError(
+            f"this {model} was called on some of the ranks that share it, and these did not come: {names}. Look for "
+            "an error on them, and call the model on all of its ranks alike, outside of any `if rank == 0`.",
+            error.missing,
+        ) from error
+    finally:
+        waiting.cancel()
+    first, *others = ranks
+    for other in others:
+        if told := _difference(*(meeting.reports[rank]["brought"] for rank in (first, other))):
+            name, here, there = told
+            raise AgreementError(
+                f"ranks {first} and {other} share one {model} (tp), but were called with different inputs: {name} is "
+                f"{here} on rank {first}, and {there} on rank {other}. Ranks that share a model need the same batch: "
+                "divide data by replicas and not by ranks, for instance with a sampler that has "
+                "num_replicas=context.sizes.replicas and rank=context.replica, where "
+                "context = shardcore.mesh.context_of(model), or with shardcore.ShardedDataLoader, and seed its "
+                "shuffling alike on all ranks. ShardConfig.check_inputs_every says how often this is looked at"
+            )
+
+
+_WAITING = (
+    "this rank is in a call of %s, which ranks %s share, and has waited %g s for the others: a sharded model has to be "
+    "called on all of its ranks alike, outside of any `if rank == 0`"
+)
+
+
+def _difference(first: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> tuple[str, str, str] | None:
+    """Return the first argument in which two ranks differ, and what it is on each."""
+    there = {name: (what, check) for name, what, check in other}
+    for name, what, check in first:
+        theirs = there.pop(name, ("not there", ""))
+        if (what, check) != theirs:
+            same = ", with other values further on" if what == theirs[0] else ""
+            return name, what, f"{theirs[0]}{same}"
+    for name, (what, _) in there.items():
+        return name, "not there", what
+    return None

@@ -34,6 +34,7 @@ _SWITCHES = (
     "sequence_keep_gathered",
     "extra_kwargs",
     "partial_gradients",
+    "check_inputs_every",
     "fp8_communication",
     "make_vocab_size_divisible_by",
 )
@@ -83,6 +84,7 @@ class HybridParallelPlugin:
         sequence_keep_gathered: the same.
         extra_kwargs: the same.
         partial_gradients: the same.
+        check_inputs_every: the same.
         fp8_communication: the same.
         make_vocab_size_divisible_by: the same.
 
@@ -123,6 +125,7 @@ class HybridParallelPlugin:
     sequence_keep_gathered: bool = True
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     partial_gradients: Literal["in_backward", "deferred"] = "in_backward"
+    check_inputs_every: int = 100
     fp8_communication: bool = False
     make_vocab_size_divisible_by: int | None = None
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardcore.booster.plugin import HybridParallelPlugin
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.mesh import context_of, group_of
+from shardcore.mesh import context_of
 from shardcore.nn.partial import reduce_partial_gradients
-from shardcore.pipeline.norms import clip_grads, squared_norm
+from shardcore.pipeline.norms import clip_grads, grad_norm
 
 __all__ = ["Stepping"]
 
@@ -66,7 +65,7 @@ class Stepping:
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     local_tensor(parameter.grad).div_(self.scale)
-        self.norm = self._whole_norm()
+        self.norm = grad_norm(self._model)
         overflowed = scales and not bool(self.norm.isfinite())
         if overflowed:
             self._model.zero_grad(set_to_none=True)
@@ -75,17 +74,6 @@ class Stepping:
             clip_grads(self._model, self.norm, self._plugin.max_norm)
         if scales:
             self._rescale(overflowed=overflowed)
-
-    def _whole_norm(self) -> Tensor:
-        context = context_of(self._model)
-        if context is None:
-            device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-            return squared_norm(self._model, (), 1, device).sqrt()
-        pipeline = self._model.__dict__.get("_shard_pipeline")
-        again = () if pipeline is None else pipeline.counted_elsewhere()
-        squares = squared_norm(self._model, again, context.mesh.size() // context.sizes.pp, context.device)
-        dist.all_reduce(squares, group=group_of(context.mesh))
-        return squares.sqrt()
 
     def _rescale(self, *, overflowed: bool) -> None:
         self._since = 0 if overflowed else self._since + 1

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.flow import LEAVES, Flow
 
-__all__ = ["share_gradient", "touch"]
+__all__ = ["share_gradient", "touch", "touch_elsewhere"]
 
 
 class _ShareGradient(Function):
@@ -49,12 +49,44 @@ class _Touch(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[1:]
-        zeros = (torch.zeros_like(local_tensor(p)) if n else None for p, n in zip(ctx.parameters, needs, strict=True))
-        specs = map(spec_of, ctx.parameters)
-        return (grads[0], *(None if z is None else with_spec(z, s) for z, s in zip(zeros, specs, strict=True)))
+        return (grads[0], *(_zeros(p) if needed else None for p, needed in zip(ctx.parameters, needs, strict=True)))
 
 
 def touch(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return ``x``; in its backward every one of ``parameters`` gets a gradient, which adds zero."""
     out: Tensor = _Touch.apply(x, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
+
+
+class _TouchElsewhere(Function):
+    flow = Flow(parameters=2, zeros=True)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, called: Tensor, experts: Sequence[int], *parameters: Tensor) -> Tensor:
+        ctx.called, ctx.experts, ctx.parameters = called, experts, parameters
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        called = ctx.called.tolist()
+        wanted = (n and called[i] for n, i in zip(ctx.needs_input_grad[3:], ctx.experts, strict=True))
+        zeros = (_zeros(p) if want else None for p, want in zip(ctx.parameters, wanted, strict=True))
+        return (grads[0], None, None, *zeros)
+
+
+def touch_elsewhere(x: Tensor, called: Tensor, lacking: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return ``x``; in its backward, parameters that only other ranks have used get a gradient, which adds zero.
+
+    Args:
+        x: any tensor that needs a gradient.
+        called: (E,), integers: which experts any rank has called. It is looked at in the backward.
+        lacking: for each expert its parameters if this rank has not called it, else none.
+    """
+    experts = [i for i, parameters in enumerate(lacking) for _ in parameters]
+    flat = [parameter for parameters in lacking for parameter in parameters]
+    out: Tensor = _TouchElsewhere.apply(x, called, experts, *flat)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return with_spec(torch.zeros_like(local_tensor(parameter)), spec_of(parameter))

@@ -88,6 +88,8 @@ def _check_kinds(config: ShardConfig) -> None:
         isinstance(config.pipeline_stage_manager, PipelineStageManager | None),
         "a PipelineStageManager or None",
     )
+    every = config.check_inputs_every
+    require("check_inputs_every", type(every) is int and every >= 0, "a number of calls, or 0 for never")
     bounds = config.pipeline_bounds
     require(
         "pipeline_bounds",

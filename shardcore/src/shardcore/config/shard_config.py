@@ -154,6 +154,8 @@ class ShardConfig:
         pipeline_stage_manager: has a ``device_mesh`` with an axis ``pp``, and may have ``pipeline_bounds``: both become
             those of the configuration.
         extra_kwargs: further settings for the policy; one that the policy does not read is an error.
+        check_inputs_every: tensor-parallel ranks compare the inputs of the first three calls, and then of each call
+            whose number this divides: another batch on each rank is an error on all of them. 0: never.
         partial_gradients: ``"in_backward"`` sums the partial gradients of replicated parameters inside each backward;
             ``"deferred"`` leaves them to one `shardcore.reduce_partial_gradients` for each step.
 
@@ -194,6 +196,7 @@ class ShardConfig:
     pipeline_bounds: tuple[int, ...] | None = None
     pipeline_stage_manager: PipelineStageManager | None = None
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    check_inputs_every: int = 100
     partial_gradients: PartialGradients = "in_backward"
 
     if TYPE_CHECKING:  # added by _takes_second_names

@@ -162,6 +162,13 @@ class ShardContext:
         return index
 
     @property
+    def replica_groups(self) -> list[ProcessGroup]:
+        """The process group of each data axis with several ranks: together they reach all replicas."""
+        axes = [name for axis in DATA_AXES if (name := axis_name(self.mesh, axis))]
+        groups = [self.mesh.get_group(axis) for axis in axes]
+        return [group for group in groups if group.size() > 1]
+
+    @property
     def sizes(self) -> Sizes:
         """The number of ranks on each axis."""
         return Sizes.of(self.mesh)

@@ -5,13 +5,44 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError
+from shardcore.mesh import context_of, group_of, unwrapped
 
-__all__ = ["clip_grads", "squared_norm"]
+__all__ = ["clip_grads", "grad_norm", "squared_norm"]
+
+
+@torch.no_grad()
+def grad_norm(model: nn.Module) -> Tensor:
+    """Return the 2-norm of all gradients of a model, the same plain number on every rank; nothing is changed.
+
+    For logging. ``p.grad.norm().item()`` of a sharded parameter is the norm of this rank's part, without a word.
+    `torch.nn.utils.clip_grad_norm_` returns the norm of the whole model too, but for one with a pipeline.
+
+    Args:
+        model: sharded, over any axes, or not. Every rank of a sharded one has to make the call. Parameters without a
+            gradient are left out.
+
+    Returns:
+        a tensor (), float64. One small all-reduce.
+
+    Raises:
+        ConfigError: gradients are partial still; call `shardcore.reduce_partial_gradients` first.
+    """
+    model = unwrapped(model)
+    context = context_of(model)
+    if context is None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return squared_norm(model, (), 1, device).sqrt()
+    pipeline = model.__dict__.get("_shard_pipeline")
+    again = () if pipeline is None else pipeline.counted_elsewhere()
+    squares = squared_norm(model, again, context.mesh.size() // context.sizes.pp, context.device)
+    dist.all_reduce(squares, group=group_of(context.mesh))
+    return squares.sqrt()
 
 
 def squared_norm(model: nn.Module, again: Collection[int], ranks: int, device: torch.device) -> Tensor:

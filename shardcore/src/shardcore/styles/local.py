@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.nn import HeadParameters, Replicated
-from shardcore.nn.layout import last_rank_is_empty
+from shardcore.nn.layout import ShardedLayout, last_rank_is_empty
 from shardcore.plan.steps import SetAttribute
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import is_parameter, number_of
@@ -92,7 +92,7 @@ class ByHeadsRule(Rule):
 
     def _uneven(self, scope: Scope, sizes: dict[str, int]) -> tuple[str, str] | None:
         if self.heads is None:
-            return None
+            return self._of_others(scope, sizes)
         count = number_of(scope, self.heads)
         if count is None:
             return "its heads cannot be counted", "correct heads="
@@ -103,6 +103,22 @@ class ByHeadsRule(Rule):
             if size % count:
                 what = f"{name} has {size} entries along dim {self.dim}, which are not {count} heads ({self.heads})"
                 return what, "correct dim= or heads="
+        return None
+
+    def _of_others(self, scope: Scope, sizes: dict[str, int]) -> tuple[str, str] | None:
+        """Say which parameter with an entry for each query head would be cut elsewhere than the heads are, if any."""
+        heads = scope.known_heads
+        if heads is None or heads.is_even:
+            return None
+        counts = [heads.at(rank).local_query for rank in range(scope.ranks)]
+        parts = [ShardedLayout(0).shape((heads.query,), scope.ranks, rank)[0] for rank in range(scope.ranks)]
+        for name, size in sizes.items():
+            if size == heads.query and parts != counts:
+                what = (
+                    f"{name} has an entry for each of {size} heads, of which {scope.ranks} ranks compute "
+                    f"{', '.join(map(str, counts))}, but would hold {', '.join(map(str, parts))}"
+                )
+                return what, f"use a tensor_parallel_size that divides {size}, or say when_divisible in the policy"
         return None
 
     def _unfit(self, module: nn.Module, own: Mapping[str, nn.Parameter | None], ranks: int) -> tuple[str, str] | None:

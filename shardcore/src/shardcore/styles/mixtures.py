@@ -10,7 +10,7 @@ from typing_extensions import override
 from shardcore.nn.experts.slices import Cut, Slices
 from shardcore.nn.experts.whole import WholeExperts
 from shardcore.nn.replicated import Replicated
-from shardcore.plan.steps import EnterExperts
+from shardcore.plan.steps import EnterExperts, ShareVisits
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of
 from shardcore.styles._text import names_of, written
@@ -107,6 +107,8 @@ class ExpertsRule(Rule):
                 )
             for i in range(len(weights)):
                 self._linears(scope, f"{self.weights}.{i}.", self.col, self.row, ("col=", "row="))
+            if (scope.config.dp_shard_size or 1) * (scope.config.dp_replicate_size or 1) > 1:
+                scope.add(ShareVisits(path=scope.name(self.block), weights=self.weights, experts=len(weights)))
         else:
             self._stacked(scope, weights)
         if self.shared_col or self.shared_row:

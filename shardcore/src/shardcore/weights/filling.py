@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
@@ -46,8 +46,9 @@ def fill(
                 if done is not None:
                     done(local_tensor(parameter).nbytes)
         _fill_buffers(model, recipes, device, way)
-    # FSDP2 keeps views of the parts it had; this makes it look at the parameters again.
-    model._apply(lambda tensor: tensor)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        # FSDP2 keeps views of the parts it had; this makes it look at the parameters again.
+        model._apply(lambda tensor: tensor)
 
 
 def part_bytes(model: nn.Module, recipes: Mapping[str, Recipe]) -> int:
@@ -86,19 +87,9 @@ def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device, way
         part = Reader().kept(recipe, places[0][0])
         if part is not None and part.dtype == local.dtype and part.shape == local.shape:
             return _by_itself(part)
-    new = _room(local, device)
+    new = torch.empty(local.shape, dtype=local.dtype, device=device)
     way.write(recipe, places, new)
     return new
-
-
-def _room(like: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a tensor of the form of ``like``.
-
-    Host memory is numpy's, which asks for huge pages: each page of new memory costs a fault when it is first written.
-    """
-    if device.type != "cpu" or not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype, device=device)
-    return torch.from_numpy(numpy.empty(like.nbytes, dtype=numpy.uint8)).view(like.dtype).view(like.shape)
 
 
 def _by_itself(part: Tensor) -> Tensor:

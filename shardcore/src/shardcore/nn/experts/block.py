@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
-from shardcore.comm.experts import share_gradient, touch
+from shardcore.comm.experts import share_gradient
 from shardcore.comm.sequence import enter_from_sequence, leave_to_sequence
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
@@ -79,11 +79,6 @@ class ExpertsBlock(SwappedModule):
         others = (share_gradient(o, channel.size) if isinstance(o, Tensor) else o for o in out[1:])
         return (self._leave(out[0], length), *others)
 
-    def _parameters_of_lists(self) -> list[Tensor]:
-        """Return the parameters of experts that are modules of their own."""
-        lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
-        return [parameter for module in lists for parameter in module.parameters()]
-
     def _enter(self, x: Tensor, length: int | None) -> Tensor:
         channel = self._shard_context.channel
         if length is None or self._experts_sequence is None:
@@ -94,9 +89,6 @@ class ExpertsBlock(SwappedModule):
 
     def _leave(self, out: Tensor, length: int | None) -> Tensor:
         channel = self._shard_context.channel
-        if torch.is_grad_enabled() and self._shard_context.sizes.replicas > 1:
-            # FSDP2 reduces the gradients that there are: every replica has to have those of all experts.
-            out = touch(out, self._parameters_of_lists())
         if length is None or self._experts_sequence is None:
             return reduce_from_tp(out, channel)
         self._experts_sequence.expect(out, length, type(self).__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardcore.plan.steps.arguments import RefuseGradients, SliceArgument
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
-from shardcore.plan.steps.experts import EnterExperts
+from shardcore.plan.steps.experts import EnterExperts, ShareVisits
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.outputs import GatherOutputs, GatherStageAttentions, KeepLogitsSharded, TakeLoss
@@ -40,6 +40,7 @@ __all__ = [
     "ScopeRandomness",
     "SetAttribute",
     "ShardSequence",
+    "ShareVisits",
     "SliceArgument",
     "Step",
     "Swap",

@@ -1,4 +1,4 @@
-"""The step by which activations enter and leave a mixture of experts."""
+"""The steps of a mixture of experts: how activations enter and leave it, and what replicas tell each other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shardcore.errors import Problem
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.block import ExpertsBlock, RouterLogits
+from shardcore.nn.experts.lists import ListedExpert, ListedExperts
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step
 
-__all__ = ["EnterExperts"]
+__all__ = ["EnterExperts", "ShareVisits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,5 +105,47 @@ class EnterExperts(Step):
             ExpertsBlock.swap_class(module, bench.shared, argument=self.argument)._take_sequence(tokens)
             if self.captured is not None:
                 RouterLogits.swap_class(router, bench.shared, captured=self.captured)
+
+        return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareVisits(Step):
+    """Replicas tell each other which experts of the module ``path`` they have called.
+
+    Attributes:
+        weights: the list of experts, named from the module.
+        experts: their number.
+    """
+
+    phase: ClassVar[Phase] = Phase.SCOPE
+
+    weights: str
+    experts: int
+
+    @property
+    @override
+    def splits(self) -> bool:
+        return False
+
+    @property
+    @override
+    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+        below = f"{self.path}.{self.weights}" if self.path else self.weights
+        return ((self.path, ListedExperts), *((f"{below}.{i}", ListedExpert) for i in range(self.experts)))
+
+    @override
+    def describe(self) -> str:
+        return f"tells the other replicas which of its {self.experts} experts had tokens"
+
+    @override
+    def prepare(self, bench: Bench) -> Commit:
+        module = bench.model.get_submodule(self.path)
+        experts = list(module.get_submodule(self.weights).children())
+
+        def commit() -> None:
+            ListedExperts.swap_class(module, bench.shared, weights=self.weights)
+            for expert in experts:
+                ListedExpert.swap_class(expert, bench.shared)
 
         return commit

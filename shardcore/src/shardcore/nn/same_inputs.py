@@ -1,0 +1,94 @@
+"""Models whose tensor-parallel ranks compare, every so often, what they are called with.
+
+The likeliest mistake with a sharded model is another batch on each of its ranks, from a sampler that divides data by
+ranks and not by replicas. Nothing fails then: sums are made of different activations, and the loss looks plausible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from shardcore._torch import backward_task
+from shardcore.nn.base import SwappedModule
+from shardcore.nn.behaviour import add_behaviour
+
+__all__ = ["Brought", "SameInputs", "compare_inputs"]
+
+#: What a rank was called with: (argument, what it is, its checksum) for each.
+Brought: TypeAlias = list[tuple[str, str, str]]
+
+#: Compares what this rank brought with what others have; raises on all of them alike.
+Meet = Callable[[Brought], None]
+
+_FIRST = 3  # calls that are compared in any case
+_SHOWN = 6  # numbers of a tensor in an error
+_DEEP = 3  # containers within containers that are looked into
+
+
+class SameInputs(SwappedModule):
+    """A model that compares its inputs over its tensor-parallel ranks, in the first calls and then now and then."""
+
+    keeps_name: ClassVar[bool] = True
+
+    _inputs_calls: int
+    _inputs_every: int
+    _inputs_meet: Meet
+    _inputs_checksum: Callable[[Tensor], str]
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward, if all ranks were called with the same.
+
+        Raises:
+            AgreementError: they were not; on every rank.
+        """
+        if not torch.compiler.is_compiling() and backward_task() == -1:
+            number = self._inputs_calls
+            self.__dict__["_inputs_calls"] = number + 1
+            if number < _FIRST or number % self._inputs_every == 0:
+                self._compare(args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *sorted(kwargs.items())]
+        leaves = [leaf for name, value in named for leaf in _leaves(name, value, _DEEP)]
+        if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for _, value in leaves):
+            return  # nothing is computed
+        self._inputs_meet([(name, *self._told(value)) for name, value in leaves])
+
+    def _told(self, value: Any) -> tuple[str, str]:
+        if not isinstance(value, Tensor):
+            return repr(value)[:80], ""
+        what = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        if value.requires_grad or isinstance(value, DTensor):
+            return what, ""  # what was computed may differ in its last bits, and a DTensor is a part
+        first = ", ".join(f"{number:.4g}" for number in value.detach().reshape(-1)[:_SHOWN].tolist())
+        return f"{what} that begins with {first}", self._inputs_checksum(value)
+
+
+def compare_inputs(model: nn.Module, every: int, checksum: Callable[[Tensor], str], meet: Meet) -> None:
+    """Let a sharded model compare the inputs of its first calls, and of each ``every``-th; for all ranks alike."""
+    context = model.__dict__["_shard_context"]
+    add_behaviour(model, SameInputs)
+    model.__dict__.update(
+        _shard_context=context, _inputs_calls=0, _inputs_every=every, _inputs_meet=meet, _inputs_checksum=checksum
+    )
+
+
+def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and plain values in an argument; other objects (caches, masks of a library) are left out."""
+    if value is None or isinstance(value, Tensor | bool | int | float | str):
+        yield name, value
+    elif depth and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{name}[{key!r}]", item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _leaves(f"{name}[{place}]", item, depth - 1)

@@ -1,0 +1,164 @@
+"""Ranks that share a model compare what they are called with: another batch on one of them is an error on all."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import batch, shard, twins
+
+import shardcore
+from shardcore import AgreementError, ConfigError, MissingRanksError, ShardConfig
+from shardcore.apply import judging
+from shardcore.mesh import context_of
+from shardcore.testing.observing import Collectives
+from shardcore.testing.parity import assert_close
+
+
+def fails(**kinds):
+    """Return the error of a call, and make sure that the model still works."""
+    reference, model = twins(fields={"tp": 2, **kinds.pop("fields", {})})
+    calls = kinds.pop("before", 0)
+    for seed in range(calls):
+        model(batch(seed))
+    rank = dist.get_rank()
+    kwargs = {name: make(rank) for name, make in kinds.items()}
+    with pytest.raises(AgreementError) as caught:
+        model(**kwargs)
+    assert_close(reference(batch()), model(batch()), "the next call")
+    return str(caught.value)
+
+
+def other_values():
+    return fails(ids=batch)
+
+
+def other_values_further_on():
+    def ids(rank):
+        found = batch()
+        found[-1, -1] += rank
+        return found
+
+    return fails(ids=ids)
+
+
+def other_lengths():
+    return fails(ids=lambda rank: batch(length=8 + rank))
+
+
+def other_arguments():
+    return fails(ids=lambda rank: batch(), labels=lambda rank: batch() if rank else None)
+
+
+def other_lengths_of_what_needs_a_gradient():
+    return fails(inputs=lambda rank: torch.zeros(2, 3 + rank, 24, dtype=torch.float64, requires_grad=True))
+
+
+def other_values_later():
+    return fails(ids=batch, before=4, fields={"check_inputs_every": 2})
+
+
+SAID = {
+    other_values: "ids is int64 (3, 8) that begins with",
+    other_values_further_on: "with other values further on",
+    other_lengths: "int64 (3, 9) that begins with",
+    other_arguments: "labels is None on rank 0, and int64 (3, 8)",
+    other_lengths_of_what_needs_a_gradient: "inputs is float64 (2, 3, 24) on rank 0, and float64 (2, 4, 24) on rank 1",
+    other_values_later: "ids is int64 (3, 8) that begins with",
+}
+
+
+@pytest.mark.parametrize("case", SAID, ids=lambda case: case.__name__)
+def test_other_inputs_are_an_error_on_all_ranks(pool, case):
+    first, second = pool.run(case)
+    assert first == second
+    assert SAID[case] in first
+    assert "divide data by replicas" in first
+
+
+def goes_on():
+    model = twins(fields={"tp": 2, "check_inputs_every": 3})[1]
+    rank = dist.get_rank()
+    for seed in range(3):
+        model(batch(seed))
+    with pytest.raises(AgreementError):
+        model(batch(rank))  # the fourth call: its number, from 0, is 3
+    model(batch(rank)), model(batch(rank))
+    with pytest.raises(AgreementError):
+        model(batch(rank))
+    never = twins(fields={"tp": 2, "check_inputs_every": 0})[1]
+    never(batch(rank))
+
+
+def test_every_so_often(pool):
+    pool.run(goes_on)
+
+
+def of_replicas():
+    reference, model = twins(fields={"tp": 2, "dp": 2})
+    part = context_of(model).replica
+    ids = batch(part, rows=2 + part)
+    with Collectives() as sent, torch.no_grad():
+        assert_close(reference(ids), model(ids), "output")
+    return sent.counts
+
+
+def test_replicas_have_batches_of_their_own(pool):
+    pool.run(of_replicas, world=4)
+
+
+def sends():
+    counts = []
+    for every in (0, 1):
+        model = twins(fields={"tp": 2, "check_inputs_every": every})[1]
+        with Collectives() as sent:
+            model(batch()).sum().backward()
+        counts.append(sent.counts)
+    return counts
+
+
+def test_it_sends_nothing(pool):
+    for never, always in pool.run(sends):
+        assert never == always
+
+
+def alone(seconds):
+    """Call the model on one rank, whose process group waits for as long as ``seconds``."""
+    model = twins(fields={"tp": 2})[1]
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("shardcore").addHandler(handler)
+    soon, judging._SOON = judging._SOON, 0.2
+    limit, judging.Meeting.hold.__globals__["_timeout"] = judging.Meeting.hold.__globals__["_timeout"], lambda: seconds
+    try:
+        if dist.get_rank() == 0:
+            with pytest.raises(MissingRanksError, match=r"these did not come: 1\. Look for an error on them") as caught:
+                model(batch())
+            assert list(caught.value.missing) == [1]
+    finally:
+        judging._SOON = soon
+        judging.Meeting.hold.__globals__["_timeout"] = limit
+        logging.getLogger("shardcore").removeHandler(handler)
+    dist.barrier()
+    return told
+
+
+def test_a_rank_that_calls_alone_says_for_whom_it_waits(pool):
+    first, second = pool.run(alone, 1.0)
+    assert any("ranks 0, 1 share, and has waited 0.2 s for the others" in line for line in first)
+    assert not second
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, None], ids=str)
+def test_the_setting(value):
+    with pytest.raises(ConfigError, match=r"check_inputs_every must be a number of calls, or 0 for never"):
+        ShardConfig(check_inputs_every=value)
+
+
+def test_a_model_on_one_rank_compares_nothing():
+    model = shard(twins(fields={"tp": 1})[0], tp=1)
+    assert "_inputs_calls" not in model.__dict__
+    assert shardcore.ShardConfig().check_inputs_every == 100
