@@ -52,6 +52,8 @@ DOCS = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdoc
 CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
+# What the tests of `shardcore.integrations` train with.
+CLIENTS = ("accelerate==1.14.0",)
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -154,7 +156,7 @@ for _cell in CELLS:
 @nox.session(venv_backend="none", tags=["tests"])
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
-    requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
+    requirements = [f"{CORE}[testing]", *CLIENTS, *(str(pack.folder) for pack in PACKS)]
     names = ("tests", "docs", "examples", "tools", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
     places = [CORE, *(ROOT / name for name in names), *ROOT.glob("*.md"), *(pack.folder for pack in PACKS)]
     Suite(session, NEWEST, "together", ROOT / "tests", requirements, places, alone=False).run()

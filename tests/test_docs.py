@@ -169,9 +169,14 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
 
 
-@pytest.mark.parametrize(("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4)])
+@pytest.mark.parametrize(
+    ("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4), ("trainer.md", 2), ("trainer.md", 4)]
+)
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # the Trainer's, on a CPU
 def test_code_runs(pool, page, world, tmp_path):
     pytest.importorskip("transformers")
+    if page == "trainer.md":
+        pytest.importorskip("accelerate")
     code = [code for _, code, worlds in _blocks(DOCS / page) if world in worlds]
     assert code
     pool.run(_run, code, str(tmp_path), world=world, timeout=100)

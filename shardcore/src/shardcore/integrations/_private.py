@@ -1,4 +1,4 @@
-"""What shardcore uses of transformers that transformers does not promise to keep; see `shardcore._private`."""
+"""What shardcore uses of transformers and Accelerate that they do not promise to keep; see `shardcore._private`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,37 @@ from packaging.version import Version
 from shardcore._private import PrivateName, complaint
 from shardcore.errors import NotSupportedError
 
-__all__ = ["OVERRIDDEN", "TESTED", "TRANSFORMERS", "missing", "model_of_auto_class", "require"]
+__all__ = [
+    "ACCELERATE",
+    "OVERRIDDEN",
+    "TESTED",
+    "TRANSFORMERS",
+    "missing",
+    "model_of_auto_class",
+    "require",
+    "require_accelerate",
+]
 
 #: The first and the last release of transformers that the tests have passed with.
 TESTED = ("4.57.6", "5.23")
 
+#: The same of accelerate.
+TESTED_ACCELERATE = ("1.12.0", "1.14.0")
+
 #: The methods of `PreTrainedModel` that a save overrides, and the release since which transformers calls them.
 OVERRIDDEN = {"_get_files_timestamps": "4", "_upload_modified_files": "4", "should_save_on_this_rank": "5.17"}
+
+#: The methods of `transformers.Trainer` that are done in another way for sharded models.
+_TRAINER = (
+    "_get_num_items_in_batch",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_maybe_log_save_evaluate",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+)
 
 _MODEL = "transformers.PreTrainedModel"
 _SAVED = "finding the entries that transformers saves"
@@ -43,6 +67,26 @@ TRANSFORMERS: tuple[PrivateName, ...] = (
         "recomputation",
         code=f"{_MODEL}._set_gradient_checkpointing",
     ),
+    *(PrivateName(f"transformers.Trainer.{name}", "what it does in another way", "the Trainer") for name in _TRAINER),
+    PrivateName(
+        "transformers.TrainingArguments._n_gpu",
+        "one device for each process",
+        "the Trainer",
+        code="transformers.TrainingArguments.n_gpu.fget",
+    ),
+)
+
+_ACCELERATOR = "accelerate.Accelerator"
+_STATE = "accelerate.state"
+_SCHEDULER = "accelerate.scheduler.AcceleratedScheduler"
+
+ACCELERATE: tuple[PrivateName, ...] = (
+    PrivateName(f"{_STATE}.PartialState._shared_state", "telling it which ranks there are"),
+    PrivateName(f"{_STATE}.AcceleratorState._shared_state", "telling it which ranks there are"),
+    PrivateName(f"{_ACCELERATOR}._models", "what was prepared", code=f"{_ACCELERATOR}.free_memory"),
+    PrivateName(f"{_ACCELERATOR}._optimizers", "what was prepared", code=f"{_ACCELERATOR}.free_memory"),
+    PrivateName(f"{_ACCELERATOR}._is_accelerate_prepared", "what was prepared", code=f"{_ACCELERATOR}.prepare"),
+    PrivateName(f"{_SCHEDULER}._step_count", "the end of a schedule", code=f"{_SCHEDULER}.step"),
 )
 
 
@@ -72,3 +116,13 @@ def require(*features: str) -> None:
     """
     if gone := missing(*features):
         raise NotSupportedError(complaint(gone, "transformers", TESTED))
+
+
+def require_accelerate() -> None:
+    """Refuse to work with the installed accelerate if it lacks a private name that is needed.
+
+    Raises:
+        NotSupportedError: it does; names the first one, the installed release and the tested range.
+    """
+    if gone := [name for name in ACCELERATE if not name.is_there()]:
+        raise NotSupportedError(complaint(gone, "accelerate", TESTED_ACCELERATE))

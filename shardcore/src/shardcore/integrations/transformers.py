@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from torch import nn
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from shardcore.errors import NotSupportedError
+from shardcore.errors import NotSupportedError, WrapError
 from shardcore.integrations import _private, _saving
 from shardcore.integrations._attention import choose_flash_attention
 from shardcore.integrations._checkpointing import recompute_layer
@@ -25,11 +27,54 @@ from shardcore.nn.calls import running
 from shardcore.plan.steps import Step
 from shardcore.policy import Policy
 
-__all__ = ["PretrainedPolicy"]
+__all__ = ["PretrainedPolicy", "prepared_by_shardcore"]
+
+_knows = ContextVar("knows sharded models", default=False)
+
+
+@contextlib.contextmanager
+def prepared_by_shardcore() -> Iterator[None]:
+    """Let a Trainer or Accelerator that knows sharded models ask them what the others may not ask."""
+    token = _knows.set(True)
+    try:
+        yield
+    finally:
+        _knows.reset(token)
 
 
 class _ShardedPretrained:
     """Methods of `transformers.PreTrainedModel` that a sharded model does in its own way."""
+
+    # These two are what the Trainer and Accelerate ask a model for before they do anything, and nobody else does.
+
+    @property
+    def tp_size(self) -> None:
+        """None: transformers has not split the model.
+
+        Raises:
+            WrapError: a Trainer asks that does not know sharded models; on every rank, before anything is sent.
+        """
+        self._require_knowledge()
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        self._require_knowledge()
+        return bool(self.__dict__.get("_shardcore_prepared", False))
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        self._require_knowledge()  # some releases do not ask, and only set it
+        self.__dict__["_shardcore_prepared"] = value
+
+    def _require_knowledge(self) -> None:
+        if not _knows.get() and nearest_context(self) is not None:  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
+            raise WrapError(
+                f"this {type(self).__name__} was sharded by shardcore, which transformers' own Trainer and "
+                "Accelerate's own Accelerator do not know: each rank would get other batches. Change one line: from "
+                "shardcore.integrations.trainer import Trainer (or Seq2SeqTrainer); for any other class of trainers "
+                "sharded(SFTTrainer) from the same module; for Accelerate: from shardcore.integrations.accelerate "
+                "import Accelerator"
+            )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the new rows would belong to other ranks."""
@@ -84,6 +129,8 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
         "__deepcopy__": SwappedModule.__deepcopy__,
         "__reduce_ex__": SwappedModule.__reduce_ex__,
     }
+    # FSDP2 names the class anew, and the Trainer shifts labels by this name.
+    namespace["_get_name"] = lambda self: native.__name__
     if hasattr(native, "generate"):
         namespace["generate"] = _generating(native.generate)
         # Without it, max_time would be lost on the model.

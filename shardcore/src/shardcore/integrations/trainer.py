@@ -1,0 +1,119 @@
+"""transformers' Trainer on sharded models: ``from shardcore.integrations.trainer import Trainer``, all else as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+
+from shardcore.errors import ConfigError
+from shardcore.integrations import _private
+from shardcore.integrations._checkpoints import Checkpoints
+from shardcore.integrations._evaluating import Evaluating
+from shardcore.integrations._replicas import sharded_in
+from shardcore.integrations.accelerate import adopt
+from shardcore.integrations.transformers import prepared_by_shardcore
+from shardcore.nn.behaviour import once
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "sharded"]
+
+#: What callbacks ask the Trainer for, which all ranks do together or none does.
+_WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class _Sharded(Evaluating, Checkpoints):
+    """What a Trainer does in its own way if its model was sharded; it stands before the class of the Trainer."""
+
+    control: Any
+    current_flos: float
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator one that knows the model."""
+        with prepared_by_shardcore():
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer
+        self._adopt(self.model)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Make the model of a trial, which the Accelerator has to know."""
+        model = super().call_model_init(trial)  # type: ignore[misc]  # of the Trainer
+        self._adopt(model)
+        return model
+
+    def _adopt(self, model: Any) -> None:
+        if sharded_in(model) is None:
+            return
+        _private.require("the Trainer")
+        adopt(self.accelerator, model)
+        args, device = self.args, self._replicas.context.device
+        if args.device.type != device.type or (device.index or 0) != (args.device.index or 0):
+            raise ConfigError(
+                f"the model lies on {device}, and TrainingArguments have chosen {args.device}. Start one process for "
+                "each device with torchrun, whose LOCAL_RANK both go by, and make TrainingArguments after shard()"
+            )
+        args._n_gpu = min(args._n_gpu, 1)  # this process has one device, whatever else it sees
+
+    # Data
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of this replica."""
+        with self._counting_replicas(from_this_one=True):
+            return super().get_train_dataloader()  # type: ignore[misc]  # of the Trainer
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loader of this replica."""
+        with self._counting_replicas(from_this_one=True):
+            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loader of this replica."""
+        with self._counting_replicas(from_this_one=True):
+            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of one step, of all replicas."""
+        with self._counting_replicas():
+            return int(super().get_total_train_batch_size(args))  # type: ignore[misc]  # of the Trainer
+
+    # Training
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._agree_on_wishes()
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+        self._agree_on_wishes()  # what callbacks wished when they heard of it
+
+    def _agree_on_wishes(self) -> None:
+        """Do on all ranks what a callback of one of them asks for; else some would wait for the others."""
+        if self._replicas is None:
+            return
+        wished = sum(getattr(self.control, name) << bit for bit, name in enumerate(_WISHES))
+        wished = self._replicas.any_rank(wished)
+        for bit, name in enumerate(_WISHES):
+            setattr(self.control, name, bool(wished >> bit & 1))
+
+    def store_flos(self) -> None:
+        """Count the operations of a replica once, not for each of its ranks."""
+        if self._replicas is not None:
+            self.current_flos /= dist.get_world_size() / self._replicas.count
+        super().store_flos()  # type: ignore[misc]  # of the Trainer
+
+
+@once
+def sharded(trainer: type[Any]) -> type[Any]:
+    """Return ``trainer`` as a class that trains sharded models.
+
+    `Trainer` and `Seq2SeqTrainer` are those of transformers. Any other class that derives from `transformers.Trainer`
+    works too::
+
+        SFTTrainer = shardcore.integrations.trainer.sharded(trl.SFTTrainer)
+
+    With a model that is not sharded it is the same as ``trainer``.
+    """
+    if issubclass(trainer, _Sharded):
+        return trainer
+    namespace = {"__doc__": trainer.__doc__, "__module__": __name__, "__qualname__": trainer.__qualname__}
+    return type(trainer.__name__, (_Sharded, trainer), namespace)
+
+
+Trainer = sharded(transformers.Trainer)
+Seq2SeqTrainer = sharded(transformers.Seq2SeqTrainer)

@@ -1,0 +1,156 @@
+"""One training by transformers' Trainer, sharded or not: what tests of the Trainer compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import shardcore
+from shardcore.testing.parity import whole
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of a batch that a pack's cases make; labels of later rows are left out, so that counts differ."""
+
+    def __init__(self, columns: Mapping[str, Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        return {name: column[at] for name, column in self.columns.items()}
+
+
+def case_of(family: str, name: str) -> Any:
+    cases = importlib.import_module(f"shard_{family}.cases").cases()
+    return next(case for case in cases if case.name == name)
+
+
+def words(count: int, seed: int = 0, length: int = 12) -> Rows:
+    """Rows of tokens with other numbers of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 97, (count, length), generator=generator)
+    labels = ids.clone()
+    for row in range(count):
+        labels[row, : row % 5 + 1] = -100
+    return Rows({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+
+
+def llama(**config: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).double()
+
+
+def arguments(folder: str, kind: str = "TrainingArguments", **more: Any) -> Any:
+    import transformers
+
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "num_train_epochs": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-3,
+        "optim_args": "eps=1e-3",
+        "include_num_input_tokens_seen": "all",
+        "dataloader_pin_memory": False,
+    }
+    settings |= more
+    # Renamed in transformers 5.
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    if recompute := settings.pop("recompute", None):
+        name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+        settings |= {name: True, f"{name}_kwargs": recompute if isinstance(recompute, dict) else None}
+    if settings.pop("by_length", False):
+        named = "train_sampling_strategy" in known
+        settings |= {"train_sampling_strategy": "group_by_length"} if named else {"group_by_length": True}
+    return getattr(transformers, kind)(**settings)
+
+
+def parameters(model: Any) -> dict[str, Tensor]:
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def trained(
+    folder: str,
+    mesh: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    build: Callable[..., Any] = llama,
+    train: Rows | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Train, and return what it logged and the parameters after it."""
+    from shardcore.integrations.trainer import Trainer
+
+    model = build()
+    if mesh:
+        model = shardcore.shard(model, **mesh)
+    trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=train or words(20), **more)
+    result = trainer.train()
+    return {
+        "history": trainer.state.log_history,
+        "metrics": result.metrics,
+        "steps": trainer.state.global_step,
+        "parameters": parameters(model),
+        "total_flos": trainer.state.total_flos,
+    }
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """How many words are right, and a number that depends on every logit."""
+    logits, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    counted = labels != -100
+    right = (logits.argmax(-1) == labels)[counted]
+    return {"accuracy": float(right.double().mean()), "logits": float(logits.double().square().sum())}
+
+
+def evaluated(folder: str, mesh: Mapping[str, Any] | None, settings: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Evaluate and predict without a training before it."""
+    from shardcore.integrations.trainer import Trainer
+
+    options = dict(mesh or {})
+    model = shardcore.shard(llama(), **options) if options else llama()
+    trainer = Trainer(model=model, args=arguments(folder, **settings), compute_metrics=accuracy)
+    metrics = trainer.evaluate(words(rows, seed=3))
+    found = trainer.predict(words(rows, seed=3))
+    return {"metrics": metrics, "logits": found.predictions, "labels": found.label_ids, "predicted": found.metrics}
+
+
+def resumed(
+    folder: str, mesh: Mapping[str, Any] | None, settings: Mapping[str, Any], resume: bool | str = False, **more: Any
+) -> dict[str, Any]:
+    """Train with evaluations and checkpoints, and return what it knows in the end."""
+    from shardcore.integrations.trainer import Trainer
+
+    build = more.pop("build", llama)
+    model = shardcore.shard(build(), **mesh) if mesh else build()
+    args = arguments(folder, **{"save_strategy": "steps", "save_steps": 2, **settings})
+    trainer = Trainer(model=model, args=args, train_dataset=words(20), eval_dataset=words(10, seed=3), **more)
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        "history": trainer.state.log_history,
+        "steps": trainer.state.global_step,
+        "best": trainer.state.best_model_checkpoint,
+        "parameters": parameters(model),
+        "total_flos": trainer.state.total_flos,
+    }
