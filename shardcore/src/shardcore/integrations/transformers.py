@@ -59,6 +59,24 @@ class _ShardedPretrained:
         else:
             _saving.save_pretrained(self, context, native, save_directory, is_main_process, state_dict, *args, **kwargs)  # type: ignore[arg-type]
 
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """Add an adapter of PEFT, as transformers does, in the form that its place in the sharded model needs.
+
+        Every rank calls it. Errors are those of `shardcore.integrations.peft.get_peft_model`.
+        """
+        from shardcore.integrations.peft import adding  # a library that need not be there
+
+        native = super().add_adapter  # type: ignore[misc]  # of the native class
+        adding(self, adapter_config, adapter_name or "default", lambda: native(adapter_config, adapter_name))  # type: ignore[arg-type]  # as above
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter of PEFT, as transformers does: every rank reads it, and keeps its part."""
+        if nearest_context(self) is None:  # type: ignore[arg-type]  # as above
+            return super().load_adapter(*args, **kwargs)  # type: ignore[misc]  # of the native class
+        from shardcore.integrations.peft import load_into
+
+        return load_into(self, *args, **kwargs)
+
 
 def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``native`` (a ``generate``) on the model's random stream: samples agree however the ranks are seeded."""
