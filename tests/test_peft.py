@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import shardcore
 from shardcore.testing.islands import no_float32_islands
-from shardcore.testing.parity import whole
+from shardcore.testing.parity import equal_on_ranks, whole
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")
@@ -207,3 +209,180 @@ def trains_after(
 @pytest.mark.parametrize("how", ["get_peft_model", "add_adapter"])
 def test_lora_after(pool, how):
     pool.run(trains_after, lora(), {"tp": 2}, how, world=2)
+
+
+def files(folder: Path) -> dict[str, Any]:
+    return read_file(folder / "adapter_model.safetensors")
+
+
+def read_tensors(folder: Path) -> dict[str, Any]:
+    return read_file(folder / "model.safetensors")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    return importlib.import_module("safetensors.torch").load_file(path)
+
+
+def outputs(model: Any, inputs: Any) -> Tensor:
+    with torch.no_grad():
+        return whole(model.eval()(**inputs(0, 0)).logits)
+
+
+def saves_and_loads(folder: str, options: dict[str, Any], how: str) -> None:
+    """Save on several ranks and load in one process, and the other way round; two adapters, switched and merged."""
+    place = Path(folder)
+    inputs = batch("llama", "causal_lm", base())
+    reference = adapted(base(), lora())
+    reference.add_adapter("other", lora(r=2, target_modules=["v_proj", "down_proj"]))
+    shaken(reference, 1)
+    if how == "before":
+        model = shardcore.shard(copy.deepcopy(reference), **options)
+    else:
+        model = peft_room().get_peft_model(shardcore.shard(base(), **options), lora())
+        model.add_adapter("other", lora(r=2, target_modules=["v_proj", "down_proj"]))
+        model.load_state_dict({k: v for k, v in reference.state_dict().items() if "lora_" in k}, strict=False)
+    model.save_pretrained(place / "ours")
+    if dist.get_rank() == 0:
+        reference.save_pretrained(place / "theirs")
+    dist.barrier()
+    for name in ("", "other"):
+        ours, theirs = files(place / "ours" / name), files(place / "theirs" / name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        configs = [json.loads((place / at / name / "adapter_config.json").read_text()) for at in ("ours", "theirs")]
+        for config in configs:
+            config["target_modules"].sort()
+        assert configs[0] == configs[1], configs
+    for name in ("default", "other"):
+        for one in (model, reference):
+            one.set_adapter(name)
+        close(outputs(model, inputs), outputs(reference, inputs), name)
+    with model.disable_adapter():
+        close(outputs(model, inputs), outputs(base(), inputs), "switched off")
+    plain = peft.PeftModel.from_pretrained(base(), place / "ours")  # one process reads what several have written
+    plain.load_adapter(place / "ours" / "other", "other")
+    again = model
+    if "dp" not in options:
+        again = peft_room().from_pretrained(shardcore.shard(base(), **options), place / "theirs")
+    if again is not model:
+        again.load_adapter(place / "theirs" / "other", "other")
+    for name in ("default", "other"):
+        for one in (plain, again, reference):
+            one.set_adapter(name)
+        close(outputs(plain, inputs), outputs(reference, inputs), ("saved", name))
+        close(outputs(again, inputs), outputs(reference, inputs), ("loaded", name))
+    model.set_adapter("default")
+    model.delete_adapter("other")
+    reference.set_adapter("default")
+    wanted = outputs(reference, inputs)
+    model.merge_adapter()
+    close(outputs(model, inputs), wanted, "merged", 1e-9)
+    model.unmerge_adapter()
+    close(outputs(model, inputs), wanted, "unmerged", 1e-9)
+    merged = model.merge_and_unload()
+    close(outputs(merged, inputs), wanted, "merged and unloaded", 1e-9)
+    merged.save_pretrained(place / "merged")
+    dist.barrier()
+    whole_model = base()
+    whole_model.load_state_dict(read_tensors(place / "merged"))
+    close(outputs(whole_model, inputs), wanted, "merged and saved", 1e-9)
+    if again is not model:
+        bare = again.unload()
+        close(outputs(bare, inputs), outputs(base(), inputs), "unloaded")
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, "dp": 2}], ids=["tp", "tp and dp"])
+def test_saving(pool, tmp_path, options, how):
+    if how == "after" and "dp" in options:
+        pytest.skip("adapters of a model with replicas are attached before shard()")
+    pool.run(saves_and_loads, str(tmp_path), options, how, world=2 * options.get("dp", 1))
+
+
+def recomputes(options: dict[str, Any], reentrant: bool) -> None:
+    reference = adapted(base(), lora())
+    model = copy.deepcopy(reference)
+    for one in (reference, model):
+        one.enable_input_require_grads()
+        prefix = "activation" if hasattr(one, "activation_checkpointing_enable") else "gradient"
+        getattr(one, f"{prefix}_checkpointing_enable")({"use_reentrant": reentrant})
+        one.train()
+    equal_training(
+        shardcore.shard(model, **options), reference, batch("llama", "causal_lm", reference.get_base_model())
+    )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, **SP}], ids=["tp", "sequence"])
+def test_gradient_checkpointing(pool, options, reentrant):
+    pool.run(recomputes, options, reentrant, world=2)
+
+
+def in_half_precision(options: dict[str, Any]) -> None:
+    """The base is bfloat16 and stays as it is, bit by bit; PEFT keeps adapters in float32."""
+    reference = adapted(base().bfloat16(), lora())
+    model = shardcore.shard(copy.deepcopy(reference), **options)
+    dtypes = {name: p.dtype for name, p in named(reference).items()}
+    assert {name: p.dtype for name, p in named(model).items()} == dtypes
+    assert {d for n, d in dtypes.items() if "lora_" in n} == {torch.float32}
+    inputs = batch("llama", "causal_lm", reference.get_base_model())
+    before = {name: p.detach().clone() for name, p in named(reference).items() if not p.requires_grad}
+    truth = copy.deepcopy(reference).double()
+    replica, replicas = dist.get_rank() // options["tp"], options.get("dp", 1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for one in (reference, truth):
+        for number in range(replicas):
+            (one(**inputs(0, number)).loss / replicas).backward()
+    model(**inputs(0, replica)).loss.backward()
+    errors = dict.fromkeys(("sharded", "unsharded", "size"), 0.0)
+    for name, parameter in named(truth).items():
+        if parameter.grad is not None:
+            errors["sharded"] += float((whole(named(model)[name].grad) - parameter.grad).square().sum())
+            errors["unsharded"] += float((named(reference)[name].grad - parameter.grad).square().sum())
+            errors["size"] += float(parameter.grad.square().sum())
+    assert errors["sharded"] <= 4 * errors["unsharded"] <= 1e-2 * errors["size"], errors
+    optimizer.step()
+    for name, value in before.items():
+        assert torch.equal(whole(named(model)[name].detach()), value), name
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, **SP}, {"tp": 2, "dp": 2}], ids=["tp", "sequence", "data"])
+def test_a_base_in_half_precision(pool, options):
+    pool.run(in_half_precision, options, world=2 * options.get("dp", 1))
+
+
+def drops_out(options: dict[str, Any]) -> None:
+    config = lora(lora_dropout=0.5)
+    model = shardcore.shard(adapted(base(), config), **options).train()
+    inputs = batch("llama", "causal_lm", model.get_base_model())
+    masks: dict[str, list[Tensor]] = {}
+
+    def note(name: str) -> Any:
+        return lambda module, args, out: masks.setdefault(name, []).append((out == 0)[args[0] != 0])
+
+    for name, module in model.named_modules():
+        if name.endswith("lora_dropout.default"):
+            module.register_forward_hook(note(name))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(dist.get_rank())  # however ranks are seeded
+        shardcore.manual_seed(model.get_base_model(), 7)
+        losses.append(model(**inputs(0, 0)).loss)
+    assert torch.equal(*losses), "the same seed, the same masks"
+    losses.append(model(**inputs(0, 0)).loss)
+    assert not torch.equal(losses[0], losses[2])
+    losses[2].backward()
+    for name, found in masks.items():
+        assert torch.equal(found[0], found[1])
+        alike = equal_on_ranks(found[2])
+        assert alike == ("o_proj" not in name and "down_proj" not in name), name
+    drawn = torch.cat([mask for found in masks.values() for mask in found]).double()
+    assert abs(float(drawn.mean()) - 0.5) < 5 / (2 * drawn.numel() ** 0.5)
+    for name, parameter in named(model).items():
+        if parameter.requires_grad and parameter.grad is not None and "lora_A" in name and "q_proj" in name:
+            assert equal_on_ranks(whole(parameter.grad)), name
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, **SP}], ids=["tp", "sequence"])
+def test_dropout(pool, options):
+    pool.run(drops_out, options, world=2)

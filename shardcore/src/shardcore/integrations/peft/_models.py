@@ -9,6 +9,7 @@ import peft
 import torch.distributed as dist
 from peft import PeftConfig, PeftModel
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardcore.agree.agreement import Report, agree
 from shardcore.apply.together import together
@@ -64,6 +65,11 @@ class ShardedPeft(SwappedModule):
         context = nearest_context(self)
         assert context is not None
         save_adapters(self, context, native, save_directory, *args, **kwargs)
+
+    def _get_base_model_class(self, is_prompt_tuning: bool = False) -> type:
+        """Return the class that a saved adapter names: FSDP2 has put one of its own on top of it."""
+        given: type = super()._get_base_model_class(is_prompt_tuning)  # type: ignore[misc]  # of the native class
+        return next(cls for cls in given.__mro__ if not issubclass(cls, FSDPModule))
 
 
 def serve(model: nn.Module, context: ShardContext) -> None:
