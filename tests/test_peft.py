@@ -46,6 +46,10 @@ def lora(**more: Any) -> Any:
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": LINEARS, **more})
 
 
+def ia3(targets: list[str], of_inputs: list[str]) -> Any:
+    return peft.IA3Config(target_modules=targets, feedforward_modules=of_inputs)
+
+
 def adapted(model: Any, config: Any, seed: int = 0) -> Any:
     """Return ``model`` with adapters that do something: those that begin with zeros get values."""
     torch.manual_seed(seed)
@@ -139,6 +143,24 @@ CASES: dict[str, tuple[Any, ...]] = {
     "the head": (lora(target_modules=["q_proj", "lm_head"]), {"tp": 2}),
     "the head, split": (lora(target_modules=["q_proj", "lm_head"]), {"tp": 2, "parallel_output": True}),
     "the embedding": (lora(target_modules=["embed_tokens", "q_proj"]), {"tp": 2, **SP}),
+    "the embedding and the head trained": (
+        lora(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"]),
+        {"tp": 2, **SP},
+    ),
+    "the head trained, split": (
+        lora(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        {"tp": 2, "parallel_output": True},
+    ),
+    "a classifier trained": (
+        lora(target_modules=["query", "value"], modules_to_save=["classifier"]),
+        {"tp": 2, "dp": 2},
+        "bert",
+        "sequence_classification",
+    ),
+    "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}),
+    "scales, sequence": (ia3(["k_proj", "o_proj", "up_proj", "down_proj"], ["up_proj"]), {"tp": 2, **SP}),
+    "scales, data": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2, "dp": 2}),
+    "scales in bert": (ia3(["query", "value", "dense"], ["dense"]), {"tp": 2, **SP}, "bert", "masked_lm"),
     "rank patterns": (
         lora(rank_pattern={"q_proj": 2, "down_proj": 7}, alpha_pattern={"v_proj": 3}, use_rslora=True),
         {"tp": 2},
@@ -206,9 +228,22 @@ def trains_after(
     equal_training(model, reference, batch(family, case, inner))
 
 
+AFTER = {
+    "every linear": (lora(), {"tp": 2}),
+    "sequence": (lora(), {"tp": 2, **SP}),
+    "shared KV heads": (lora(), {"tp": 4}, "llama", "tied_shared_kv"),
+    "the embedding": (lora(target_modules=["embed_tokens", "q_proj"]), {"tp": 2}),
+    "the head trained": (lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), {"tp": 2}),
+    "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}),
+    "neox, fused": (EVERY, {"tp": 2}, "gpt_neo", "GPTNeoXForCausalLM"),
+}
+
+
 @pytest.mark.parametrize("how", ["get_peft_model", "add_adapter"])
-def test_lora_after(pool, how):
-    pool.run(trains_after, lora(), {"tp": 2}, how, world=2)
+@pytest.mark.parametrize("name", AFTER)
+def test_after(pool, name, how):
+    config, options, *rest = AFTER[name]
+    pool.run(trains_after, config, options, how, *rest, world=options["tp"])
 
 
 def files(folder: Path) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from peft import PeftType
+from peft.tuners.ia3.layer import Linear as IA3Linear
 from peft.tuners.lora.layer import Conv1d, Conv2d, Embedding, Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from shardcore.errors import NotSupportedError
@@ -17,7 +19,7 @@ _MERGE = "merge the adapter before shard() (merge_and_unload() in PEFT), or trai
 
 #: Methods whose parameters are outside of the model, which sees what they make as its input.
 _OUTSIDE = (PeftType.PROMPT_TUNING, PeftType.P_TUNING)
-_INSIDE = (PeftType.LORA,)
+_INSIDE = (PeftType.LORA, PeftType.IA3)
 
 #: How LoRA begins without a look at the weights of the base.
 _BLIND = (True, False, "gaussian")
@@ -79,12 +81,15 @@ def check_layer(layer: nn.Module, where: str) -> None:
         raise NotSupportedError(
             f"{where} has one adapter layer around another ({kind}), which cannot be sharded; {_MERGE}"
         )
-    if not isinstance(layer, Linear | Embedding | Conv2d | Conv1d):
+    if isinstance(layer, ModulesToSaveWrapper):
+        return
+    if not isinstance(layer, Linear | Embedding | Conv2d | Conv1d | IA3Linear):
         raise NotSupportedError(
-            f"{where} is a {kind}, and nothing is known about how it is sharded: LoRA of linears and embeddings is; "
+            f"{where} is a {kind}, and nothing is known about how it is "
+            "sharded: LoRA and IA3 of linears, and LoRA of embeddings, are; "
             f"{_MERGE}"
         )
-    if layer.lora_variant:
+    if not isinstance(layer, IA3Linear) and layer.lora_variant:
         kinds = sorted({type(variant).__name__ for variant in layer.lora_variant.values()})
         raise NotSupportedError(f"{where} uses {', '.join(kinds)}, which cannot be sharded yet; {_MERGE}")
     if layer.merged_adapters:

@@ -22,6 +22,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn import (
     ColumnLinear,
     FusedColumnLinear,
+    HeadParameters,
     Replicated,
     RowLinear,
     SwappedModule,
@@ -31,7 +32,7 @@ from shardcore.nn import (
 from shardcore.nn.behaviour import behaviours
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["Form", "Forms", "forms_at"]
+__all__ = ["Form", "Forms", "forms_at", "scales_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,33 @@ def forms_at(base: nn.Module, where: str) -> Forms:
         f"an adapter at {where}: nothing is known about what a {type(base).__module__}.{type(base).__qualname__} has "
         "of its input and output on each rank. Leave it out of target_modules, or merge the adapter before shard() "
         "(merge_and_unload())"
+    )
+
+
+def scales_at(base: nn.Module, where: str, *, of_input: bool) -> Form:
+    """Return the form of vectors that scale the input, or the output, of ``base`` (IA3).
+
+    Raises:
+        NotSupportedError: none is known.
+    """
+    if isinstance(base, ColumnLinear) and not base.gather_output and not isinstance(base, VocabHead):
+        if of_input and (base.sole_region is not None or base.enters_alone):
+            return Form(Replicated, {}, None if base.sole_region is None else base.sole_region.sequence)
+        if of_input:
+            return Form(Replicated, {"partial": True})
+        if _rows(base) is None:
+            return Form(HeadParameters, {"dim": 0})
+    elif isinstance(base, RowLinear):
+        if of_input and base.parallel_input and base.exchange is None:
+            return Form(HeadParameters, {"dim": 1})
+        if not of_input:
+            return Form(Replicated, {}, base.sequence)
+    elif any(behaviour is Replicated for behaviour in behaviours(base)):
+        return forms_at(base, where).first
+    raise NotSupportedError(
+        f"scales (IA3) of the {'input' if of_input else 'output'} of {where}: nothing is known about what each rank "
+        f"has of it at this {type(base).__qualname__}. Leave it out of target_modules, or merge the adapter before "
+        "shard()"
     )
 
 

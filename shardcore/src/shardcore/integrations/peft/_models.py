@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import peft
 import torch.distributed as dist
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,6 +28,8 @@ from shardcore.nn.behaviour import add_behaviour
 __all__ = ["ShardedPeft", "adding", "from_pretrained", "get_peft_model", "serve"]
 
 Result = TypeVar("Result")
+
+_ADDING = "_shard_adding"  # on a model that an adapter is being added to
 
 #: Where PEFT finds an adapter that is not in a folder.
 _HUB = ("revision", "token", "cache_dir", "subfolder")
@@ -72,12 +76,33 @@ class ShardedPeft(SwappedModule):
         return next(cls for cls in given.__mro__ if not issubclass(cls, FSDPModule))
 
 
+class ShardedTuner(SwappedModule):
+    """What PEFT has around a sharded model: whatever adds adapters to it comes here."""
+
+    keeps_name: ClassVar[bool] = True
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add the adapter on all ranks; takes what PEFT's own takes."""
+        native = super().inject_adapter  # type: ignore[misc]  # of the native class
+        config: Any = self.peft_config
+        adding(model, config[adapter_name], adapter_name, lambda: native(model, adapter_name, *args, **kwargs))
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: PEFT would assign whole tensors to what each rank has a part of."""
+        raise NotSupportedError(
+            "add_weighted_adapter on a sharded model: it assigns tensors to the data of parameters, which torch "
+            "ignores for the parts that ranks hold. Save the adapters, combine them in one process, and load the result"
+        )
+
+
 def serve(model: nn.Module, context: ShardContext) -> None:
     """Let the calls of a ``PeftModel`` around a model that was sharded do what several ranks need."""
     if isinstance(model, PeftModel):
         add_behaviour(model, ShardedPeft)
         set_part_of(model, context)
         set_part_of(model.base_model, context)
+        if isinstance(model.base_model, BaseTuner):
+            add_behaviour(model.base_model, ShardedTuner)
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
@@ -189,17 +214,21 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
         PartlyShardedError: it failed after the model was changed.
     """
     context = nearest_context(model)
-    if context is None:
-        return work()
     inner = base_of(model)
+    if context is None or _ADDING in inner.__dict__:  # what adds it does so by another call that comes here
+        return work()
     sizes = context.sizes
     together(model, lambda: _check(config, name, context), group=context.group, doing="adding an adapter to")
 
     def change() -> Result:
         if config.is_prompt_learning:
             return work()  # it looks at the table of the model, and makes nothing inside of it
-        with of_whole_sizes(inner):
-            return work()
+        inner.__dict__[_ADDING] = True
+        try:
+            with of_whole_sizes(inner):
+                return work()
+        finally:
+            del inner.__dict__[_ADDING]
 
     if sizes.tp == 1:
         return work()
@@ -234,6 +263,7 @@ def _new_parameters(outer: nn.Module, inner: nn.Module) -> dict[str, nn.Paramete
     new = {
         f"{site.path}.{name}.{own}": parameter
         for site in sites(inner)
+        if not isinstance(site.layer, AuxiliaryTrainingWrapper)  # copies of what the model has
         for name, child in own_children(site.layer).items()
         for own, parameter in child.named_parameters()
         if is_new(parameter)
