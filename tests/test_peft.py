@@ -205,7 +205,7 @@ def attached_after(config: Any, options: dict[str, Any], how: str, family: str, 
     for name, parameter in named(model).items():
         assert name in named(reference), name
         assert torch.equal(first := whole(parameter.detach()), broadcast(first)), name
-    state = {name: value for name, value in reference.state_dict().items() if named(reference)[name].requires_grad}
+    state = {name: p.detach() for name, p in named(reference).items() if p.requires_grad}
     assert not model.load_state_dict(state, strict=False).unexpected_keys
     return model, reference
 
@@ -421,3 +421,98 @@ def drops_out(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, **SP}], ids=["tp", "sequence"])
 def test_dropout(pool, options):
     pool.run(drops_out, options, world=2)
+
+
+def trains_prompts(when: str) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    reference = adapted(base(), config)
+    if when == "before":
+        model = shardcore.shard(copy.deepcopy(reference), tp=2)
+    else:
+        torch.manual_seed(dist.get_rank())
+        model = peft_room().get_peft_model(shardcore.shard(base(), tp=2), config)
+        assert equal_on_ranks(model.prompt_encoder.default.embedding.weight)
+        model.prompt_encoder.load_state_dict(reference.prompt_encoder.state_dict())
+    equal_training(model, reference, batch("llama", "causal_lm", base()))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_prompt_tuning(pool, when):
+    pool.run(trains_prompts, when, world=2)
+
+
+def refused(config: Any, options: dict[str, Any], error: str, words: str, when: str = "before") -> None:
+    """A refusal leaves the model as it was: it trains unsharded, or is sharded without the adapter."""
+    kind = getattr(shardcore, error)
+    if when == "before":
+        model = adapted(base(), config)
+        inputs = batch("llama", "causal_lm", base())(0, 0)
+        wanted = model(**inputs).loss
+        with pytest.raises(kind, match=words):
+            shardcore.shard(model, **options)
+        assert torch.equal(model(**inputs).loss, wanted)
+        return
+    model = shardcore.shard(base(), **options)
+    with pytest.raises(kind, match=words):
+        peft_room().get_peft_model(model, config)
+    inputs = batch("llama", "causal_lm", base())(0, 0)
+    close(model(**inputs).loss.detach(), base()(**inputs).loss.detach(), "the model goes on")
+
+
+REFUSED = {
+    "DoRA": (lora(use_dora=True), {"tp": 2}, "NotSupportedError", "q_proj uses DoraLinearVariant"),
+    "prefixes": (
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        {"tp": 2},
+        "NotSupportedError",
+        "keys and values of all heads",
+    ),
+    "prompts and replicas": (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        {"tp": 2, "dp": 2},
+        "NotSupportedError",
+        "2 data-parallel replicas",
+    ),
+    "another method": (peft.LoHaConfig(target_modules=["q_proj"]), {"tp": 2}, "NotSupportedError", "is LOHA"),
+    "a pipeline": (lora(), {"pp": 2}, "NotSupportedError", "divided among the ranks of a pipeline"),
+    "later, of values": (lora(init_lora_weights="pissa"), {"tp": 2}, "NotSupportedError", "computes of whole", "after"),
+    "later, DoRA": (lora(use_dora=True), {"tp": 2}, "NotSupportedError", "DoRA", "after"),
+    "later, replicas": (lora(), {"tp": 2, "dp": 2}, "NotSupportedError", "Attach adapters before shard", "after"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(pool, name):
+    _, options, *_ = REFUSED[name]
+    pool.run(refused, *REFUSED[name], world=options.get("tp", 2) * options.get("dp", 1))
+
+
+def attaches_by_itself() -> None:
+    model = shardcore.shard(base(), tp=2)
+    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+        peft.get_peft_model(model, lora())
+    inputs = batch("llama", "causal_lm", base())(0, 0)
+    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+        model(**inputs)
+    data = shardcore.shard(base(), tp=1, dp=2)
+    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+        peft.get_peft_model(data, lora())(**inputs)
+
+
+def test_what_peft_does_by_itself_is_refused(pool):
+    pool.run(attaches_by_itself, world=2)
+
+
+def differs_between_ranks() -> None:
+    with pytest.raises(shardcore.AgreementError, match="lora_A"):
+        shardcore.shard(adapted(base(), lora(), seed=dist.get_rank()), tp=2)
+    model = shardcore.shard(base(), tp=2)
+    with pytest.raises(shardcore.ShardcoreError, match="the parameter"):
+        peft_room().get_peft_model(model, lora(r=2 + dist.get_rank()))
+    reference = adapted(base(), lora())
+    model = shardcore.shard(adapted(base(), lora(), seed=dist.get_rank()), tp=2, sync_from=0)
+    equal_training(model, reference, batch("llama", "causal_lm", base()))
+
+
+def test_ranks_that_differ(pool):
+    pool.run(differs_between_ranks, world=2)

@@ -6,6 +6,6 @@ model = shardcore.integrations.peft.get_peft_model(sharded, config)   # after
 ```
 """
 
-from shardcore.integrations.peft._models import adding, from_pretrained, get_peft_model, load_into
+from shardcore.integrations.peft._models import adding, from_pretrained, get_peft_model, load_into, refuse_unplaced
 
-__all__ = ["adding", "from_pretrained", "get_peft_model", "load_into"]
+__all__ = ["adding", "from_pretrained", "get_peft_model", "load_into", "refuse_unplaced"]

@@ -60,9 +60,9 @@ def check_new(config: Any, name: str) -> None:
         NotSupportedError: they do.
     """
     way = getattr(config, "init_lora_weights", True)
-    looks = None
-    if way not in _BLIND:
-        looks = f"init_lora_weights={way!r}"
+    looks = None if way in _BLIND else f"init_lora_weights={way!r}"
+    if getattr(config, "use_dora", False):
+        looks = "DoRA"
     if looks:
         raise NotSupportedError(
             f"the adapter {name!r} begins with what {looks} computes of whole weights, of which each rank has a part: "

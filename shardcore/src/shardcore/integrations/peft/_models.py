@@ -12,20 +12,22 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardcore.agree.agreement import Report, agree
 from shardcore.apply.together import together
-from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.integrations.peft._checks import check_method, check_new
 from shardcore.integrations.peft._layers import is_new, place
 from shardcore.integrations.peft._saving import save_adapters
-from shardcore.integrations.peft._sites import base_of, own_children, sites
+from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
 from shardcore.integrations.peft._whole import of_whole_sizes
 from shardcore.mesh import ShardContext, nearest_context, set_part_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.intact import AROUND
 
-__all__ = ["ShardedPeft", "adding", "from_pretrained", "get_peft_model", "serve"]
+__all__ = ["ShardedPeft", "adding", "from_pretrained", "get_peft_model", "load_into", "refuse_unplaced", "serve"]
 
 Result = TypeVar("Result")
 
@@ -239,6 +241,24 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
     agree(Report(items=told), group=context.group)
     together(model, lambda: _give_forms(new, inner, context), group=context.group, doing=doing, changing=True)
     return result
+
+
+def refuse_unplaced(model: nn.Module) -> None:
+    """Refuse layers that PEFT has put around parallel modules by itself, as soon as it says that it has.
+
+    Raises:
+        WrapError: there are some: their sizes are those of one rank's part.
+    """
+    for site in sites(model):
+        inner = site.layer._modules[inner_name(site.layer)]
+        held = () if inner is None else inner.parameters()
+        if AROUND not in site.layer.__dict__ and any(isinstance(parameter, DTensor) for parameter in held):
+            raise WrapError(
+                f"PEFT has put a {type(site.layer).__module__}.{type(site.layer).__qualname__} around {site.path} of "
+                f"this sharded {type(model).__name__}, with the sizes of one rank's part, and has changed the model: build "
+                "it anew. Attach adapters before shard(), as shard(get_peft_model(model, config)), or after it by "
+                "shardcore.integrations.peft.get_peft_model(model, config), or from_pretrained(model, folder) there"
+            )
 
 
 def _check(config: Any, name: str, context: ShardContext) -> None:
