@@ -129,7 +129,7 @@ def test_commands_that_the_docs_show_are_understood():
 def test_the_plan_that_the_docs_show_is_the_plan():
     pytest.importorskip("transformers")
     shown = [code for language, code, _ in _blocks(DOCS / "cli.md") if language == "text"]
-    result = CliRunner().invoke(main, ["explain", "LlamaForCausalLM", "--tp", "4"])
+    result = CliRunner().invoke(main, ["explain", "LlamaForCausalLM", "--tp", "4", "-v"])
     printed = [re.sub(r"(digest|shard-llama) [\w.]+", r"\1", line) for line in result.output.splitlines()]
     for line in "".join(shown).splitlines():
         assert re.sub(r"(digest|shard-llama) [\w.]+", r"\1", line) in printed
