@@ -265,6 +265,23 @@ def test_an_accelerator_that_knows_no_sharded_models_is_refused_by_all_ranks(poo
     assert len(caught.value.failures) == 2
 
 
+def plain_loader() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = shardcore.shard(llama(), tp=2)
+    fresh().adopt(model)  # tells Accelerate's state which ranks there are, as a launcher does where there are devices
+    for batch in Accelerator().prepare(DataLoader(words(8), batch_size=2)):
+        model(**batch)
+
+
+def test_a_loader_that_knows_no_sharded_models_is_found_by_its_batches(pool):
+    with pytest.raises(Exception, match="input_ids") as caught:
+        pool.run(plain_loader, world=2)
+    assert [failure.error for failure in caught.value.failures] == ["AgreementError", "AgreementError"]
+
+
 def loader_first() -> None:
     fresh().prepare(DataLoader(words(8), batch_size=2))
 

@@ -137,6 +137,67 @@ def test_other_families(pool, tmp_path, family, name, build, mesh):
         same(got, wanted)
 
 
+# Data
+
+
+class Drawn(Rows):
+    """Words of which some are replaced by others, drawn when a row is read."""
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(at)
+        ids = row["input_ids"].clone()
+        ids[:3] = torch.randint(3, 97, (3,))
+        return {**row, "input_ids": ids}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        rows = words(20)
+        return (rows[at] for at in range(20))
+
+
+def reads(folder: str, mesh: dict[str, Any], kind: str, settings: dict[str, Any]) -> list[list[int]]:
+    from shardcore.integrations.trainer import Trainer
+
+    model = shardcore.shard(llama(), **mesh)
+    data = Stream() if kind == "stream" else Drawn(words(20).columns)
+    trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=data)
+    torch.manual_seed(100 + dist.get_rank())  # as whoever wants other dropout masks on each rank does
+    trainer.train()
+    return [row for batch in trainer.get_train_dataloader() for row in batch["input_ids"].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("drawn", {}),
+        ("drawn", {"accelerator_config": {"use_seedable_sampler": False}}),
+        ("stream", {"max_steps": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_replica_read_the_same(pool, tmp_path, kind, settings):
+    """Where they do not, the model notices and raises; the last pass is compared here."""
+    settings = {**settings, "per_device_train_batch_size": 2}
+    found = pool.run(reads, str(tmp_path), TP2DP2, kind, settings, world=4, timeout=100)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
+    if kind == "stream":
+        assert sorted(found[0] + found[2]) == sorted(words(20).columns["input_ids"].tolist())
+
+
+def seeds_of_workers(folder: str) -> int:
+    from shardcore.integrations.trainer import Trainer
+
+    trainer = Trainer(model=shardcore.shard(llama(), **TP2DP2), args=arguments(folder), train_dataset=words(20))
+    return trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
+
+
+def test_workers_are_seeded_by_their_replica(pool, tmp_path):
+    assert pool.run(seeds_of_workers, str(tmp_path), world=4) == [0, 0, 1, 1]
+
+
 # Generation
 
 
