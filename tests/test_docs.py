@@ -169,9 +169,13 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
 
 
-@pytest.mark.parametrize(("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4)])
+@pytest.mark.parametrize(
+    ("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4), ("peft.md", 2), ("peft.md", 4)]
+)
 def test_code_runs(pool, page, world, tmp_path):
     pytest.importorskip("transformers")
+    if page == "peft.md":
+        pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")
     code = [code for _, code, worlds in _blocks(DOCS / page) if world in worlds]
     assert code
     pool.run(_run, code, str(tmp_path), world=world, timeout=100)
