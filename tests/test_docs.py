@@ -169,14 +169,19 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
 
 
+#: What code of a page imports besides transformers.
+_NEEDS = {"trainer.md": "accelerate", "peft.md": "peft"}
+
+
 @pytest.mark.parametrize(
-    ("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4), ("trainer.md", 2), ("trainer.md", 4)]
+    ("page", "world"),
+    [(page, world) for page in ("guide.md", "trainer.md", "peft.md") for world in (2, 4)] + [("index.md", 2)],
 )
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # the Trainer's, on a CPU
 def test_code_runs(pool, page, world, tmp_path):
     pytest.importorskip("transformers")
-    if page == "trainer.md":
-        pytest.importorskip("accelerate")
+    if needed := _NEEDS.get(page):
+        pytest.importorskip(needed, reason=f"the page is of {needed}, which is not installed")
     code = [code for _, code, worlds in _blocks(DOCS / page) if world in worlds]
     assert code
     pool.run(_run, code, str(tmp_path), world=world, timeout=100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "uneven parts": (lora(), {"tp": 3}, "llama", "causal_lm", UNEVEN),
     "the head": (lora(target_modules=["q_proj", "lm_head"]), {"tp": 2}),
     "the head, split": (lora(target_modules=["q_proj", "lm_head"]), {"tp": 2, "parallel_output": True}),
+    "the head, sequence": (lora(target_modules=["q_proj", "lm_head"]), {"tp": 2, "parallel_output": True, **SP}),
     "the embedding": (lora(target_modules=["embed_tokens", "q_proj"]), {"tp": 2, **SP}),
     "the embedding and the head trained": (
         lora(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"]),
@@ -423,22 +425,66 @@ def test_dropout(pool, options):
     pool.run(drops_out, options, world=2)
 
 
-def trains_prompts(when: str) -> None:
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+def trains_prompts(config: Any, when: str, options: dict[str, Any]) -> None:
     reference = adapted(base(), config)
     if when == "before":
-        model = shardcore.shard(copy.deepcopy(reference), tp=2)
+        model = shardcore.shard(copy.deepcopy(reference), **options)
     else:
         torch.manual_seed(dist.get_rank())
-        model = peft_room().get_peft_model(shardcore.shard(base(), tp=2), config)
+        model = peft_room().get_peft_model(shardcore.shard(base(), **options), config)
         assert equal_on_ranks(model.prompt_encoder.default.embedding.weight)
         model.prompt_encoder.load_state_dict(reference.prompt_encoder.state_dict())
     equal_training(model, reference, batch("llama", "causal_lm", base()))
 
 
+PROMPTS = {
+    "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=8),
+}
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, **SP}], ids=["tp", "sequence"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_prompt_tuning(pool, when):
-    pool.run(trains_prompts, when, world=2)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(pool, name, when, options):
+    pool.run(trains_prompts, PROMPTS[name], when, options, world=2)
+
+
+def merges(config: Any, options: dict[str, Any], safely: bool, family: str, case: str) -> None:
+    """Merged weights are those of the unsharded model, and what is trained beside the adapters is saved and loaded."""
+    reference = adapted(base(family, case), config)
+    model = shardcore.shard(copy.deepcopy(reference), **options)
+    for one in (reference, model):
+        one.merge_adapter(safe_merge=safely)
+    for name, parameter in named(reference).items():
+        close(whole(named(model)[name].detach()), parameter.detach(), ("merged", name))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")
+        merged, wanted = model.merge_and_unload(), reference.merge_and_unload()
+    inputs = batch(family, case, wanted)
+    close(outputs(merged, inputs), outputs(wanted, inputs), "merged and unloaded")
+    loss = merged.requires_grad_(True)(**inputs(0, 0)).loss
+    loss.backward()
+    wanted.requires_grad_(True)(**inputs(0, 0)).loss.backward()
+    for name, parameter in named(wanted).items():
+        if parameter.grad is not None:
+            close(whole(named(merged)[name].grad), parameter.grad, ("trained on", name), 1e-9)
+
+
+MERGED = {
+    "LoRA": (lora(), {"tp": 2}, "llama", "tied_shared_kv"),
+    "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}, "llama", "causal_lm"),
+    "a head": (lora(modules_to_save=["lm_head"]), {"tp": 2, **SP}, "llama", "causal_lm"),
+    "fused": (EVERY, {"tp": 2}, "gpt_neo", "GPTNeoXForCausalLM"),
+    "transposed": (lora(target_modules="all-linear", fan_in_fan_out=True), {"tp": 2}, "gpt2", "causal_lm"),
+}
+
+
+@pytest.mark.parametrize("safely", [False, True])
+@pytest.mark.parametrize("name", MERGED)
+def test_merging(pool, name, safely):
+    config, options, *model = MERGED[name]
+    pool.run(merges, config, options, safely, *model, world=2)
 
 
 def refused(config: Any, options: dict[str, Any], error: str, words: str, when: str = "before") -> None:

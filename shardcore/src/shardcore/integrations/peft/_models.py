@@ -255,9 +255,9 @@ def refuse_unplaced(model: nn.Module) -> None:
         if AROUND not in site.layer.__dict__ and any(isinstance(parameter, DTensor) for parameter in held):
             raise WrapError(
                 f"PEFT has put a {type(site.layer).__module__}.{type(site.layer).__qualname__} around {site.path} of "
-                f"this sharded {type(model).__name__}, with the sizes of one rank's part, and has changed the model: build "
-                "it anew. Attach adapters before shard(), as shard(get_peft_model(model, config)), or after it by "
-                "shardcore.integrations.peft.get_peft_model(model, config), or from_pretrained(model, folder) there"
+                f"this sharded {type(model).__name__}, with the sizes of one rank's part, and has changed the model: "
+                "build it anew. Attach adapters before shard(), as shard(get_peft_model(model, config)), or after it "
+                "by shardcore.integrations.peft.get_peft_model(model, config), or from_pretrained(model, folder) there"
             )
 
 
