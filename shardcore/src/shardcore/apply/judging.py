@@ -21,8 +21,6 @@ from shardcore.nn.same_inputs import Brought, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds", "judge_calls"]
 
-_log = logging.getLogger("shardcore")
-
 _SOON = 10.0  # seconds after which a rank says for whom it waits
 
 
@@ -90,7 +88,8 @@ def _ranks(context: ShardContext) -> tuple[int, ...]:
 
 
 def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
-    waiting = threading.Timer(_SOON, _log.warning, (_WAITING, model, ", ".join(map(str, ranks)), _SOON))
+    warn = logging.getLogger("shardcore").warning
+    waiting = threading.Timer(_SOON, warn, (_WAITING, model, ", ".join(map(str, ranks)), _SOON))
     waiting.daemon = True
     waiting.start()
     try:

@@ -83,8 +83,15 @@ def compare_inputs(model: nn.Module, every: int, checksum: Callable[[Tensor], st
 
 
 def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values in an argument; other objects (caches, masks of a library) are left out."""
-    if value is None or isinstance(value, Tensor | bool | int | float | str):
+    """Yield the tensors and plain values in an argument; other objects are left out.
+
+    So are floating-point tensors inside of containers: captured states and caches hold the heads of one rank.
+    """
+    inside = depth < _DEEP
+    if isinstance(value, Tensor):
+        if not (inside and value.is_floating_point()):
+            yield name, value
+    elif value is None or isinstance(value, bool | int | float | str):
         yield name, value
     elif depth and isinstance(value, Mapping):
         for key, item in value.items():
