@@ -22,6 +22,8 @@ from shardcore.mesh import DATA_AXES, ShardContext, axis_name, context_of, divis
 
 __all__ = ["Replicas", "rowwise", "sharded_in", "whole"]
 
+_SHARED = "_shardcore_shared"  # on a model whose plain parameters are kept alike
+
 
 def sharded_in(model: Any) -> nn.Module | None:
     """Return the sharded model that ``model`` is or wraps (an adapter's model, a compiled one), or None."""
@@ -111,6 +113,30 @@ class Replicas:
             for name in ("backend", "distributed_type", "num_processes", "process_index", "local_process_index"):
                 AcceleratorState._shared_state[name] = getattr(state, name)
             AcceleratorState._shared_state["device"] = state.device
+
+    def share_plain(self, model: nn.Module) -> None:
+        """Keep alike what is trained beside a sharded model, such as a head of the user's around it.
+
+        The first rank's values are taken, and replicas average the gradients in the backward, as FSDP2 does it for the
+        sharded model.
+        """
+        sharded = sharded_in(model)
+        if sharded is None or sharded is model or model.__dict__.get(_SHARED):
+            return
+        inside = set(map(id, sharded.parameters()))
+        for parameter in model.parameters():
+            if id(parameter) in inside or not parameter.requires_grad or isinstance(parameter, DTensor):
+                continue
+            dist.broadcast(parameter.detach(), src=0)
+            if self.count > 1:
+                parameter.register_post_accumulate_grad_hook(self._average)
+        model.__dict__[_SHARED] = True
+
+    def _average(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for group in self.groups:
+            dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= self.count
 
     def gather(self, values: Any) -> Any:
         """Return nested tensors with the rows of all replicas, in their order; a number becomes a row."""
