@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 
 import pytest
 from click.testing import CliRunner
@@ -19,7 +21,7 @@ def run(*arguments: str) -> str:
 
 
 def test_a_class_name() -> None:
-    text = run("explain", "LlamaForCausalLM", "--tp", "4")
+    text = run("explain", "LlamaForCausalLM", "--tp", "4", "-v")
     assert "LlamaForCausalLM by shard_llama.policy.LlamaForCausalLMPolicy (shard-llama " in text
     assert "model.layers.{0-31}.self_attn.q_proj" in text
     assert "collectives per step: 65 all_reduce forward, 1 all_gather forward, 65 all_reduce backward" in text
@@ -45,3 +47,86 @@ def test_the_pack_is_listed() -> None:
     assert rows["llama"]["status"] == "loaded"
     assert len(rows["llama"]["classes"]) == 5
     assert rows["llama"]["tested"][0]["library"] == "transformers"
+
+
+def test_the_summary_comes_first_and_internals_behind_v() -> None:
+    text = run("explain", "LlamaForCausalLM", "--tp", "4")
+    lines = text.splitlines()
+    assert "parameters per rank: 6427.0 MiB of 25705.0 MiB" in lines
+    assert "    split over tp: 226 weights, 6426.0 MiB of 25704.0 MiB" in lines
+    assert "    whole on each rank: 65 weights, 1.0 MiB of 1.0 MiB" in lines
+    planned = json.loads(run("plan", "LlamaForCausalLM", "--tp", "4", "--json"))
+    (said,) = [line for line in lines if line.startswith("bytes of a step: ")]
+    sent, peak = re.findall(r"([\d.]+) GiB", said)
+    assert float(sent) == pytest.approx(planned["sent"] / 2**30, abs=0.05)
+    assert float(peak) == pytest.approx(planned["bytes"]["peak"] / 2**30, abs=0.05)
+    assert "ColumnLinear" not in text
+    assert "ColumnLinear" in run("explain", "LlamaForCausalLM", "--tp", "4", "-v")
+
+
+class _Page(HTMLParser):
+    """Collects what a browser would fetch, the elements that are not closed, and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str | None] = []
+        self.open: list[str] = []
+        self.said: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.said.append(data)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("explain", ["--tp", "2", "--dp", "2"], ["model.layers.{0-1}.self_attn.q_proj.weight", "32 x 64"]),
+        ("explain", ["--tp", "2", "--pp", "2"], ["Stages", "Schedule: 1f1b"]),
+        ("plan", ["--tp", "2", "--memory", "1GiB"], ["What is sent in a step", "The line is the limit: 1.0 GiB."]),
+        ("plan", ["--search", "--ranks", "4"], ["tp 4", "dp_shard 4"]),
+    ],
+)
+def test_a_page_is_whole_in_itself(tmp_path, command, options, said) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=83, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=97, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    run(command, str(tmp_path), *options, "--html", str(tmp_path / "page.html"))
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.fetched == []
+    assert not re.search(r"<script|@import|url\(", text)
+    assert set(said) <= {data.strip() for data in page.said}
+
+
+def test_a_model_of_the_hub_is_looked_up_in_the_local_cache(tmp_path, monkeypatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=83, num_hidden_layers=2, num_attention_heads=4, vocab_size=97,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    for name in ("models--someone--small", "models--small-one"):
+        snapshot = tmp_path / name / "snapshots" / ("0" * 40)
+        config.save_pretrained(snapshot)
+        (tmp_path / name / "refs").mkdir()
+        (tmp_path / name / "refs" / "main").write_text("0" * 40)
+    for name in ("someone/small", "small-one"):
+        assert "LlamaForCausalLM by" in run("explain", name, "--tp", "2")
+    result = CliRunner().invoke(main, ["explain", "someone/else"])
+    assert result.exit_code == 1
+    assert "no command asks the network. Fetch it first: hf download someone/else config.json" in result.output

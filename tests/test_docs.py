@@ -129,7 +129,7 @@ def test_commands_that_the_docs_show_are_understood():
 def test_the_plan_that_the_docs_show_is_the_plan():
     pytest.importorskip("transformers")
     shown = [code for language, code, _ in _blocks(DOCS / "cli.md") if language == "text"]
-    result = CliRunner().invoke(main, ["explain", "LlamaForCausalLM", "--tp", "4"])
+    result = CliRunner().invoke(main, ["explain", "LlamaForCausalLM", "--tp", "4", "-v"])
     printed = [re.sub(r"(digest|shard-llama) [\w.]+", r"\1", line) for line in result.output.splitlines()]
     for line in "".join(shown).splitlines():
         assert re.sub(r"(digest|shard-llama) [\w.]+", r"\1", line) in printed
@@ -169,14 +169,19 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
 
 
+#: What code of a page imports besides transformers.
+_NEEDS = {"trainer.md": "accelerate", "peft.md": "peft"}
+
+
 @pytest.mark.parametrize(
-    ("page", "world"), [("index.md", 2), ("guide.md", 2), ("guide.md", 4), ("trainer.md", 2), ("trainer.md", 4)]
+    ("page", "world"),
+    [(page, world) for page in ("guide.md", "trainer.md", "peft.md") for world in (2, 4)] + [("index.md", 2)],
 )
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # the Trainer's, on a CPU
 def test_code_runs(pool, page, world, tmp_path):
     pytest.importorskip("transformers")
-    if page == "trainer.md":
-        pytest.importorskip("accelerate")
+    if needed := _NEEDS.get(page):
+        pytest.importorskip(needed, reason=f"the page is of {needed}, which is not installed")
     code = [code for _, code, worlds in _blocks(DOCS / page) if world in worlds]
     assert code
     pool.run(_run, code, str(tmp_path), world=world, timeout=100)

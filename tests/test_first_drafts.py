@@ -14,7 +14,7 @@ import shardcore
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NoPolicyError
-from shardcore.testing import Case, WorkerPool
+from shardcore.testing import Case, WorkerPool, text_batch
 from shardcore.testing.checks import examine
 from shardcore.testing.subject import Subject
 
@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from shardcore.cli.infer import build, loss_of  # noqa: E402
 from shardcore.integrations.small import small_inputs, small_model  # noqa: E402
+from shardcore.scaffold.cases import cases  # noqa: E402
 from shardcore.scaffold.draft import source  # noqa: E402
 from shardcore.scaffold.guess import guess  # noqa: E402
 
@@ -81,6 +82,33 @@ def _look_in(folder: str) -> None:
     import sys
 
     sys.path.insert(0, folder)
+
+
+#: Heads whose labels, or whose configuration, are not those of a language model.
+HEADS = (
+    "ElectraForMultipleChoice",
+    "ElectraForPreTraining",
+    "ElectraForQuestionAnswering",
+    "ElectraForTokenClassification",
+    "Starcoder2ForSequenceClassification",
+    "Starcoder2ForTokenClassification",
+)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_called_with_what_it_learns_from(name: str) -> None:
+    small = small_model(getattr(transformers, name))
+    for inputs in (small.inputs, text_batch(small.model, 0)):
+        assert torch.isfinite(small.model(**inputs)["loss"])
+        if name.endswith("PreTraining"):
+            assert set(inputs["labels"].unique().tolist()) == {0, 1}  # whether a token was replaced
+
+
+def test_the_case_of_a_head_compares_what_it_returns() -> None:
+    small, found = draft("ElectraForQuestionAnswering")
+    text = cases("electra", small.model, small.inputs, found, settings=small.settings)
+    assert "return text_batch(model, seed)" in text
+    assert 'outputs=("start_logits", "end_logits")' in text
 
 
 def test_what_cannot_be_split_is_said() -> None:

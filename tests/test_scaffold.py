@@ -207,6 +207,7 @@ def test_what_cannot_be_made_leaves_nothing_behind(tmp_path, name, model, messag
     assert result.exit_code != 0
     assert isinstance(result.exception, SystemExit | ShardcoreError)
     assert message in result.output
+    assert ".." not in result.output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -96,7 +96,7 @@ def test_what_is_no_configuration(tmp_path, text):
     [
         ("LlamaForCausallm", "Did you mean 'LlamaForCausalLM'?"),
         ("transformers.LlamaModle", "Did you mean 'LlamaModel'?"),
-        ("meta-llama/Llama-3.1-8B", "names of the hub are not read"),
+        ("meta-llama/Llama-3.1-8B", "the local cache of the hub holds no config.json"),
         ("NoSuchThingAtAll", "no class 'NoSuchThingAtAll' in transformers"),
     ],
 )

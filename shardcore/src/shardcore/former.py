@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shardcore.agree.agreement import Report, agree
+from shardcore.agree.fingerprint import Item
+from shardcore.agree.received import receive
+from shardcore.apply.attached import attached_to
 from shardcore.apply.launch import start_process_group, world_size
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
@@ -128,24 +131,44 @@ def shard_new(
     with failing_together(config, fields):
         config = ShardConfig.of(config, **fields)
         check_model(model)
+        attached = attached_to(model)
+        inner = model if attached is None else attached.model
         if weights is None and reading != "auto":
             raise ConfigError(f"reading={reading!r} says who reads weights=, which are not given")
-        wrapping, pipelining = Wrapping(model, optimizer, wrap=wrap), Pipelining(model)
-        filling = None if weights is None else Filling(model, weights, sync_from, reading)
-        told = wrapping.items if filling is None else lambda: (*wrapping.items(), *filling.items())
+        wrapping, pipelining = Wrapping(model, optimizer, wrap=wrap, inner=inner), Pipelining(inner)
+        filling = None if weights is None else Filling(inner, weights, sync_from, reading)
         if isinstance(policy, str):
             if policy != "infer":
                 raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
             start_process_group(config)  # one rank infers for all
-            policy = inferred(model, infer, config.group())
+            policy = inferred(inner, infer, config.group())
 
         def check(plan: ShardPlan) -> None:
             pipelining.check(plan)
             wrapping.check(plan)
+            if attached is not None:
+                attached.check(plan)
 
-        sharder = ModelSharder(model, policy, config, sync_from=sync_from, check=check, told=told)
+        def told() -> Iterator[Item]:
+            yield from wrapping.items()
+            yield from () if filling is None else filling.items()
+            yield from () if attached is None else attached.items(values=sync_from is None)
+
+        sharder = ModelSharder(inner, policy, config, sync_from=sync_from, check=check, told=told)
     start_process_group(config)
-    sharder.shard()  # discover, resolve, compile, agree, apply
+    if attached is not None:
+        attached.take_off()
+    try:
+        sharder.shard()  # discover, resolve, compile, agree, apply
+    except BaseException:
+        if attached is not None:
+            attached.put_back()  # as it was, unless it is broken
+        raise
+    if attached is not None and sharder.context is not None:
+        received = None if sync_from is None else functools.partial(receive, source=sync_from, group=sharder.group)
+        sharder.finish(functools.partial(attached.attach, sharder.context, received))
+    elif attached is not None:
+        attached.put_back()
     if sharder.context is not None and sharder.plan is not None:
         if sharder.context.sizes.pp > 1:
             sharder.finish(functools.partial(pipelining.divide, sharder.context, sharder.plan, wrapping.dtype))

@@ -16,9 +16,10 @@ __all__ = ["get_rng_state", "manual_seed", "set_rng_state"]
 def manual_seed(model: nn.Module, seed: int) -> None:
     """Restart the random stream of a sharded model (dropout masks, sampling in ``generate``) from ``seed``.
 
-    ``torch.manual_seed`` does not reach it: a sharded model draws from a stream of its own, so that masks agree on the
-    ranks however each is seeded. Call it on every rank with the same seed; data-parallel replicas get different
-    numbers from one seed.
+    A sharded model draws from a stream of its own, so that masks agree on the ranks however each is seeded. It restarts
+    too in the first call after ``torch.manual_seed`` (and `transformers.set_seed`, which calls that), from the seed of
+    the first rank that shares the model, if all of these have called it. Call either on every rank; data-parallel
+    replicas get different numbers from one seed.
 
     Args:
         model: a sharded model.

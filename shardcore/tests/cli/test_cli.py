@@ -92,9 +92,11 @@ def test_packs(site):
     result = run("packs")
     assert result.exit_code == 0
     head, *lines = result.output.splitlines()
-    assert head.split("\t") == ["pack", "distribution", "status", "serves", "tested with", "location"]
+    assert head.split("\t") == ["pack", "distribution", "status", "serves", "tested with"]
     (line,) = [line for line in lines if line.startswith("net\t")]
     assert line.split("\t")[1:4] == ["shard-net 1.5", "loaded", "Net"]
+    assert "plugin.py" not in line
+    (line,) = [line for line in run("packs", "-v").output.splitlines() if line.startswith("net\t")]
     assert line.endswith("plugin.py")
 
 
@@ -119,8 +121,10 @@ def test_a_broken_pack_is_an_exit_code(site):
 
 
 def test_explain(site):
-    result = run("explain", "cli_models.Net", "--tp", "2")
+    assert "weight (12, 8)" not in run("explain", "cli_models.Net", "--tp", "2").output
+    result = run("explain", "cli_models.Net", "--tp", "2", "-v")
     assert result.exit_code == 0, result.output
+    assert "bytes of a step: not known (it is not known how to call a Net" in result.output
     assert "Net by shard_net.policy.NetPolicy (shard-net 1.5), tp 2, digest" in result.output
     assert "weight (12, 8) -> (6, 8)  split on dim 0" in result.output
     assert "collectives per step: 2 all_reduce forward, 1 all_reduce backward" in result.output
@@ -155,7 +159,7 @@ def test_explain_as_json_and_diff(site):
 
 def test_settings_reach_the_plan(site):
     settings = ["inference_only=true", "enable_flash_attention=auto", "enable_fused_normalization=False"]
-    result = run("explain", "cli_models.Net", "--tp", "2", "--device", "cuda", *(f"--set={s}" for s in settings))
+    result = run("explain", "cli_models.Net", "--tp", "2", "--device", "cuda", "-v", *(f"--set={s}" for s in settings))
     assert result.exit_code == 0, result.output
     assert "enable_flash_attention: off: NetPolicy knows no other attention for its model" in result.output
     assert "eval mode, no gradients" in result.output

@@ -105,8 +105,7 @@ def test_no_policy_says_what_was_left_out(site: Site) -> None:
         "no installed pack serves user.Mine.",
         "  looked for: user.Mine, models.Model",
         "  installed packs:",
-        "    new (shard-new 1.0): loaded",
-        "    off (shard-off 1.0): loaded",
+        "    loaded: new, off",
         "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
         "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
         "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
@@ -132,8 +131,35 @@ def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
     with pytest.raises(NoPolicyError) as caught:
         Registry([]).resolve(model("Mine", "user", served))
     assert f"  the first-party pack for this family is {pack}" in str(caught.value).splitlines()
-    assert "pip" not in str(caught.value)
+    assert "pip install shard" not in str(caught.value)  # none is published
+    assert str(caught.value).splitlines()[4].endswith(f": python -m pip install ./packs/{pack}")
     assert "new-pack" not in str(caught.value)
+
+
+def test_no_policy_says_what_is_the_matter_with_the_first_party_pack(site: Site, monkeypatch) -> None:
+    served = model("BertOther", "transformers.models.bert.modeling_bert")
+    site.install("bert", serves("shard_bert"))
+    with pytest.raises(NoPolicyError) as caught:
+        site.discover().resolve(served)
+    assert "  the first-party pack for this family, shard-bert, is installed and serves other classes of it" in str(
+        caught.value
+    )
+    assert "shardcore new-pack shard-mine --model transformers.models.bert." in str(caught.value)
+    monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "bert")
+    with pytest.raises(NoPolicyError) as caught:
+        site.discover().resolve(served)
+    assert "    blocked by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS: bert" in str(caught.value).splitlines()
+    assert "  way out: let bert into SHARDCORE_PACKS, or out of SHARDCORE_DISABLE_PACKS" in str(caught.value)
+
+
+def test_no_policy_names_the_bases_that_a_policy_could_be_for() -> None:
+    base = model("Pre", "transformers.models.new_one.modeling", model("PreTrainedModel", "transformers.modeling_utils"))
+    with pytest.raises(NoPolicyError) as caught:
+        Registry([]).resolve(model("NewModel", "transformers.models.new_one.modeling", base))
+    name = "transformers.models.new_one.modeling.NewModel"
+    lines = str(caught.value).splitlines()
+    assert lines[1] == f"  looked for: {name}, transformers.models.new_one.modeling.Pre"
+    assert f"  way out: have a pack drafted: shardcore new-pack shard-new-one --model {name}" in lines
 
 
 @pytest.mark.parametrize(

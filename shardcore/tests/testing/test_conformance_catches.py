@@ -145,6 +145,14 @@ def test_a_case_that_shows_nothing_is_caught(pool, fields, options, check, says)
     assert says in finding.message
 
 
+@pytest.mark.parametrize(("allowed", "says"), [((3, 5), ""), ((2, 5), "2 by the case's collectives=, and 1 because ")])
+def test_the_gather_of_heads_that_ranks_share_is_not_counted_by_the_case(pool, allowed, says):
+    subject = Subject(case=dataclasses.replace(CASE, collectives=allowed), tp=2, options={"kv_heads": 1})
+    finding = Examination(pool, subject).finding("communication")
+    assert finding.state == ("failed" if says else "passed"), finding
+    assert says in finding.message
+
+
 def test_a_plugin_that_imports_torch_has_no_case_and_follows_the_hash_seed(pool):
     findings = {finding.check: finding for finding in fresh_findings(pool, "wrong_plugin", wrong_plans.digest_cases())}
     assert {finding.state for finding in findings.values()} == {"failed"}

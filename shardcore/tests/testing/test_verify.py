@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from shardcore.cli import main, verify
 from shardcore.errors import ConfigError
 from shardcore.plugins.registry import GROUP, default_registry
+from shardcore.testing.checks import SECTIONS
 
 MODELS = """
 import kit_net
@@ -76,7 +78,19 @@ def test_a_model_that_is_right(pack):
     assert line[:4] == ["Small", "2", "gradients", "passed"]
     assert float(line[5]) < 1e-9
     assert "." in line[6]
-    assert result.output.endswith("10 checks passed, 0 failed, 0 not claimed by the pack\n")
+    last = result.output.splitlines()[-1]
+    assert last.startswith("OK: 10 checks of Small on 2 ranks with random weights, sharded against unsharded: ")
+    error, allowed = re.search(r"largest error (\S+) \(allowed (\S+)\), \d+ s$", last).groups()
+    assert 0 < float(error) < float(allowed) == 1e-12
+
+
+def test_the_ranks_say_what_they_are_at(pack, tmp_path):
+    pack()
+    jobs = [job for job in verify.jobs_for("verified_models.Small", 2) if job.section == "training"]
+    verify.verify(jobs, 2, timeout=100, progress=lambda job: None, notes=tmp_path / "notes")
+    at, _, compared = (tmp_path / "notes").read_text().partition(", ")
+    assert at in SECTIONS["training"].checks
+    assert int(compared.split()[0]) > 100
 
 
 def test_a_policy_that_is_wrong(pack):
@@ -98,7 +112,7 @@ def test_a_plan_that_fails_is_the_only_finding(pack):
     result = run("verified_models.Small")
     assert result.exit_code == 1
     assert "gate_proj" in result.output
-    assert result.output.endswith("0 checks passed, 1 failed, 0 not claimed by the pack\n")
+    assert result.output.splitlines()[-1].startswith("FAILED: 1 of 1 checks of Small on 2 ranks with random weights")
 
 
 def test_what_cannot_be_verified_is_said(pack):

@@ -89,7 +89,6 @@ def decoder_cases(
     generating = replace(plain, generation=True)
     tied = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97, **(shared or {})}
     fields = {"collectives": (2, 2), **fields, "build": build}
-    forward, backward = fields["collectives"]
     causal, others = f"{family}ForCausalLM", headless or family
     found = [
         _case(
@@ -98,12 +97,11 @@ def decoder_cases(
             usual=usual,
             **{"supports": generating, "sharded": (*_LAYER, "lm_head"), **fields},
         ),
-        # The parts of shared KV heads are gathered, and their gradients summed, in one collective more each way.
         _case(
             f"{prefix}tied_shared_kv",
             causal,
             usual=tied,
-            **{"supports": generating, "sharded": ("q_proj",), **fields, "collectives": (forward + 1, backward + 1)},
+            **{"supports": generating, "sharded": ("q_proj",), **fields},
         ),
         _case(f"{prefix}model", f"{others}Model", usual=usual, loss=hidden_loss, **{"supports": plain, **fields}),
     ]

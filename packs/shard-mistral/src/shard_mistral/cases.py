@@ -121,7 +121,7 @@ def cases() -> list[Case]:
     families = {"mistral": "Mistral", "mixtral": "Mixtral"}
     return [
         _case("causal_lm", "Mistral", "ForCausalLM"),
-        _case("tied_shared_kv", "Mistral", "ForCausalLM", config=shared, collectives=(3, 3), sharded=("q_proj",)),
+        _case("tied_shared_kv", "Mistral", "ForCausalLM", config=shared, sharded=("q_proj",)),
         _case("experts_causal_lm", "Mixtral", "ForCausalLM"),
         _case("experts_batched", "Mixtral", "ForCausalLM", config={"experts": "batched_mm"}),
         *(_case(f"{name}_model", family, "Model", loss=hidden_loss) for name, family in families.items()),

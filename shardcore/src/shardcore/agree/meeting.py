@@ -45,8 +45,16 @@ class Meeting:
     step: int = field(default=0)
 
     @classmethod
-    def hold(cls, ranks: Sequence[int], report: Mapping[str, Any], call: str = "save_pretrained") -> Meeting:
-        """Wait until all ``ranks`` are here, in the same ``call``, as long as a collective would wait for them.
+    def hold(
+        cls,
+        ranks: Sequence[int],
+        report: Mapping[str, Any],
+        call: str = "save_pretrained",
+        patience: float | None = None,
+    ) -> Meeting:
+        """Wait until all ``ranks`` are here, in the same ``call``.
+
+        They are waited for as long as a collective would wait, or for ``patience`` in seconds.
 
         Meetings of the same ranks are numbered in the store. A number ends when all have come or, for all at once, when
         the first rank runs out of patience; whoever comes later meets under the next number.
@@ -56,7 +64,7 @@ class Meeting:
         """
         store = dist.distributed_c10d._get_default_store()  # the only store that every process group has
         base = f"shardcore/{call}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        patience = _timeout()
+        patience = _timeout() if patience is None else patience
         end = time.monotonic() + patience
         while True:
             name = f"{base}/{store.add(f'{base}/number', 0)}"

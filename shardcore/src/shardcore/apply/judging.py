@@ -1,23 +1,25 @@
-"""Where the ranks of a model tell each other what they were called with, and what they have found in its graph."""
+"""Where the ranks of a model tell each other what they were called with, seeded with, and found in its graph."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import threading
+import warnings
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
-from shardcore.errors import AgreementError, MissingRanksError
+from shardcore.errors import AgreementError, MissingRanksError, ShardcoreWarning
 from shardcore.mesh import ShardContext
 from shardcore.nn.judged import judge
 from shardcore.nn.same_inputs import Brought, compare_inputs
 
-__all__ = ["compare_calls", "judge_calls"]
+__all__ = ["compare_calls", "follow_seeds", "judge_calls"]
 
 _log = logging.getLogger("shardcore")
 
@@ -54,6 +56,33 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
     """Let ``model`` compare its inputs over its ``tp``: in its first calls and each ``every``-th, if that is not 0."""
     if every and (ranks := _ranks(context)):
         compare_inputs(model, every, checksum, functools.partial(_compared, ranks, type(model).__name__))
+
+
+def follow_seeds(context: ShardContext) -> None:
+    """Let the random stream of a model restart where the user has seeded torch, on all ranks that share the model.
+
+    The seed is that of the first of them, so that masks agree though each rank may be seeded differently.
+    """
+    context.random.on_seed = functools.partial(_reseeded, _ranks(context), context)
+
+
+def _reseeded(ranks: tuple[int, ...], context: ShardContext) -> None:
+    seed = torch.initial_seed()
+    if ranks:
+        try:
+            meeting = Meeting.hold(ranks, {"seed": seed}, "seed", patience=_SOON)
+        except MissingRanksError as error:
+            names = ", ".join(map(str, error.missing)) or "another one"
+            warnings.warn(
+                f"torch was seeded on this rank, and not, or more than {_SOON:g} s later, on ranks that share its "
+                f"model: {names}. The random stream of the model goes on where it was; to restart it, seed torch on "
+                "all ranks, or call shardcore.manual_seed(model, seed) there",
+                ShardcoreWarning,
+                stacklevel=2,
+            )
+            return
+        seed = meeting.reports[ranks[0]]["seed"]
+    context.reseed(seed)
 
 
 def _ranks(context: ShardContext) -> tuple[int, ...]:

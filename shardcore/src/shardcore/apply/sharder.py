@@ -19,7 +19,7 @@ from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.agree.received import check_source, receive, set_modes
 from shardcore.apply.changes import Changes
-from shardcore.apply.judging import compare_calls, judge_calls
+from shardcore.apply.judging import compare_calls, follow_seeds, judge_calls
 from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_sharded
 from shardcore.apply.together import out_of_inference_mode, together
@@ -328,6 +328,7 @@ class ModelSharder:
         tokens = [path for step in steps for path in step.splits_tokens]
         replicas = context.sizes.replicas
         self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
+        follow_seeds(context)
         judge_calls(self.model, context)
         if context.sizes.pp == 1:  # a pipeline compares the whole batch, in each step
             compare_calls(self.model, context, self.config.check_inputs_every)

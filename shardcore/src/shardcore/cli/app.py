@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _MAX_TP_HELP = "With --search: the most tensor-parallel ranks, such as those of 
 #: Those of `shardcore.config.pipelining`, which would import torch.
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 
+_HTML_HELP = "Draw the mesh, the cuts and the memory of each rank into one file for a browser."
 _BATCH_HELP = "Samples of each replica [default: 1; of a pipeline 1 in each micro-batch]."
 _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each rank of the pipeline]."
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
@@ -51,9 +53,10 @@ def main() -> None:
 
 
 @main.command(epilog="Exit code 1 if a pack is broken.")
+@click.option("-v", "--verbose", is_flag=True, help="Also where each of them is installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def packs(as_json: bool) -> None:
-    """List the installed packs: where they come from, what became of them, which classes they serve.
+def packs(verbose: bool, as_json: bool) -> None:
+    """List the installed packs: what became of them, which classes they serve, what they were tested with.
 
     SHARDCORE_PACKS and SHARDCORE_DISABLE_PACKS choose among them; blocked packs are listed too.
     """
@@ -61,7 +64,7 @@ def packs(as_json: bool) -> None:
 
     with answer_only():
         rows = describe()
-    click.echo(json.dumps(rows, indent=2)) if as_json else show(rows)
+    click.echo(json.dumps(rows, indent=2)) if as_json else show(rows, verbose=verbose)
     if any(row["status"] == "broken" for row in rows):
         raise click.exceptions.Exit(1)
 
@@ -82,6 +85,8 @@ def packs(as_json: bool) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Compare two plans saved with --json.",
 )
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help=_HTML_HELP)
+@click.option("-v", "--verbose", is_flag=True, help="Also what becomes of each module.")
 def explain(
     model: str | None,
     tp: int,
@@ -91,15 +96,20 @@ def explain(
     device: str | None,
     as_json: bool,
     diff: tuple[Path, Path] | None,
+    html: Path | None,
+    verbose: bool,
 ) -> None:
     """Show what would be done to MODEL, without reading weights and without starting anything.
 
-    MODEL is a folder with a config.json, a config.json, or a class name: of transformers (LlamaForCausalLM) or with its
-    module (package.module.Class). Everything is compiled on the meta device.
+    MODEL is a folder with a config.json, a config.json, a model of the hub that is in the local cache, or a class name:
+    of transformers (LlamaForCausalLM) or with its module (package.module.Class). Everything is compiled on the meta
+    device. What comes first is what each rank holds and sends; -v adds what becomes of each module.
 
     \b
     Examples:
       shardcore explain LlamaForCausalLM --tp 4
+      shardcore explain LlamaForCausalLM --tp 4 -v
+      shardcore explain ./checkpoint --tp 4 --dp 2 --html mesh.html
       shardcore explain ./checkpoint --tp 2 --set enable_all_optimization=true --device cuda
       shardcore explain ./checkpoint --tp 2 --set gradient_checkpoint_config=0.5
       shardcore explain ./checkpoint --tp 2 --pp 2 --set pipeline_schedule=interleaved
@@ -118,8 +128,17 @@ def explain(
     if not model:
         raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
     with answer_only():
-        explained = command.explain(model, tp=tp, dp=dp, pp=pp, settings=settings, device=device)
-    click.echo(json.dumps(explained.to_json(), indent=2)) if as_json else command.show(explained)
+        explained = command.explain(
+            model, tp=tp, dp=dp, pp=pp, settings=settings, device=device, step=html is not None or not as_json
+        )
+    if html is not None:
+        from shardcore.cli.page import of_a_plan
+
+        html.write_text(of_a_plan(model, explained), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(explained.to_json(), indent=2))
+    else:
+        command.show(explained, verbose=verbose, hint="Each module: -v. Other batches and optimizers: shardcore plan.")
 
 
 @main.command(epilog="Exit code 1 if the policy does not fit, or the step does not fit into --memory.")
@@ -154,6 +173,7 @@ def explain(
 @click.option("--ranks", type=click.IntRange(1), help="With --search: all ranks.")
 @click.option("--max-tp", default=8, show_default=True, type=click.IntRange(1), help=_MAX_TP_HELP)
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the memory into this file.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help=_HTML_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
     model: str,
@@ -175,6 +195,7 @@ def plan(
     ranks: int | None,
     max_tp: int,
     svg: Path | None,
+    html: Path | None,
     as_json: bool,
     **work: Any,
 ) -> None:
@@ -192,6 +213,7 @@ def plan(
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
     from shardcore.cli import plan as command
+    from shardcore.cli.summary import batch_of
     from shardcore.planner import Workload
 
     limit = None if memory is None else command.bytes_of(memory)
@@ -209,7 +231,7 @@ def plan(
         "microbatch_size": microbatch_size,
     }
     config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes, **pipeline)
-    workload = Workload(foreach=device == "cuda", batch=command.batch_of(config, batch), **work)
+    workload = Workload(foreach=device == "cuda", batch=batch_of(config, batch), **work)
     with answer_only():
         if search:
             found = command.search(model, config, workload, ranks=ranks or 1, max_tp=max_tp, memory=limit)
@@ -217,6 +239,10 @@ def plan(
             found = [command.alone(command.plan(model, config, workload))]
     if svg is not None:
         svg.write_text(command.drawing(model, found, limit), encoding="utf-8")
+    if html is not None:
+        from shardcore.cli.page import of_estimates
+
+        html.write_text(of_estimates(model, found, limit), encoding="utf-8")
     command.answer(model, found, limit, search=search, as_json=as_json)
     if not any(command.fits(one, limit) for one in found):
         raise click.exceptions.Exit(1)
@@ -248,9 +274,11 @@ def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
 
     with answer_only():
         jobs = command.jobs_for(model, tp)
-    with command.progress_bar(len(jobs), quiet=as_json) as progress, answer_only():
-        done = command.verify(jobs, tp, timeout=timeout, progress=progress)
-    click.echo(json.dumps(command.to_json(done), indent=2)) if as_json else command.show(done)
+    begin = time.monotonic()
+    with command.progress_bar(len(jobs), quiet=as_json) as (progress, notes), answer_only():
+        done = command.verify(jobs, tp, timeout=timeout, progress=progress, notes=notes)
+    seconds = time.monotonic() - begin
+    click.echo(json.dumps(command.to_json(done), indent=2)) if as_json else command.show(done, seconds)
     if not command.passed(done):
         raise click.exceptions.Exit(1)
 

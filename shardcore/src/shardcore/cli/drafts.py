@@ -41,8 +41,8 @@ def _of_transformers(source: str) -> Example:
         small = small_model(cls, empty.config)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}. Write a function that returns a small model and the keyword arguments of a call, and give it as "
-            "--example package.module:function"
+            f"{str(error).rstrip('.')}. Write a function that returns a small model and the keyword arguments of a "
+            "call, and give it as --example package.module:function"
         ) from error
     return Example(small.model, small.inputs, small.settings, small.dropouts)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import click
 
 from shardcore.cli.pipelines import show_stages, stages_to_json
+from shardcore.cli.summary import step_of, summary
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
@@ -21,11 +21,12 @@ from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
 from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
-from shardcore.planner import Collective, StagePart, collectives, parameter_bytes, stage_parts
+from shardcore.plan.render import heading, modules
+from shardcore.planner import Collective, Estimate, StagePart, collectives, parameter_bytes, stage_parts
 from shardcore.planner.stages import parameter_bytes_by_stage
 from shardcore.plugins.registry import default_registry
 
-__all__ = ["Explained", "difference", "explain", "parse_settings", "read_plan", "show"]
+__all__ = ["Explained", "difference", "explain", "in_short", "parse_settings", "read_plan", "show"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,14 @@ class Explained:
             second one, and so on.
         collectives: of the whole model.
         stages: of a pipeline.
+        step: what one step takes, or why that is not known; None if it was not asked for.
     """
 
     plan: ShardPlan
     bytes_per_rank: list[int]
     collectives: list[Collective]
     stages: list[StagePart]
+    step: Estimate | str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON data."""
@@ -61,7 +64,14 @@ class Explained:
 
 
 def explain(
-    model: str, *, tp: int, dp: int, pp: int = 1, settings: Sequence[str] = (), device: str | None = None
+    model: str,
+    *,
+    tp: int,
+    dp: int,
+    pp: int = 1,
+    settings: Sequence[str] = (),
+    device: str | None = None,
+    step: bool = False,
 ) -> Explained:
     """Compile the plan for ``model`` (see `shardcore.integrations.models.meta_model`).
 
@@ -72,6 +82,7 @@ def explain(
         pp: ranks of a pipeline.
         settings: further fields of the configuration, as ``name=value``.
         device: where the model would run, ``"cuda"`` or ``"cpu"``; by default what this machine has.
+        step: also run a step among ranks that are not there, which takes some seconds more.
 
     Raises:
         ConfigError: there is no such model, or a setting is not one.
@@ -82,7 +93,8 @@ def explain(
     native = meta_model(model)
     registry = default_registry()
     policy, origin = registry.policy_for(type(native))
-    config = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, **parse_settings(settings)}).resolve(tp * dp * pp)
+    given = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, **parse_settings(settings)})
+    config = given.resolve(tp * dp * pp)
     plan = compile_plan(
         policy,
         native,
@@ -92,14 +104,17 @@ def explain(
         delegates=registry.policy_for,
         device_type=device,
     )
+    taken = step_of(native, given) if step else None
     if pp == 1:
-        return Explained(plan=plan, bytes_per_rank=parameter_bytes(plan), collectives=collectives(plan), stages=[])
-    held = parameter_bytes_by_stage(plan, Cut.by(plan.config, native, plan.stages))
+        held = parameter_bytes(plan)
+        return Explained(plan=plan, bytes_per_rank=held, collectives=collectives(plan), stages=[], step=taken)
+    by_stage = parameter_bytes_by_stage(plan, Cut.by(plan.config, native, plan.stages))
     return Explained(
         plan=plan,
-        bytes_per_rank=[size for rank in held for size in rank],
+        bytes_per_rank=[size for rank in by_stage for size in rank],
         collectives=collectives(plan),
         stages=stage_parts(native, plan),
+        step=taken,
     )
 
 
@@ -137,50 +152,49 @@ def _setting(text: str) -> tuple[str, Any]:
     return name, parsed
 
 
-def show(explained: Explained) -> None:
-    """Print the plan as a tree, and the stages as a table; plain text without a terminal."""
-    _show_plan(explained)
+def show(explained: Explained, *, verbose: bool = False, hint: str = "") -> None:
+    """Print a summary, and the stages as a table; ``verbose`` adds what becomes of each module.
+
+    Args:
+        explained: what is shown.
+        verbose: show the modules, as a tree on a terminal.
+        hint: a last line, for a person at a terminal.
+    """
+    click.echo("\n".join([*heading(explained.plan), "", *in_short(explained)]))
     if explained.stages:
         click.echo()
         show_stages(explained.stages)
+    if verbose:
+        click.echo()
+        _show_modules(list(modules(explained.plan)))
+    elif hint and sys.stdout.isatty():
+        click.echo(f"\n{hint}")
 
 
-def _show_plan(explained: Explained) -> None:
-    summary = list(_summary(explained))
+def in_short(explained: Explained) -> list[str]:
+    """Return the lines of the summary."""
+    step = explained.step if explained.step is not None else "it was not asked for"
+    return list(
+        summary(explained.plan, explained.bytes_per_rank, explained.collectives, step, staged=bool(explained.stages))
+    )
+
+
+def _show_modules(lines: list[str]) -> None:
     if not sys.stdout.isatty():
-        click.echo("\n".join([explained.plan.render(), *summary]))
+        click.echo("\n".join(lines))
         return
     from rich.console import Console
+    from rich.text import Text
     from rich.tree import Tree
 
-    head, *lines = explained.plan.render().split("\n")
-    tree = Tree(head)
+    tree = Tree(Text("modules"))
     branch = tree
     for line in lines:
         if line.startswith("    "):
-            branch.add(line.strip())
+            branch.add(Text(line.strip()))
         else:
-            branch = tree.add(f"[bold]{line}[/bold]")
-    console = Console()
-    console.print(tree)
-    console.print("\n".join(summary))
-
-
-def _summary(explained: Explained) -> Iterator[str]:
-    low, high = _mebibytes(min(explained.bytes_per_rank)), _mebibytes(max(explained.bytes_per_rank))
-    size = high if low == high else f"{low} to {high}"
-    shards = explained.plan.config.dp_shard_size or 1
-    yield f"parameters per rank: {size}" + (f", divided by {shards} over dp_shard" if shards > 1 else "")
-    counts = Counter((c.phase, c.operation) for c in explained.collectives)
-    sent = ", ".join(
-        f"{count} {operation} {phase}" for (phase, operation), count in sorted(counts.items(), reverse=True)
-    )
-    step = "collectives of all stages, for each micro-batch" if explained.stages else "collectives per step"
-    yield f"{step}: {sent or 'none'}"
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+            branch = tree.add(Text(line, style="bold"))
+    Console(highlight=False).print(tree)
 
 
 def read_plan(path: Path) -> dict[str, Any]:

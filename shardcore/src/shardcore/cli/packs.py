@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,12 @@ def _location(pack: Pack) -> str | None:
     return spec.origin
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the packs as a table."""
+def show(rows: list[dict[str, Any]], *, verbose: bool = False) -> None:
+    """Print the packs as a table; ``verbose`` adds where each of them is."""
     columns = ("pack", "distribution", "status", "serves", "tested with", "location")
-    show_table("installed packs", columns, [_cells(row) for row in rows])
+    end = len(columns) if verbose else -1
+    start = 1 if sys.stdout.isatty() and all(row["distribution"] == f"shard-{row['name']}" for row in rows) else 0
+    show_table("installed packs", columns[start:end], [_cells(row)[start:end] for row in rows])
     if not rows:
         click.echo(
             "no pack is installed, so no model is served: install one (shard-llama, shard-bert, ...; the README lists "
@@ -80,7 +83,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["name"],
         f"{row['distribution']} {row['version']}",
         status,
-        "\n".join(serves),
+        ", ".join(serves),
         "\n".join(map(_range, row["tested"])),
         row["location"] or "",
     )

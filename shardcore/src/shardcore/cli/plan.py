@@ -26,11 +26,13 @@ from shardcore.planner.search import search as meshes_of
 __all__ = [
     "alone",
     "answer",
-    "batch_of",
+    "bars_of",
     "bytes_of",
     "configuration",
     "drawing",
     "fits",
+    "headline",
+    "mesh_in_words",
     "plan",
     "search",
 ]
@@ -69,14 +71,6 @@ def configuration(
     if twice := sorted(fields.keys() & given.keys()):
         raise ConfigError(f"{twice[0]} is given by an option and by --set; give it once")
     return ShardConfig.of(ShardConfig.of(**fields), **given)
-
-
-def batch_of(config: ShardConfig, given: int | None) -> int:
-    """Return the samples of each replica in a step: what was given, or one; of a pipeline, one in each micro-batch."""
-    ranks = config.pipeline_parallel_size or 1
-    if given is not None or ranks == 1:
-        return given or 1
-    return (config.num_microbatches or 2 * ranks) * (config.microbatch_size or 1)
 
 
 def plan(source: str, config: ShardConfig, workload: Workload) -> Estimate:
@@ -216,10 +210,11 @@ def drawing(model: str, found: Sequence[Found], memory: int | None) -> str:
     """Return the picture of the plans, as SVG."""
     plans = [f.estimate for f in found if f.estimate is not None]
     title = headline(model, plans[0], mesh=False) if plans else model
-    return picture(title, [bar for plan in plans for bar in _bars(plan)], memory)
+    return picture(title, [bar for plan in plans for bar in bars_of(plan)], memory)
 
 
-def _bars(plan: Estimate) -> Iterator[Bar]:
+def bars_of(plan: Estimate) -> Iterator[Bar]:
+    """Yield the bars of one plan: one, or one for each rank of a pipeline."""
     mesh = mesh_in_words(plan.sizes)
     if plan.pipeline is None:
         yield mesh, plan.at_peak

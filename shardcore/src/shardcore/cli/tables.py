@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-__all__ = ["in_words", "show_table"]
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["drawn", "folded", "in_words", "show_table", "widths"]
+
+#: Words that say how something is, and how they are shown: nothing else in a table has a colour.
+_COLOURS = {
+    **dict.fromkeys(("passed", "works", "loaded", "yes"), "green"),
+    **dict.fromkeys(("failed", "fails", "broken", "no"), "bold red"),
+    **dict.fromkeys(("missing", "blocked", "closed"), "yellow"),
+}
+
+#: Where a word may be folded: behind these signs (not in a number), before a capital that follows a small letter.
+_SEAM = re.compile(r"(?<=[._/,:=-])(?=\D)|(?<=,)|(?<=[a-z0-9])(?=[A-Z])|(?<=\w)(?=[<>]=?\d)")
+
+_FRAME = 3  # signs that a column takes besides its text
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -18,14 +38,101 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
             click.echo("\t".join(cell.replace("\n", "; ").replace("\t", " ") for cell in row))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    console = Console(highlight=False)
+    console.print(drawn(title, columns, [list(row) for row in rows], console.width))
+
+
+def drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Group | Table:
+    """Return a table that is at most ``width`` signs wide.
+
+    Names are folded at their seams and never in the middle: behind a dot, before a capital. What is too wide even so is
+    turned on its side, a column for each row; and if that is too wide too, each row is a list.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    cells = [list(columns), *map(list, rows)]
+    on_its_side = [list(column) for column in zip(*cells, strict=True)]
+    for shape in (cells, on_its_side):
+        room = widths(shape, width - 1 - _FRAME * len(shape[0]))
+        if sum(room) + 1 + _FRAME * len(shape[0]) <= width:
+            return _table(title, shape, room)
+    lines = [Text(title, style="italic")]
     for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        lines += [Text(""), *(_line(name, cell) for name, cell in zip(columns, row, strict=True) if cell)]
+    return Group(*lines)
+
+
+def _line(name: str, cell: str) -> Text:
+    from rich.text import Text
+
+    return Text.assemble((name, "bold"), ": ", _coloured(cell.replace("\n", ", "), len(cell)), overflow="fold")
+
+
+def _table(title: str, cells: Sequence[Sequence[str]], room: Sequence[int]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left")
+    head, *rows = cells
+    for column, size in zip(head, room, strict=True):
+        table.add_column(Text("\n".join(folded(column, size))), no_wrap=True, min_width=size)
+    for row in rows:
+        table.add_row(*(_coloured(cell, size) for cell, size in zip(row, room, strict=True)))
+    return table
+
+
+def _coloured(cell: str, size: int) -> Text:
+    from rich.text import Text
+
+    word = cell.partition("\n")[0]
+    return Text("\n".join(folded(cell, size)), style=_COLOURS.get(word, ""))
+
+
+def widths(cells: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Return how wide each column is so that all of them fit into ``room``.
+
+    That column gives way in which it costs the fewest lines: down to its longest word first, and if that is not enough
+    down to the longest part of a word that has no seam. Below that none goes, so that the sum may be above ``room``.
+    """
+    by_column = list(zip(*cells, strict=True))
+    height = functools.cache(lambda number, size: sum(len(folded(cell, size)) for cell in by_column[number]))
+    words = [[word for cell in column for word in cell.split()] or [""] for column in by_column]
+    whole = [max(map(len, found)) for found in words]
+    parts = [max(len(part) for word in found for part in _SEAM.split(word)) for found in words]
+    found = [max(len(line) for cell in column for line in cell.split("\n")) for column in by_column]
+    found = [min(size, max(room, least)) for size, least in zip(found, parts, strict=True)]
+    for floors in (whole, parts):
+        while sum(found) > room:
+            able = [number for number, size in enumerate(found) if size > floors[number]]
+            if not able:
+                break
+            costs = {n: height(n, found[n] - 1) - height(n, found[n]) for n in able}
+            found[min(able, key=lambda number: (costs[number], -found[number]))] -= 1
+    return found
+
+
+def folded(text: str, width: int) -> list[str]:
+    """Return the lines of ``text``, none wider than ``width`` unless a part of a word has no seam."""
+    return [line for given in text.split("\n") for line in _folded(given, max(width, 1))]
+
+
+def _folded(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        glue = " " if lines[-1] else ""
+        if len(lines[-1]) + len(glue) + len(word) <= width:
+            lines[-1] += glue + word
+            continue
+        parts = [word] if len(word) <= width else _SEAM.split(word)
+        for number, part in enumerate(parts):
+            join = glue if number == 0 else ""
+            if lines[-1] and (number == 0 or len(lines[-1]) + len(join) + len(part) > width):
+                lines.append(part)
+            else:
+                lines[-1] += join + part
+    return lines
 
 
 def in_words(count: float) -> str:

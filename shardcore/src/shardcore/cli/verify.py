@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardcore.cli.tables import show_table
 from shardcore.errors import ConfigError
@@ -26,7 +28,7 @@ from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerPool
 from shardcore.testing.subject import Subject, cases_of
 
-__all__ = ["Job", "build_given", "jobs_for", "passed", "progress_bar", "show", "to_json", "verify"]
+__all__ = ["Job", "build_given", "jobs_for", "passed", "progress_bar", "show", "summary", "to_json", "verify"]
 
 #: What is compared on a model as it was given; the cases of a pack go through everything.
 _OF_A_MODEL = ("plan", "training", "communication")
@@ -140,7 +142,9 @@ def _free_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
-def verify(jobs: list[Job], tp: int, *, timeout: float, progress: Callable[[Job], None]) -> list[Job]:
+def verify(
+    jobs: list[Job], tp: int, *, timeout: float, progress: Callable[[Job], None], notes: Path | None = None
+) -> list[Job]:
     """Run the jobs and return those that ran; after a plan that fails, nothing else of its case runs.
 
     Args:
@@ -148,6 +152,7 @@ def verify(jobs: list[Job], tp: int, *, timeout: float, progress: Callable[[Job]
         tp: the largest number of ranks.
         timeout: limit of one section, in seconds.
         progress: called before each job.
+        notes: a file into which the first rank writes what it is at.
     """
     done: list[Job] = []
     planless: set[tuple[str, int]] = set()
@@ -158,32 +163,55 @@ def verify(jobs: list[Job], tp: int, *, timeout: float, progress: Callable[[Job]
             key = (job.subject.case.name, job.subject.tp)
             if key in planless:
                 continue
-            findings = examine(pool, job.subject, job.section, timeout=timeout)
+            findings = examine(pool, job.subject, job.section, timeout=timeout, notes=notes)
             done.append(dataclasses.replace(job, findings=findings))
             if job.section == "plan" and findings[0].state == "failed":
                 planless.add(key)
     return done
 
 
-@contextmanager
-def progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[Job], None]]:
-    """Yield what shows the progress: a bar on a terminal, nothing in a pipe."""
+@contextlib.contextmanager
+def progress_bar(total: int, *, quiet: bool) -> Iterator[tuple[Callable[[Job], None], Path | None]]:
+    """Yield what shows the progress, and a file that it reads: a bar on a terminal, nothing in a pipe.
+
+    The bar shows the section, or what stands in the file: the check that the ranks are at, and how much was compared.
+    """
     if quiet or not sys.stderr.isatty():
-        yield lambda job: None
+        yield lambda job: None, None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.text import Text
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-        started = [False]
+    class Now(ProgressColumn):
+        @override
+        def render(self, task: Task) -> Text:
+            at = ""
+            with contextlib.suppress(OSError):
+                at = notes.read_text()
+            return Text(at or task.fields["section"], style="dim", no_wrap=True, overflow="ellipsis")
 
-        def show_progress(job: Job) -> None:
-            bar.update(task, advance=int(started[0]), description=f"{job.subject}: {job.section}")
-            started[0] = True
+    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), Now())
+    with tempfile.TemporaryDirectory(prefix="shardcore-verify-") as folder:
+        notes = Path(folder, "notes")
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting the ranks", total=total, section="")
+            started = [False]
 
-        yield show_progress
+            def show_progress(job: Job) -> None:
+                notes.write_text("")
+                bar.update(task, advance=int(started[0]), description=str(job.subject), section=job.section)
+                started[0] = True
+
+            yield show_progress, notes
 
 
 def to_json(done: list[Job]) -> dict[str, Any]:
@@ -204,18 +232,41 @@ def passed(done: list[Job]) -> bool:
     return not any(finding.state == "failed" for job in done for finding in job.findings)
 
 
-def show(done: list[Job]) -> None:
-    """Print a table of what was compared, then what failed."""
+def show(done: list[Job], seconds: float) -> None:
+    """Print what was compared, then what failed, and at the end how it went; ``seconds`` is how long it took."""
     found = [(job, finding) for job in done for finding in job.findings]
     columns = ("case", "tp", "check", "state", "compared", "largest error", "where")
-    show_table("verified", columns, [_cells(job, finding) for job, finding in found])
+    if sys.stdout.isatty():
+        subjects = dict.fromkeys(str(job.subject) for job, _ in found)
+        for subject in subjects:
+            rows = [_cells(job, finding)[2:] for job, finding in found if str(job.subject) == subject]
+            show_table(subject, columns[2:], rows)
+    else:
+        show_table("verified", columns, [_cells(job, finding) for job, finding in found])
     for job, finding in found:
         if finding.state == "failed":
             click.echo(f"\n{finding.check}, {job.subject}:\n  " + finding.explained().replace("\n", "\n  "))
-    failed = sum(finding.state == "failed" for _, finding in found)
-    closed = sum(finding.state == "closed" for _, finding in found)
-    rest = len(found) - failed - closed
-    click.echo(f"\n{rest} checks passed, {failed} failed, {closed} not claimed by the pack")
+    click.echo(f"\n{summary(done, seconds)}")
+
+
+def summary(done: list[Job], seconds: float) -> str:
+    """Return what came out in one line: how many checks, of what, the largest error and what was allowed, the time."""
+    findings = [finding for job in done for finding in job.findings]
+    failed = sum(finding.state == "failed" for finding in findings)
+    closed = sum(finding.state == "closed" for finding in findings)
+    models = dict.fromkeys(job.subject.case.name for job in done)
+    sizes = sorted({job.subject.tp for job in done})
+    ranks = f"{' and '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
+    of = next(iter(models)) if len(models) == 1 else f"{len(models)} models"
+    count = f"{failed} of {len(findings) - closed}" if failed else str(len(findings) - closed)
+    compared = f"{sum(finding.compared for finding in findings)} comparisons"
+    parts = [f"{count} checks of {of} on {ranks} with random weights, sharded against unsharded: {compared}"]
+    near = [f for f in findings if f.error is not None and f.allowed]
+    if near:
+        worst = max(near, key=lambda f: math.inf if f.error != f.error else (f.error or 0.0) / (f.allowed or 1.0))
+        parts += [f"largest error {worst.error:.1e} (allowed {worst.allowed:.0e})"]
+    parts += [f"{closed} not run: the pack says that its model cannot do that"] if closed else []
+    return f"{'FAILED' if failed else 'OK'}: {', '.join(parts)}, {seconds:.0f} s"
 
 
 def _cells(job: Job, finding: Finding) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ class Exchange:
 
     def __init__(self, used: Sequence[Runs], size: int, rank: int, dim: int = 0) -> None:
         self.dim, self.rank, self.ranks = dim, rank, len(used)
+        #: The rows of the whole parameter that this rank uses.
+        self.used = used[rank]
         self.pieces = tuple(_pieces(used[rank], size, self.ranks))
         #: By the rank that they go to; none to itself.
         self.sent: tuple[Runs, ...] = tuple(

@@ -37,7 +37,7 @@ from shardcore.integrations._gathering import Transport
 from shardcore.integrations._native import Call
 from shardcore.mesh import ShardContext, division_of
 
-__all__ = ["Plan", "entries_saved", "save_pretrained"]
+__all__ = ["Plan", "entries_saved", "save_pretrained", "writer_of"]
 
 
 def save_pretrained(
@@ -77,10 +77,10 @@ def save_pretrained(
     plan, failure = None, None
     try:
         plan = Plan.of(model, call)
-    except Exception as error:  # told to the others, and raised by _writer
+    except Exception as error:  # told to the others, and raised by writer_of
         failure = error
     meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure))
-    writer = _writer(meeting.reports, failure)
+    writer = writer_of(meeting.reports, failure)
     assert plan is not None
     _carry_out(call, plan, meeting, writer)
 
@@ -108,7 +108,7 @@ def _report(arguments: Mapping[str, Any], plan: Plan | None, failure: Exception 
     }
 
 
-def _writer(reports: Mapping[int, Mapping[str, Any]], failure: Exception | None) -> int:
+def writer_of(reports: Mapping[int, Mapping[str, Any]], failure: Exception | None) -> int:
     """Return the rank that writes.
 
     Raises:
@@ -123,7 +123,7 @@ def _writer(reports: Mapping[int, Mapping[str, Any]], failure: Exception | None)
         if report["error"] is not None:
             raise AgreementError(f"rank {rank} cannot save, so nothing was written. Its error: {report['error']}")
     for rank, item in itertools.product(others, ("max_shard_size", "names and shapes")):
-        if reports[rank][item] != reports[first][item]:
+        if reports[rank].get(item) != reports[first].get(item):
             raise AgreementError(
                 f"save_pretrained: ranks {first} and {rank} differ in {item}: {reports[first][item]} and "
                 f"{reports[rank][item]}. Nothing was written; call it on the same model with the same arguments."

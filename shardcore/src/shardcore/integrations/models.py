@@ -32,7 +32,8 @@ def meta_model(source: str) -> nn.Module:
     """Return the model that ``source`` names, on the meta device; no weights are read.
 
     Args:
-        source: a folder with a config.json, a config.json, or a class name: of transformers (built with its default
+        source: a folder with a config.json, a config.json, the name of a model of the hub whose config.json is in the
+            local cache (the network is not asked), or a class name: of transformers (built with its default
             configuration) or with its module, ``package.module.Class`` (called without arguments unless it is a
             transformers model).
 
@@ -43,6 +44,8 @@ def meta_model(source: str) -> nn.Module:
     path = Path(source)
     if path.is_dir() or path.suffix == ".json" or "/" in source:
         cls, config = _from_file(path)
+    elif "." not in source and (found := _in_the_cache_of_the_hub(source)) is not None:
+        cls, config = _from_file(found)  # names such as gpt2
     else:
         cls = _class(source)
         config = None
@@ -62,12 +65,16 @@ def meta_model(source: str) -> nn.Module:
 def _from_file(path: Path) -> tuple[Any, Any]:
     """Return the class and the configuration that a file describes."""
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        if not path.exists() and _HUB.fullmatch(str(path)) and path.suffix != ".json":
+    if not path.exists() and _HUB.fullmatch(str(path)) and path.suffix != ".json":
+        cached = _in_the_cache_of_the_hub(str(path))
+        if cached is None:
             raise ConfigError(
-                f"{path}: there is no such folder, and names of the hub are not read; give a folder that holds the "
-                "model's config.json"
+                f"{path}: there is no such folder, and the local cache of the hub holds no config.json of a model of "
+                f"this name; no command asks the network. Fetch it first: hf download {path} config.json; or give a "
+                "folder that holds the model's config.json"
             )
+        file = cached
+    if not file.is_file():
         raise ConfigError(f"{path}: there is no {'config.json in this folder' if path.is_dir() else 'such file'}")
     try:
         from transformers import AutoConfig
@@ -90,6 +97,17 @@ def _from_file(path: Path) -> tuple[Any, Any]:
         first = " ".join(str(error).split())[:300]
         raise ConfigError(f"transformers cannot read {file}: {type(error).__name__}: {first}") from error
     return _class_of_transformers(file, name), config
+
+
+def _in_the_cache_of_the_hub(name: str) -> Path | None:
+    """Return the config.json of a model of the hub, if an earlier download left it on this machine."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except Exception:  # no such library, or no name that the hub could have
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _data(file: Path) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from shardcore.errors import ConfigError
 from shardcore.integrations.calls import labels_of
+from shardcore.mesh.seeding import uncounted_seed
 
 __all__ = ["Small", "small_inputs", "small_model"]
 
-_WORDS, _ROWS, _TOKENS, _LABELS = 97, 2, 9, 3
+_WORDS, _ROWS, _TOKENS, _LABELS, _CHOICES = 97, 2, 9, 3, 2
 
 #: Parameters of the largest model that is still small.
 _LARGEST = 20_000_000
@@ -98,6 +99,7 @@ def small_model(model_class: type[Any], config: Any = None, seed: int = 0) -> Sm
     ):
         try:
             settings, dropouts = _settings(config or config_class(), kv, keep)
+            settings |= _of_head(model_class.__name__, settings, config or config_class())
             model = _built(model_class, config_class(**settings), seed)
             inputs = small_inputs(model, seed)
             model(**inputs)
@@ -116,7 +118,7 @@ def _built(model_class: Any, config: Any, seed: int) -> nn.Module:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
+        uncounted_seed(seed)
         model: nn.Module = model_class(config).double().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -163,6 +165,16 @@ def _settings(config: Any, kv: int, keep: tuple[str, ...]) -> tuple[dict[str, An
     return found, dropouts
 
 
+def _of_head(name: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return what the head of a class, told by its name, needs its configuration to be."""
+    found: dict[str, Any] = {}
+    if name.endswith("QuestionAnswering") and "num_labels" in settings:
+        found["num_labels"] = 2  # start and end
+    if name.endswith("SequenceClassification") and getattr(config, "pad_token_id", 0) is None:
+        found["pad_token_id"] = _TOKENS_OF["pad"]  # the last token of a row is looked for
+    return found
+
+
 def small_inputs(model: Any, seed: int = 0) -> dict[str, Any]:
     """Return the arguments of one call of a small model, random and the same in every process.
 
@@ -179,10 +191,13 @@ def small_inputs(model: Any, seed: int = 0) -> dict[str, Any]:
 
     main = model.main_input_name
     found: dict[str, Any] = {}
+    name = type(model).__name__
     if main == "input_ids":
         found["input_ids"] = ids()
+        if name.endswith("MultipleChoice"):
+            found["input_ids"] = torch.stack([ids() for _ in range(_CHOICES)], 1)
         if "attention_mask" in takes:
-            found["attention_mask"] = torch.ones(_ROWS, _TOKENS, dtype=torch.long)
+            found["attention_mask"] = torch.ones_like(found["input_ids"])
     vision = getattr(config, "vision_config", config)
     if "pixel_values" in takes and (main == "pixel_values" or hasattr(config, "vision_config")):
         size = getattr(vision, "image_size", 32)
@@ -199,5 +214,9 @@ def small_inputs(model: Any, seed: int = 0) -> dict[str, Any]:
     rows = found.get("input_ids", ids())
     if "decoder_input_ids" in takes and "labels" not in takes:
         found["decoder_input_ids"] = ids()
-    found |= {name: value for name, value in labels_of(type(model).__name__, _ROWS, rows).items() if name in takes}
+    found |= {key: value for key, value in labels_of(name, _ROWS, rows).items() if key in takes}
+    if name.endswith("TokenClassification") and "labels" in found:
+        found["labels"] = found["labels"] % config.num_labels
+    if name.endswith("PreTraining") and "labels" in found and model.get_output_embeddings() is None:
+        found["labels"] = found["labels"] % 2  # whether a token was replaced
     return found

@@ -104,6 +104,48 @@ class _ShardedPretrained:
         else:
             _saving.save_pretrained(self, context, native, save_directory, is_main_process, state_dict, *args, **kwargs)  # type: ignore[arg-type]
 
+    @property
+    def peft_config(self) -> Any:
+        """The settings of the adapters, as PEFT sets and reads them.
+
+        Raises:
+            WrapError: PEFT's own call has put adapters into the sharded model; the error names the one that works.
+        """
+        try:
+            return self.__dict__["peft_config"]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'peft_config'") from None
+
+    @peft_config.setter
+    def peft_config(self, value: Any) -> None:
+        if nearest_context(self) is not None:  # type: ignore[arg-type]  # as above
+            from shardcore.integrations.peft import refuse_unplaced
+
+            refuse_unplaced(self)  # type: ignore[arg-type]  # as above
+        self.__dict__["peft_config"] = value
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        self.__dict__.pop("peft_config", None)
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """Add an adapter of PEFT, as transformers does, in the form that its place in the sharded model needs.
+
+        Every rank calls it. Errors are those of `shardcore.integrations.peft.get_peft_model`.
+        """
+        from shardcore.integrations.peft import adding  # a library that need not be there
+
+        native = super().add_adapter  # type: ignore[misc]  # of the native class
+        adding(self, adapter_config, adapter_name or "default", lambda: native(adapter_config, adapter_name))  # type: ignore[arg-type]  # as above
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter of PEFT, as transformers does: every rank reads it, and keeps its part."""
+        if nearest_context(self) is None:  # type: ignore[arg-type]  # as above
+            return super().load_adapter(*args, **kwargs)  # type: ignore[misc]  # of the native class
+        from shardcore.integrations.peft import load_into
+
+        return load_into(self, *args, **kwargs)
+
 
 def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``native`` (a ``generate``) on the model's random stream: samples agree however the ranks are seeded."""

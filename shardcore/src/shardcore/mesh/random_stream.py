@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcore.errors import NotSupportedError
+from shardcore.mesh.seeding import install, times_seeded
 
 __all__ = ["RandomStream"]
 
@@ -53,9 +54,16 @@ class RandomStream:
         device: where the model runs; the CPU generator is always part of the stream.
         forks: False for modules that stand alone. Nothing swaps their stream in and out, and each has one of its own: a
             fork would reach the user's generators, and another module's `join` would not put them back.
+
+    Attributes:
+        on_seed: called before the first call of the model after the user has seeded torch; it may restart the stream.
+            None: the stream goes on.
     """
 
+    on_seed: Callable[[], None] | None = None
+
     def __init__(self, seed: int, rank: int, device: torch.device, *, forks: bool = True) -> None:
+        install()
         self._rank = rank
         self._may_fork = forks
         self._devices = ("cpu",) if device.type == "cpu" else ("cpu", str(device))
@@ -93,6 +101,7 @@ class RandomStream:
         if set(states) != set(self._devices):
             raise ValueError(f"random state for {sorted(states)}; this model's stream has {sorted(self._devices)}")
         self._states = {name: state.clone() for name, state in states.items()}
+        self._times_seeded = times_seeded()  # what the user says to the stream itself holds
         if self._levels:
             self._write(self._states)
 
@@ -103,6 +112,10 @@ class RandomStream:
             NotSupportedError: another thread is running the model.
         """
         if not self._levels:
+            if self._times_seeded != times_seeded():
+                self._times_seeded = times_seeded()
+                if self.on_seed is not None:
+                    self.on_seed()
             self._thread = threading.get_ident()
             self._outside = self._read()
             self._forks.clear()

@@ -21,12 +21,15 @@ from shardcore.nn.linear.embedding import VocabEmbedding
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.randomness.dropout import is_dropout
 
-__all__ = ["Intact"]
+__all__ = ["AROUND", "Intact"]
+
+#: On a module that was put around a parallel one by code that knows it: that one.
+AROUND = "_shard_around"
 
 _WAY_OUT = (
-    "Adapters (LoRA and the like) on a sharded model are not supported yet, whether they are attached after shard() or "
-    "before it. What works: merge them into the model first (merge_and_unload() in PEFT) and shard that, prompt tuning "
-    "of the sharded model, and training the model itself. To go on with this model, put back what was there."
+    "Adapters of PEFT are attached before shard(), as shard(get_peft_model(model, config)), or after it by "
+    "shardcore.integrations.peft.get_peft_model(model, config), which takes what PEFT's own function takes. To go on "
+    "with this model, put back what was there."
 )
 
 
@@ -86,7 +89,7 @@ class Intact:
             return
         for path, siblings, name, module in self._places:
             found = siblings.get(name)
-            if found is not None and found is not module:
+            if found is not None and found is not module and found.__dict__.get(AROUND) is not module:
                 raise WrapError(
                     f"{path} of this sharded {type(model).__name__} is {_kind(found)} now, where shard() had made "
                     f"{_kind(module)}: it would compute with what one rank has, and gradients would be wrong. "

@@ -47,8 +47,7 @@ class ShardedModel(RngScope):
         raise WrapError(
             "DistributedDataParallel cannot wrap a sharded model: its parameters are DTensors. Give shard() a data "
             "axis (shardcore.shard(model, tp=..., dp=...)), or call torch.distributed.fsdp.fully_shard on the blocks "
-            "and on the model with the data-parallel mesh; both work on DTensor parameters. "
-            "If it was Accelerate: from shardcore.integrations.accelerate import Accelerator wraps nothing."
+            "and on the model with the data-parallel mesh; both work on DTensor parameters."
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

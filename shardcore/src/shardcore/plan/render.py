@@ -12,18 +12,27 @@ from shardcore.plan.steps import above
 if TYPE_CHECKING:
     from shardcore.plan.shard_plan import ParameterPlan, ShardPlan
 
-__all__ = ["names_together", "render"]
+__all__ = ["heading", "modules", "names_together", "render"]
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def render(plan: ShardPlan) -> str:
     """Return ``plan`` as text."""
+    return "\n".join([*heading(plan), *modules(plan)])
+
+
+def heading(plan: ShardPlan) -> list[str]:
+    """Return what is said of the plan as a whole: by which policy it is, and what was decided."""
     ranks = plan.config.tensor_parallel_size or 1
     origin = f" ({plan.origin})" if plan.origin else ""
     head = f"{plan.model.rpartition('.')[2]} by {plan.policy}{origin}, tp {ranks}, digest {plan.digest[:12]}"
-    about = [*map(str, plan.parts), *map(str, plan.choices), *_whole(plan, ranks)]
-    return "\n".join([head, *about, *_lines(_said(plan, ranks))])
+    return [head, *map(str, plan.parts), *map(str, plan.choices), *_whole(plan, ranks)]
+
+
+def modules(plan: ShardPlan) -> Iterator[str]:
+    """Yield what becomes of each module: its name, and below it, indented, what is done to it."""
+    return _lines(_said(plan, plan.config.tensor_parallel_size or 1))
 
 
 def _whole(plan: ShardPlan, ranks: int) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardcore.planner.communication import Collective, collectives
 from shardcore.planner.estimate import KINDS, estimate
 from shardcore.planner.memory import parameter_bytes
-from shardcore.planner.results import Estimate, PipelineEstimate, RankEstimate, Traffic
+from shardcore.planner.results import Estimate, PipelineEstimate, RankEstimate, Slot, Traffic
 from shardcore.planner.simulation import simulated_ranks
 from shardcore.planner.stages import StagePart, stage_parts
 from shardcore.planner.workload import DTYPES, OPTIMIZERS, Call, Workload
@@ -19,6 +19,7 @@ __all__ = [
     "Estimate",
     "PipelineEstimate",
     "RankEstimate",
+    "Slot",
     "StagePart",
     "Traffic",
     "Workload",

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from shardcore.nn.costs import Collective, Site
-from shardcore.nn.layout import Layout
+from shardcore.nn.layout import GroupShardedLayout, Layout
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Step, above
+from shardcore.plan.steps.regions import EnterRegion
 
-__all__ = ["Collective", "collectives"]
+__all__ = ["Collective", "collectives", "gathers_of_heads"]
 
 
 def collectives(plan: ShardPlan) -> list[Collective]:
@@ -22,6 +23,20 @@ def collectives(plan: ShardPlan) -> list[Collective]:
     surroundings = _Surroundings.of(plan)
     found = [c for step in plan.steps for c in step.collectives(_Site(step.path, surroundings))]
     return [c for c in found if c.phase == "forward"] if plan.config.inference_only else found
+
+
+def gathers_of_heads(plan: ShardPlan, block: str) -> int:
+    """Return how many collectives a block costs each way for key/value heads of which each rank has a part.
+
+    They are the same for every pack, and are there at some sizes only, so that no case has to count them.
+    """
+    layouts = {name: p.layout for p in plan.parameters for name in (p.name, *p.aliases)}
+    found: set[tuple[str, int]] = set()
+    for step in plan.steps:
+        if isinstance(step, EnterRegion) and f"{step.path}.".startswith(f"{block}."):
+            of_members = [layouts.get(f"{member}.{own}") for member in step.members for own in ("weight", "bias")]
+            found |= {(step.path, part.group_size) for part in of_members if isinstance(part, GroupShardedLayout)}
+    return len(found)
 
 
 @dataclass(frozen=True, slots=True)

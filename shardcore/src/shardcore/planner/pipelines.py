@@ -29,7 +29,7 @@ from shardcore.planner.rank_step import run_rank
 from shardcore.planner.results import Estimate, PipelineEstimate, RankEstimate
 from shardcore.planner.simulation import simulated_ranks
 from shardcore.planner.stages import parameter_bytes_by_stage, placed
-from shardcore.planner.timeline import bubble, forwards, orders
+from shardcore.planner.timeline import bubble, forwards, orders, slots
 from shardcore.planner.watch import Numbers
 from shardcore.planner.workload import DTYPES, Call, Workload
 from shardcore.policy import Policy
@@ -71,6 +71,7 @@ def estimate_pipeline(
             micro_batches=pipeline.number,
             bubble=bubble(pipeline.orders, pipeline.costs),
             ranks=ranks,
+            slots=tuple(slots(pipeline.orders, pipeline.costs)),
         ),
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardcore.config import ShardConfig
 from shardcore.mesh import Sizes
 from shardcore.planner.workload import Workload
 
-__all__ = ["Estimate", "PipelineEstimate", "RankEstimate", "Traffic", "traffic_of"]
+__all__ = ["Estimate", "PipelineEstimate", "RankEstimate", "Slot", "Traffic", "traffic_of"]
 
 #: Operations between two ranks.
 POINT_TO_POINT = ("send", "exchange")
@@ -79,6 +80,26 @@ class RankEstimate:
         return sum(traffic.sent for traffic in self.traffic)
 
 
+class Slot(NamedTuple):
+    """What a rank of a pipeline does when, in forwards of a stage.
+
+    Attributes:
+        rank: its position in the pipeline.
+        stage: of which stage.
+        kind: as of `shardcore.planner.timeline.Action`.
+        micro_batch: of which micro-batch.
+        start: when it begins.
+        end: when it is done.
+    """
+
+    rank: int
+    stage: int
+    kind: str
+    micro_batch: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEstimate:
     """What one step takes in a pipeline.
@@ -89,12 +110,14 @@ class PipelineEstimate:
         bubble: the fraction of all ranks' time in which they wait, if a backward takes twice as long as a forward and
             nothing else takes any.
         ranks: in their order.
+        slots: what each rank does when, under the same assumptions.
     """
 
     schedule: str
     micro_batches: int
     bubble: float
     ranks: tuple[RankEstimate, ...]
+    slots: tuple[Slot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from shardcore.errors import ConfigError
 from shardcore.pipeline.schedules import Plan
+from shardcore.planner.results import Slot
 from shardcore.planner.simulation import simulated_ranks
 
-__all__ = ["Action", "bubble", "forwards", "in_flight", "orders"]
+__all__ = ["Action", "bubble", "forwards", "in_flight", "orders", "slots"]
 
 #: What each kind of action takes, if a forward takes 1: a whole backward, and its halves.
 _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -131,8 +132,16 @@ def bubble(order: Sequence[Sequence[Action]], costs: Mapping[int, float] | None 
         order: what each rank does.
         costs: of a forward of each stage; all alike if not given.
     """
+    found = slots(order, costs)
+    busy, last = sum(slot.end - slot.start for slot in found), max((slot.end for slot in found), default=0.0)
+    return 1 - busy / (len(order) * last) if busy else 0.0
+
+
+def slots(order: Sequence[Sequence[Action]], costs: Mapping[int, float] | None = None) -> list[Slot]:
+    """Return when each rank does what, as early as it can; arguments as of `bubble`."""
     ends: dict[Action, float] = {}
-    free, busy, left = [0.0] * len(order), 0.0, [list(reversed(actions)) for actions in order]
+    found: list[Slot] = []
+    free, left = [0.0] * len(order), [list(reversed(actions)) for actions in order]
     stages = max(action.stage for actions in order for action in actions) + 1
     while any(left):
         stuck = True
@@ -142,10 +151,11 @@ def bubble(order: Sequence[Sequence[Action]], costs: Mapping[int, float] | None 
                 start = max([free[rank], *(ends[needed] for needed in _needed(action, ends, stages))])
                 takes = _COSTS[action.kind] * (1.0 if costs is None else costs[action.stage])
                 ends[action] = free[rank] = start + takes
-                busy, stuck = busy + takes, False
+                found.append(Slot(rank, action.stage, action.kind, action.micro_batch, start, start + takes))
+                stuck = False
         if stuck:
             raise ConfigError(f"the ranks wait for each other: nobody can go on with {[a[-1] for a in left if a]}")
-    return 1 - busy / (len(order) * max(free)) if busy else 0.0
+    return found
 
 
 def _needed(action: Action, ends: Mapping[Action, float], stages: int) -> Iterator[Action]:

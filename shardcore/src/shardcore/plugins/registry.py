@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -285,25 +286,38 @@ class Registry:
         """Yield the lines of a `NoPolicyError`."""
         names = [_full_name(base) for base in cls.__mro__ if base is not object]
         yield f"no installed pack serves {names[0]}."
-        yield f"  looked for: {', '.join(names)}"
+        yield f"  looked for: {', '.join([names[0], *(name for name in names[1:] if _is_of_a_model(name))])}"
         yield "  installed packs:" if self.packs else "  installed packs: none"
-        for pack in self.packs:
-            said = f": {in_one_line(pack.error)}" if pack.error else ""
-            by = " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS" if pack.status == "blocked" else ""
-            yield f"    {pack}: {pack.status}{by}{said}"
+        for status, by in (("loaded", ""), ("blocked", " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS")):
+            if found := [pack.name for pack in self.packs if pack.status == status and not pack.error]:
+                yield f"    {status}{by}: {', '.join(found)}"
+        yield from (f"    {pack}: {pack.status}: {in_one_line(pack.error)}" for pack in self.packs if pack.error)
         for spec, pack in (offer for name in names for offer in self._offers.get(name, ())):
             if spec.requires is not None:
                 have = installed(Requirement(spec.requires).name) or "not installed"
                 yield f"  left out: {spec.policy} of pack {pack} requires {spec.requires} (here: {have})"
+        yield from self._ways_out(names)
+        yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
+
+    def _ways_out(self, names: Sequence[str]) -> Iterator[str]:
         first_party = (pack for name in names for start, pack in _FIRST_PARTY.items() if name.startswith(start))
-        if family := next(first_party, None):
+        family = next(first_party, None)
+        here = next((pack for pack in self.packs if pack.distribution == family), None)
+        if family and here is None:
             yield f"  the first-party pack for this family is {family}"
-        elif names[0].startswith("transformers."):
+            yield f"  way out: install it, from a checkout of shardcore: python -m pip install ./packs/{family}"
+            return
+        if here is not None and here.status == "blocked":
+            yield f"  the first-party pack for this family, {family}, is installed and blocked"
+            yield f"  way out: let {here.name} into SHARDCORE_PACKS, or out of SHARDCORE_DISABLE_PACKS"
+            return
+        if here is not None and here.error is None:
+            yield f"  the first-party pack for this family, {family}, is installed and serves other classes of it"
+        if names[0].startswith("transformers."):
             yield '  way out: policy="infer", which infers one and proves it on a small copy of the class'
-            yield f"  way out: have a pack drafted: shardcore new-pack shard-mine --model {names[0]}"
+            yield f"  way out: have a pack drafted: shardcore new-pack {_drafted(names[0])} --model {names[0]}"
         else:
             yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
-        yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
 
 
 @functools.cache
@@ -320,6 +334,19 @@ def default_registry() -> Registry:
 def first_party() -> frozenset[str]:
     """Return the names of the packs of this project."""
     return frozenset(_FIRST_PARTY.values())
+
+
+def _is_of_a_model(name: str) -> bool:
+    """Tell bases that a policy may be for from what every model of torch and transformers derives from."""
+    package, _, rest = name.partition(".")
+    return package != "torch" and (package != "transformers" or rest.startswith("models."))
+
+
+def _drafted(name: str) -> str:
+    """Return what a pack for a class of transformers would be called."""
+    family = re.match(r"transformers\.models\.(\w+)\.", name)
+    taken = family is None or f"shard-{family[1].replace('_', '-')}" in first_party()
+    return "shard-mine" if family is None or taken else f"shard-{family[1].replace('_', '-')}"
 
 
 def _full_name(cls: type) -> str:

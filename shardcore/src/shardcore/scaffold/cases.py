@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.planner.communication import collectives
+from shardcore.planner.communication import collectives, gathers_of_heads
 from shardcore.scaffold.draft import Draft, policy_of
+from shardcore.testing.tiny_models import text_batch
 
 __all__ = ["cases"]
 
@@ -42,7 +43,7 @@ def cases(
         origin: ``module:function`` that makes the model and its arguments, for one without a configuration.
     """
     cls = type(model)
-    text = settings is not None and "input_ids" in inputs and "decoder_input_ids" not in inputs
+    text = settings is not None and "input_ids" in inputs and "decoder_input_ids" not in inputs and _is_text(model)
     with torch.no_grad():
         out = model(**inputs)
     no_loss = not (isinstance(out, Mapping) and "loss" in out)
@@ -68,6 +69,17 @@ def cases(
     lines += ["", "", *_inputs(cls, inputs, settings, text, origin)]
     lines += ["", "", *_cases(short, model, out, draft)]
     return "\n".join(lines) + "\n"
+
+
+def _is_text(model: nn.Module) -> bool:
+    """Tell whether a model can be called with what `text_batch` makes for it, with a loss that can be compared."""
+    try:
+        with torch.no_grad():
+            out = model(**text_batch(model, 0))
+    except Exception:
+        return False
+    loss = out.get("loss") if isinstance(out, Mapping) else None
+    return loss is None or bool(torch.isfinite(loss).all())
 
 
 def _build(
@@ -134,7 +146,12 @@ def _shape(value: Tensor) -> str:
 
 
 def _cases(short: str, model: Any, out: Any, draft: Draft) -> Iterable[str]:
-    outputs = tuple(name for name in ("logits", "last_hidden_state") if isinstance(out, Mapping) and name in out)
+    named = out.items() if isinstance(out, Mapping) else ()
+    outputs = tuple(
+        name
+        for name, value in named
+        if isinstance(value, Tensor) and (name == "last_hidden_state" or name.endswith("logits"))
+    )
     sizes = tuple(size for size in _SIZES if all(count % size == 0 for count in draft.heads))
     supports = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
     supports += [f"tensor_parallel={sizes!r}"] if sizes != _SIZES else []
@@ -167,7 +184,7 @@ def _within(name: str, draft: Draft) -> str:
 
 
 def _cost(model: nn.Module, draft: Draft) -> tuple[int, int] | None:
-    """Return the most collectives of a block of the first list, forward and backward."""
+    """Return the most collectives of a block of the first list, forward and backward, as a `Case` counts them."""
     plan = compile_plan(policy_of(type(model), draft), model, ShardConfig.of(tp=2).resolve(2), device_type="cpu")
     above = draft.lists[0]
     found: dict[str, list[int]] = {}
@@ -175,4 +192,7 @@ def _cost(model: nn.Module, draft: Draft) -> tuple[int, int] | None:
         if collective.where.startswith(f"{above}."):
             block = collective.where[len(above) + 1 :].partition(".")[0]
             found.setdefault(block, [0, 0])[collective.phase != "forward"] += 1
-    return (max(f for f, _ in found.values()), max(b for _, b in found.values())) if found else None
+    own = [
+        [number - gathers_of_heads(plan, f"{above}.{block}") for number in numbers] for block, numbers in found.items()
+    ]
+    return (max(f for f, _ in own), max(b for _, b in own)) if own else None

@@ -61,7 +61,8 @@ class Case:
         options: further keyword options of ``build``, each with the values that are tried (the first is the default),
             such as ``{"attn_implementation": ("sdpa", "eager")}``.
         layers: the name of the list of blocks, whose collectives are counted.
-        collectives: the most collectives that one more block may cost in (forward, backward).
+        collectives: the most collectives that one more block may cost in (forward, backward). At sizes at which ranks
+            share key/value heads, the kit allows one more each way: the parts of a head are gathered.
         parts: names of modules or methods that can be called by themselves, besides the base model, the encoder, the
             decoder and ``forward_features``, which are found.
         sharded: names of parameters, or parts of names, at least one of which must be split at every size above 1.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
 
 from shardcore.testing import (
     checks_calls,
@@ -132,21 +135,30 @@ def sections_for(tp: int) -> list[str]:
     ]
 
 
-def examine(pool: WorkerPool, subject: Subject, section: str, *, timeout: float = 120.0) -> list[Finding]:
+def examine(
+    pool: WorkerPool, subject: Subject, section: str, *, timeout: float = 120.0, notes: Path | None = None
+) -> list[Finding]:
     """Run one section of one subject and return a finding for each of its checks.
 
-    A rank that raises, dies or hangs is a failure of the check that it was at.
+    A rank that raises, dies or hangs is a failure of the check that it was at. The first rank writes what it is
+    at into ``notes``, for whoever looks.
     """
     subject = replace(subject, dp=SECTIONS[section].replicas)
     try:
-        return worst(pool.run(_on_rank, subject, section, world=subject.tp * subject.dp, timeout=timeout))
+        return worst(pool.run(_on_rank, subject, section, notes, world=subject.tp * subject.dp, timeout=timeout))
     except (WorkerError, WorkerTimeout) as error:
         return _broken(section, error)
 
 
-def _on_rank(subject: Subject, name: str) -> list[Finding]:
+def _on_rank(subject: Subject, name: str, notes: Path | None = None) -> list[Finding]:
     section = SECTIONS[name]
-    ledger = Ledger(section.checks, subject.case.tolerance)
+
+    def note(text: str) -> None:
+        if notes is not None:
+            notes.write_text(text)
+
+    watched = notes is not None and dist.get_rank() == 0
+    ledger = Ledger(section.checks, subject.case.tolerance, note if watched else None)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice about the tiny models of tests
     try:
         with no_float32_islands():

@@ -33,6 +33,7 @@ class Finding:
         error: the largest relative difference; None if nothing numeric was compared.
         where: where that was.
         message: why it failed, or what is closed.
+        allowed: the largest relative difference that would have passed there; None as ``error``.
     """
 
     check: str
@@ -41,6 +42,7 @@ class Finding:
     error: float | None = None
     where: str = ""
     message: str = ""
+    allowed: float | None = None
 
     @property
     def hazards(self) -> tuple[str, ...]:
@@ -60,13 +62,15 @@ class Ledger:
     Args:
         checks: every check that the section makes. One that it did not come to is a failure.
         tolerance: the largest relative difference allowed.
+        note: told, while the section runs, which check it is at and how many things it has compared.
     """  # noqa: D205  # one thought
 
-    def __init__(self, checks: tuple[str, ...], tolerance: float) -> None:
+    def __init__(self, checks: tuple[str, ...], tolerance: float, note: Callable[[str], None] | None = None) -> None:
         self.tolerance = tolerance
+        self._note = note
         self._checks = checks
         self._compared = dict.fromkeys(checks, 0)
-        self._errors: dict[str, tuple[float, str]] = {}
+        self._errors: dict[str, tuple[float, str, float]] = {}
         self._messages: dict[str, list[str]] = {name: [] for name in checks}
         self._closed: dict[str, str] = {}
         self._current = checks[0]
@@ -76,6 +80,7 @@ class Ledger:
     def check(self, name: str) -> Iterator[None]:
         """Say which check an exception inside belongs to."""
         before, self._current = self._current, name
+        self._tell(name)
         try:
             yield
         except Exception as error:
@@ -101,9 +106,10 @@ class Ledger:
         check = check or self._current
         where = self._prefix + where
         self._compared[check] += 1
-        known, _ = self._errors.get(check, (-1.0, ""))
+        self._tell(check)
+        known, _, _ = self._errors.get(check, (-1.0, "", 0.0))
         if not error <= known and known == known:  # NaN is the worst, and stays
-            self._errors[check] = (error, where)
+            self._errors[check] = (error, where, tolerance)
         if not error <= tolerance:
             self._messages[check].append(f"{where}: relative difference {error:.3g} is above {tolerance:.3g}")
 
@@ -155,23 +161,29 @@ class Ledger:
                     elif finding.state == "passed":
                         self._compared[self._current] += finding.compared
 
+    def _tell(self, check: str) -> None:
+        if self._note is not None:
+            self._note(f"{check}, {sum(self._compared.values())} compared")
+
     def findings(self) -> list[Finding]:
         """Return one finding for each check."""
         return [self._finding(check) for check in self._checks]
 
     def _finding(self, check: str) -> Finding:
         messages = self._messages[check]
-        error, where = self._errors.get(check, (None, ""))
+        error, where, allowed = self._errors.get(check, (None, "", None))
         compared = self._compared[check]
         if messages:
             more = [f"... and {len(messages) - _SHOWN} more"] if len(messages) > _SHOWN else []
             text = "\n".join([*messages[:_SHOWN], *more])
-            return Finding(check=check, state="failed", compared=compared, error=error, where=where, message=text)
+            return Finding(
+                check=check, state="failed", compared=compared, error=error, where=where, message=text, allowed=allowed
+            )
         if check in self._closed:
             return Finding(check=check, state="closed", message=self._closed[check])
         if not compared:
             return Finding(check=check, state="failed", message="not reached: nothing was compared")
-        return Finding(check=check, state="passed", compared=compared, error=error, where=where)
+        return Finding(check=check, state="passed", compared=compared, error=error, where=where, allowed=allowed)
 
 
 def difference(wanted: Tensor, got: Tensor) -> float:

@@ -58,6 +58,8 @@ def text_batch(model: Any, seed: int) -> dict[str, Tensor]:
     batch = {"input_ids": ids, "attention_mask": mask}
     ignored = mask == 0
     match name.rpartition("For")[2] if "For" in name else name[-9:]:
+        case "PreTraining" if model.get_output_embeddings() is None:
+            batch["labels"] = integers(2, *shape)  # no vocabulary: whether a token was replaced
         case "MaskedLM" | "PreTraining":
             batch["labels"] = ids.masked_fill(ignored | (integers(2, *shape) == 1), -100)
         case "CausalLM" | "HeadModel":

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from shardcore.mesh.seeding import uncounted_seed
+
 __all__ = [
     "Applied",
     "Blank",
@@ -160,7 +162,7 @@ class Applied:
         if self.seed is None:
             return self.function(*args, **kwargs)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            uncounted_seed(self.seed)
             return self.function(*args, **kwargs)
 
 

@@ -39,19 +39,23 @@ class Wrapping:
     """What is to be done to a model after it was sharded, and what has to hold for it before.
 
     Args:
-        model: the model, unsharded yet.
+        model: the model, unsharded yet, as the caller has it.
         optimizer: an optimizer of its parameters, or None.
         wrap: whether FSDP2 is applied over the data axes, or its options.
+        inner: the model inside of it that is sharded, if it is another one.
 
     Raises:
         ConfigError: ``wrap`` is something else.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, *, wrap: Wrap) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, *, wrap: Wrap, inner: nn.Module | None = None
+    ) -> None:
         self._names = {id(p): name for name, p in model.named_parameters()}
         # A stage of a pipeline has a tied parameter under the names of its own parts.
         self._first = {name: self._names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        self._model, self._optimizer, self._wrap, self._options = model, optimizer, wrap is not False, _options(wrap)
+        self._outer, self._model = model, model if inner is None else inner
+        self._optimizer, self._wrap, self._options = optimizer, wrap is not False, _options(wrap)
 
     def check(self, plan: ShardPlan) -> None:
         """Refuse what would fail after the model was changed."""
@@ -130,7 +134,7 @@ class Wrapping:
         if self._wrap:
             apply_data_parallel(self._model, context, stages, **self._options)
         if self._optimizer is not None:
-            held = self._model.named_parameters(remove_duplicate=False)
+            held = self._outer.named_parameters(remove_duplicate=False)
             new = {self._first.get(name, name): parameter for name, parameter in held}
             repoint(self._optimizer, self._names, new, divided=context.sizes.pp > 1)
 

@@ -45,7 +45,7 @@ class BiasLinear(ColumnLinear):
         return super().swap_class(module, context, enters=False)
 
     @override
-    def _local_forward(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
         return self.product(x)
 
 

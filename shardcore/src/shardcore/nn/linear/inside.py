@@ -35,10 +35,10 @@ class InnerRowLinear(RowLinear):
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
         """Tokens are whole inside of a region."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
-        """Return (..., out), the same on all ranks."""
+    @override
+    def finish(self, out: Tensor) -> Tensor:
         channel = self._shard_context.channel
-        out = reduce_from_tp(self._product(input), channel, fresh=True)
+        out = reduce_from_tp(out, channel, fresh=True)
         if self.bias is not None:
             (bias,) = read_local(self.bias)
             out = out + bias.to(out.dtype)

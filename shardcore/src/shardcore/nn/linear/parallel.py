@@ -199,10 +199,14 @@ class ColumnLinear(ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
         """Return (..., out/tp), or (..., out) with ``gather_output``."""
-        out = self._local_forward(input)
+        return self.finish(self.local(input))
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Return what the linear does for this rank's part of its output, which `local` and others have added up."""
         return gather_from_tp(out, self._shard_context.channel, -1, self.out_features) if self.gather_output else out
 
-    def _local_forward(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the output: (..., in) to (..., out/tp)."""
         if self.sole_region is not None:
             return self.sole_region.multiply(x)
         if self.enters_alone:
@@ -354,15 +358,21 @@ class RowLinear(ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
         """Return (..., out), the same on all ranks; or this rank's tokens of it, where the sequence is split."""
+        # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
+        # nothing, and so repeats one collective less for each block.
+        return self.finish(self.local(self.part_of(input)))
+
+    def part_of(self, x: Tensor) -> Tensor:
+        """Return this rank's features (..., in/tp) of an input as `forward` takes it."""
+        return x if self.parallel_input else split_to_tp(x, self._shard_context.channel, -1)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Leave the region with this rank's summand (..., out), which `local` and others have added up."""
         if self.region is not None:
             self.region.leave()
         elif not torch.compiler.is_compiling():
             self._shard_context.random.join(_OWN_FORK)
-        x = input if self.parallel_input else split_to_tp(input, self._shard_context.channel, -1)
         length = None if self.sequence is None else self.sequence.length
-        # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
-        # nothing, and so repeats one collective less for each block.
-        out = self._product(x)
         if self.sequence is None or length is None:
             out = reduce_from_tp(out, self._shard_context.channel, fresh=True)
         else:
@@ -377,7 +387,8 @@ class RowLinear(ParallelLinear):
             (bias,) = read_partial(context.channel, self.bias, deferred=context.defers)
         return out + bias.to(out.dtype)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's summand of the output, without the bias: (..., in/tp) to (..., out)."""
         if self.exchange is None:
             return local_linear(x, self.weight, transposed=self.transposed)
         return multiply(x, *exchange_rows(self._shard_context.channel, [self.exchange], [self.weight]))

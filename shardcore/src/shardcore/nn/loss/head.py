@@ -54,7 +54,10 @@ class VocabHead(ColumnLinear):
         if self.keeps_split and self.chunk is not None:
             x = input if self.sole_region is None else self.sole_region.enter(input)
             return LazyLogits(x, self._vocabulary, self, self.chunk)
-        out = self._local_forward(input)
+        return self.finish(self.local(input))
+
+    @override
+    def finish(self, out: Tensor) -> Any:
         if self.keeps_split:
             return VocabParallelLogits(out, self._vocabulary)
         return gather_from_tp(out, self._shard_context.channel, -1, self.out_features)

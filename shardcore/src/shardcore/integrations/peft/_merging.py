@@ -1,0 +1,60 @@
+"""Merging adapters into a base of which each rank has a part: on whole tensors, one layer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardcore.comm.parts import part_of
+from shardcore.nn import SwappedModule
+
+__all__ = ["Merging"]
+
+
+class Merging(SwappedModule):
+    """A layer of PEFT that merges its adapters, and takes them out again; every rank calls it.
+
+    PEFT sets ``weight.data``, which torch ignores for a DTensor without a word. So while it works the parameters of the
+    layer are whole and plain, and each rank copies its part back.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Merge adapters into the base; takes what PEFT's own takes."""
+        with _of_whole_tensors(self):
+            super().merge(*args, **kwargs)  # type: ignore[misc]  # of the native class
+
+    def unmerge(self, *args: Any, **kwargs: Any) -> None:
+        """Take merged adapters out of the base."""
+        with _of_whole_tensors(self):
+            super().unmerge(*args, **kwargs)  # type: ignore[misc]  # of the native class
+
+
+@contextlib.contextmanager
+def _of_whole_tensors(layer: nn.Module) -> Iterator[None]:
+    there: list[tuple[dict[str, Any], str, Any]] = [
+        (module._parameters, name, parameter)
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    whole = {parameter: nn.Parameter(parameter.detach().full_tensor(), requires_grad=False) for *_, parameter in there}
+    for held, name, parameter in there:
+        held[name] = whole[parameter]
+    try:
+        yield
+        base: Any = layer.get_base_layer()  # type: ignore[operator]  # of the native class
+        changed = {id(parameter) for parameter in base.parameters()}
+        with torch.no_grad():
+            for parameter, full in whole.items():
+                if id(full) in changed:
+                    parameter.copy_(part_of(full.detach(), parameter))
+    finally:
+        for held, name, parameter in there:
+            held[name] = parameter

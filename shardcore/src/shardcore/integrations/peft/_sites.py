@@ -1,0 +1,66 @@
+"""Where the layers of PEFT are in a model, by the paths that their native modules have without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
+
+from shardcore.errors import NotSupportedError
+
+__all__ = ["Site", "base_of", "inner_name", "own_children", "sites"]
+
+
+@dataclass(slots=True)
+class Site:
+    """A layer of PEFT in the place of a native module."""
+
+    path: str
+    parent: nn.Module
+    name: str
+    layer: nn.Module
+
+
+def sites(model: nn.Module, prefix: str = "") -> Iterator[Site]:
+    """Yield every layer of PEFT in ``model``, not those inside of others."""
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            yield Site(path, model, name, child)
+        else:
+            yield from sites(child, path)
+
+
+def inner_name(layer: nn.Module) -> str:
+    """Return the name under which a layer of PEFT keeps its native module."""
+    return "original_module" if isinstance(layer, AuxiliaryTrainingWrapper) else "base_layer"
+
+
+def own_children(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a layer of PEFT, without its native one."""
+    return {name: child for name, child in layer.named_children() if name != inner_name(layer)}
+
+
+def base_of(model: Any) -> nn.Module:
+    """Return the model inside of a ``PeftModel``; any other is its own.
+
+    Raises:
+        NotSupportedError: it has no such model, or several.
+    """
+    if not isinstance(model, PeftModel):
+        return model  # type: ignore[no-any-return]  # a module
+    inner: Any = model.base_model
+    if isinstance(inner, BaseTuner):
+        inner = inner.model
+    if not isinstance(inner, nn.Module) or isinstance(inner, PeftModel | BaseTuner):
+        raise NotSupportedError(
+            f"a {type(model).__name__} around a {type(inner).__name__} cannot be sharded; unload one of the two"
+        )
+    return inner

@@ -1,0 +1,103 @@
+"""Adapters of PEFT on a model that is being sharded: taken off its layers, and put back in their sharded forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+
+from shardcore.agree.fingerprint import Item, model_items, tensor_items
+from shardcore.errors import NotSupportedError
+from shardcore.integrations.peft._checks import check_layer, check_method
+from shardcore.integrations.peft._layers import place
+from shardcore.integrations.peft._models import serve
+from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
+from shardcore.mesh import ShardContext
+from shardcore.plan import ShardPlan
+
+__all__ = ["AttachedAdapters", "attached_to"]
+
+
+def attached_to(model: nn.Module) -> AttachedAdapters | None:
+    """Return the adapters of PEFT that ``model`` has, or None.
+
+    Raises:
+        NotSupportedError: they are on a model inside of another one.
+    """
+    if not isinstance(model, PeftModel) and not any(True for _ in sites(model)):
+        return None
+    return AttachedAdapters(model)
+
+
+class AttachedAdapters:
+    """The adapters of one model; see `shardcore.apply.attached.Attached`.
+
+    Args:
+        model: a ``PeftModel``, or a model with layers of PEFT.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.outer = model
+        self.model = base_of(model)
+        self._sites = list(sites(self.model))
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse what is known to have no sharded form, before anything is changed."""
+        config = plan.config
+        ranks, replicas = config.tensor_parallel_size or 1, config.data_parallel_size or 1
+        if (config.pipeline_parallel_size or 1) > 1:
+            raise NotSupportedError(
+                f"adapters on a {type(self.model).__name__} that is divided among the ranks of a pipeline are not "
+                "supported: leave pp out, or merge them first (merge_and_unload() in PEFT)"
+            )
+        for name, settings in self._methods().items():
+            check_method(settings, name, ranks=ranks, replicas=replicas)
+        if ranks > 1:
+            for site in self._sites:
+                check_layer(site.layer, site.path)
+
+    def items(self, *, values: bool) -> Iterator[Item]:
+        """Yield what has to be the same on every rank: kinds, settings, shapes and ``values`` of all adapters."""
+        yield "the class around the model", f"{type(self.outer).__module__}.{type(self.outer).__qualname__}"
+        for name, config in sorted(self._methods().items()):
+            for key, value in sorted(config.to_dict().items()):
+                text = str(sorted(value) if isinstance(value, Set) else value)
+                yield f"the setting {key} of the adapter {name!r}", text
+        held = self._held()
+        yield from model_items(held)
+        for items in tensor_items(held, values=values):
+            yield from items
+
+    def _held(self) -> nn.ModuleDict:
+        """Return all adapters, by the paths of their layers."""
+        return nn.ModuleDict({s.path.replace(".", "/"): nn.ModuleDict(own_children(s.layer)) for s in self._sites})
+
+    def take_off(self) -> None:
+        """Put the native modules in the places of the layers."""
+        for site in self._sites:
+            site.parent._modules[site.name] = site.layer._modules[inner_name(site.layer)]
+
+    def put_back(self) -> None:
+        """Undo `take_off`."""
+        for site in self._sites:
+            site.parent._modules[site.name] = site.layer
+
+    def attach(self, context: ShardContext, receive: Callable[[nn.Module], None] | None) -> None:
+        """Put the layers around what their native modules have become, and shard their adapters likewise.
+
+        Raises:
+            NotSupportedError: a layer is around a module of which nothing is known.
+        """
+        if receive is not None:
+            receive(self._held())
+        for site in self._sites:
+            site.layer._modules[inner_name(site.layer)] = site.parent._modules[site.name]
+            site.parent._modules[site.name] = site.layer
+            if context.size > 1:
+                place(site.layer, context, site.path)
+        serve(self.outer, context)
+
+    def _methods(self) -> Mapping[str, Any]:
+        return getattr(self.outer, "peft_config", {})
