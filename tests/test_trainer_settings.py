@@ -279,6 +279,18 @@ def test_a_sharded_body_with_a_head_that_is_not(pool, tmp_path, mesh):
         torch.testing.assert_close(saved[name], parameter, rtol=1e-9, atol=1e-9)
 
 
+def keeps(folder: str) -> None:
+    from shardcore.integrations.trainer import Trainer
+
+    model = Own(shardcore.shard(llama().model, tp=2))
+    Trainer(model=model, args=arguments(folder, save_strategy="steps"), train_dataset=words(20))
+
+
+def test_a_head_that_no_checkpoint_would_have_is_refused_before_the_first_step(pool, tmp_path):
+    with pytest.raises(Exception, match=r"head\.weight, head\.bias lie beside the sharded LlamaModel"):
+        pool.run(keeps, str(tmp_path), world=2)
+
+
 # Callbacks
 
 

@@ -20,7 +20,7 @@ from shardcore import _env
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import DATA_AXES, ShardContext, axis_name, context_of, division_of, host_group, unwrapped
 
-__all__ = ["Replicas", "rowwise", "sharded_in", "whole"]
+__all__ = ["Replicas", "beside", "rowwise", "sharded_in", "whole"]
 
 _SHARED = "_shardcore_shared"  # on a model whose plain parameters are kept alike
 
@@ -31,6 +31,15 @@ def sharded_in(model: Any) -> nn.Module | None:
         return None
     model = unwrapped(model)
     return next((module for module in model.modules() if context_of(module) is not None), None)
+
+
+def beside(model: nn.Module) -> dict[str, Tensor]:
+    """Return what is trained in ``model`` beside the sharded model that it holds, by name."""
+    if (sharded := sharded_in(model)) is None:
+        return {}
+    inside = set(map(id, sharded.parameters()))
+    named = model.named_parameters()
+    return {n: p for n, p in named if p.requires_grad and id(p) not in inside and not isinstance(p, DTensor)}
 
 
 def whole(values: Any) -> Any:
@@ -120,13 +129,9 @@ class Replicas:
         The first rank's values are taken, and replicas average the gradients in the backward, as FSDP2 does it for the
         sharded model.
         """
-        sharded = sharded_in(model)
-        if sharded is None or sharded is model or model.__dict__.get(_SHARED):
+        if model.__dict__.get(_SHARED):
             return
-        inside = set(map(id, sharded.parameters()))
-        for parameter in model.parameters():
-            if id(parameter) in inside or not parameter.requires_grad or isinstance(parameter, DTensor):
-                continue
+        for parameter in beside(model).values():
             dist.broadcast(parameter.detach(), src=0)
             if self.count > 1:
                 parameter.register_post_accumulate_grad_hook(self._average)
