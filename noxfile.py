@@ -53,7 +53,7 @@ CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
 # What the tests of `shardcore.integrations` train with.
-CLIENTS = ("accelerate==1.14.0",)
+CLIENTS = ("accelerate==1.14.0", "peft==0.21.2")
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -85,7 +85,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def smoke(session: nox.Session) -> None:
     """Test what needs no ranks, the documentation, and one model on ranks: a few minutes."""
-    requirements = [f"{CORE}[testing]", "peft", *(str(pack.folder) for pack in PACKS)]
+    requirements = [f"{CORE}[testing]", *CLIENTS, *(str(pack.folder) for pack in PACKS)]
     places = [CORE, ROOT / "tests", ROOT / "docs", ROOT / "README.md", ROOT / "tools", *(p.folder for p in PACKS)]
     workspace = [str(ROOT / "tests" / f"test_{name}.py") for name in ("docs", "facts", "matrix", "environments")]
     # The tests of the kit and its pool start processes of their own.

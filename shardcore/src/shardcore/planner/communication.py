@@ -10,7 +10,6 @@ from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import GroupShardedLayout, Layout
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Step, above
-from shardcore.plan.steps.regions import EnterRegion
 
 __all__ = ["Collective", "collectives", "gathers_of_heads"]
 
@@ -33,9 +32,9 @@ def gathers_of_heads(plan: ShardPlan, block: str) -> int:
     layouts = {name: p.layout for p in plan.parameters for name in (p.name, *p.aliases)}
     found: set[tuple[str, int]] = set()
     for step in plan.steps:
-        if isinstance(step, EnterRegion) and f"{step.path}.".startswith(f"{block}."):
-            of_members = [layouts.get(f"{member}.{own}") for member in step.members for own in ("weight", "bias")]
-            found |= {(step.path, part.group_size) for part in of_members if isinstance(part, GroupShardedLayout)}
+        if f"{step.path}.".startswith(f"{block}."):
+            read = [layouts.get(f"{module}.{own}") for module in step.reads_together for own in ("weight", "bias")]
+            found |= {(step.path, part.group_size) for part in read if isinstance(part, GroupShardedLayout)}
     return len(found)
 
 

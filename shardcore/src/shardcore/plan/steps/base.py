@@ -138,6 +138,11 @@ class Step(ABC):
         return ()
 
     @property
+    def reads_together(self) -> tuple[str, ...]:
+        """The modules whose parts of parameters are gathered for use by one collective for each kind of part."""
+        return ()
+
+    @property
     def splits_logits(self) -> tuple[str, ...]:
         """The heads whose logits stay split over the vocabulary, by their full names."""
         return ()

@@ -72,6 +72,11 @@ class EnterRegion(Step):
     def gathers_tokens(self) -> tuple[str, ...]:
         return self.at
 
+    @property
+    @override
+    def reads_together(self) -> tuple[str, ...]:
+        return self.members
+
     def short(self, name: str) -> str:
         """Return a full name relative to the block."""
         return name.removeprefix(f"{self.block}.")
