@@ -72,6 +72,12 @@ def test_settings(pool, tmp_path, mesh, settings):
         same(got, wanted)
 
 
+def test_labels_may_be_counted_by_each_replica(pool, tmp_path):
+    wanted, *found = both(pool, tmp_path, TP2, {"average_tokens_across_devices": False})
+    for got in found:
+        same(got, wanted)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,6 +235,62 @@ def test_speech_is_predicted_by_generating(pool, tmp_path, mesh):
                 torch.testing.assert_close(got["parameters"][name], parameter, rtol=1e-9, atol=1e-9)
 
 
+# A model of one's own
+
+
+class Own(torch.nn.Module):
+    """A sharded body, and a head that is not."""
+
+    def __init__(self, body: torch.nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        torch.manual_seed(1 + dist.get_rank())
+        self.head = torch.nn.Linear(32, 3).double()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(input_ids=input_ids).last_hidden_state[:, -1])
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, -1] % 3), "logits": logits}
+
+
+def own(folder: str, mesh: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    from shardcore.integrations.trainer import Trainer
+
+    body = llama().model
+    model = Own(shardcore.shard(body, **mesh) if mesh else body)
+    settings = {"optim": "sgd", "optim_args": None, "learning_rate": 0.1, "gradient_accumulation_steps": 2}
+    parts = (mesh or {}).get("dp", 1)
+    args = arguments(folder, max_grad_norm=0.1, per_device_train_batch_size=4 // parts, **settings)
+    trainer = Trainer(model=model, args=args, train_dataset=words(20))
+    trainer.train()
+    trainer.save_model(f"{folder}/saved")
+    return parameters(model)
+
+
+@pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
+def test_a_sharded_body_with_a_head_that_is_not(pool, tmp_path, mesh):
+    from safetensors.torch import load_file
+
+    (wanted,) = pool.run(own, str(tmp_path / "one"), None, world=1)
+    for got in pool.run(own, str(tmp_path / "more"), mesh, world=mesh["tp"] * mesh.get("dp", 1)):
+        for name, parameter in wanted.items():
+            torch.testing.assert_close(got[name], parameter, rtol=1e-9, atol=1e-9)
+    saved = load_file(tmp_path / "more" / "saved" / "model.safetensors")
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(saved[name], parameter, rtol=1e-9, atol=1e-9)
+
+
+def keeps(folder: str) -> None:
+    from shardcore.integrations.trainer import Trainer
+
+    model = Own(shardcore.shard(llama().model, tp=2))
+    Trainer(model=model, args=arguments(folder, save_strategy="steps"), train_dataset=words(20))
+
+
+def test_a_head_that_no_checkpoint_would_have_is_refused_before_the_first_step(pool, tmp_path):
+    with pytest.raises(Exception, match=r"head\.weight, head\.bias lie beside the sharded LlamaModel"):
+        pool.run(keeps, str(tmp_path), world=2)
+
+
 # Callbacks
 
 
@@ -290,6 +352,38 @@ def test_a_trainer_that_knows_no_sharded_models_is_refused_by_all_ranks(pool, tm
     with pytest.raises(Exception, match=r"from shardcore\.integrations\.trainer import Trainer") as caught:
         pool.run(plain, str(tmp_path), kind, world=2)
     assert [failure.rank for failure in caught.value.failures] == [0, 1] or len(caught.value.failures) == 2
+
+
+def adafactor(folder: str) -> None:
+    from shardcore.integrations.trainer import Trainer
+
+    args = arguments(folder, optim="adafactor", optim_args=None)
+    Trainer(model=shardcore.shard(llama(), tp=2), args=args, train_dataset=words(20)).train()
+
+
+def test_an_optimizer_that_knows_no_dtensors_is_refused_before_its_first_step(pool, tmp_path):
+    with pytest.raises(Exception, match=r"Adafactor uses operations that the parameters of a sharded model lack"):
+        pool.run(adafactor, str(tmp_path), world=2)
+
+
+def from_scratch(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
+    from shardcore.integrations.trainer import Trainer
+
+    args = arguments(folder, per_device_train_batch_size=2 if mesh else 4)
+
+    def make() -> Any:
+        return shardcore.shard(llama(), **mesh) if mesh else llama()
+
+    trainer = Trainer(model_init=make, args=args, train_dataset=words(20))
+    trainer.train()
+    return parameters(trainer.model)
+
+
+def test_a_model_that_the_trainer_makes_itself(pool, tmp_path):
+    (wanted,) = pool.run(from_scratch, str(tmp_path), None, world=1)
+    for got in pool.run(from_scratch, str(tmp_path), TP2DP2, world=4):
+        for name, parameter in wanted.items():
+            torch.testing.assert_close(got[name], parameter, rtol=1e-9, atol=1e-9)
 
 
 def in_a_pipeline(folder: str) -> None:

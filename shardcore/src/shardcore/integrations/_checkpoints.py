@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,22 @@ class Checkpoints:
     lr_scheduler: Any
     accelerator: Any
     state: Any
+    _save: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as an unsharded checkpoint; every rank calls it and one writes."""
-        if sharded_in(self.model) is None or self.args.should_save:
+        sharded = sharded_in(self.model)
+        saving: Any = getattr(self.model, "save_pretrained", None)
+        if sharded is not None and saving is None:
+            whole = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=whole)
+        elif sharded is None or self.args.should_save:
             super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]  # of the Trainer
         else:
-            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
+            # What holds a sharded model, as sentence-transformers do, calls it where it writes.
+            here: Any = self.model if "is_main_process" in inspect.signature(saving).parameters else sharded
+            here.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if (model := sharded_in(self.model)) is None:

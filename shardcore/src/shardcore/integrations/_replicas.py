@@ -20,7 +20,9 @@ from shardcore import _env
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import DATA_AXES, ShardContext, axis_name, context_of, division_of, host_group, unwrapped
 
-__all__ = ["Replicas", "rowwise", "sharded_in", "whole"]
+__all__ = ["Replicas", "beside", "rowwise", "sharded_in", "whole"]
+
+_SHARED = "_shardcore_shared"  # on a model whose plain parameters are kept alike
 
 
 def sharded_in(model: Any) -> nn.Module | None:
@@ -29,6 +31,15 @@ def sharded_in(model: Any) -> nn.Module | None:
         return None
     model = unwrapped(model)
     return next((module for module in model.modules() if context_of(module) is not None), None)
+
+
+def beside(model: nn.Module) -> dict[str, Tensor]:
+    """Return what is trained in ``model`` beside the sharded model that it holds, by name."""
+    if (sharded := sharded_in(model)) is None:
+        return {}
+    inside = set(map(id, sharded.parameters()))
+    named = model.named_parameters()
+    return {n: p for n, p in named if p.requires_grad and id(p) not in inside and not isinstance(p, DTensor)}
 
 
 def whole(values: Any) -> Any:
@@ -111,6 +122,26 @@ class Replicas:
             for name in ("backend", "distributed_type", "num_processes", "process_index", "local_process_index"):
                 AcceleratorState._shared_state[name] = getattr(state, name)
             AcceleratorState._shared_state["device"] = state.device
+
+    def share_plain(self, model: nn.Module) -> None:
+        """Keep alike what is trained beside a sharded model, such as a head of the user's around it.
+
+        The first rank's values are taken, and replicas average the gradients in the backward, as FSDP2 does it for the
+        sharded model.
+        """
+        if model.__dict__.get(_SHARED):
+            return
+        for parameter in beside(model).values():
+            dist.broadcast(parameter.detach(), src=0)
+            if self.count > 1:
+                parameter.register_post_accumulate_grad_hook(self._average)
+        model.__dict__[_SHARED] = True
+
+    def _average(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for group in self.groups:
+            dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= self.count
 
     def gather(self, values: Any) -> Any:
         """Return nested tensors with the rows of all replicas, in their order; a number becomes a row."""

@@ -23,12 +23,15 @@ from typing_extensions import override
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._replicas import Replicas, sharded_in
-from shardcore.integrations._states import load_states, save_states
+from shardcore.integrations._states import load_states, native_optimizer, save_states
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.mesh import context_of
 from shardcore.nn import reduce_partial_gradients
 
 __all__ = ["Accelerator", "adopt", "clip_grad_norm_"]
+
+#: Optimizers of torch and transformers that do not know DTensors; see "Optimizers" in docs/guide.md.
+_UNABLE = frozenset({"Adafactor", "LBFGS", "Rprop"})
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not followed
@@ -105,6 +108,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     ) -> Any:
         self.adopt(model)
         # Nothing wraps a sharded model. Mixed precision and compilation are done in this mode too.
+        if self._replicas is not None and not evaluation_mode:
+            self._replicas.share_plain(model)
         with prepared_by_shardcore():
             return super().prepare_model(model, device_placement, evaluation_mode or sharded_in(model) is not None)
 
@@ -123,6 +128,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if self._replicas is not None:
+            _refuse_unable(native_optimizer(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement)
         models = [found for model in self._models if (found := sharded_in(model)) is not None]
         if any(_defers(model) for model in models):
@@ -300,6 +307,21 @@ class _Processes:
 
     def __init__(self, count: int, index: int) -> None:
         self.num_processes, self.process_index = count, index
+
+
+def _refuse_unable(optimizer: Any) -> None:
+    """Refuse what would fail in its first step, with torch's words about mixed tensors.
+
+    Raises:
+        NotSupportedError: it is such an optimizer.
+    """
+    kind = type(optimizer)
+    if kind.__name__ in _UNABLE and kind.__module__.partition(".")[0] in ("torch", "transformers"):
+        raise NotSupportedError(
+            f"{kind.__module__}.{kind.__qualname__} uses operations that the parameters of a sharded model lack "
+            "(they are DTensors), and would fail in its first step. Use another one, such as AdamW "
+            "(TrainingArguments(optim='adamw_torch'))"
+        )
 
 
 def _defers(model: nn.Module) -> bool:

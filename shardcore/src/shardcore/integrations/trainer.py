@@ -7,11 +7,11 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._checkpoints import Checkpoints
 from shardcore.integrations._evaluating import Evaluating
-from shardcore.integrations._replicas import sharded_in
+from shardcore.integrations._replicas import beside, sharded_in
 from shardcore.integrations.accelerate import adopt
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.nn.behaviour import once
@@ -50,6 +50,12 @@ class _Sharded(Evaluating, Checkpoints):
             raise ConfigError(
                 f"the model lies on {device}, and TrainingArguments have chosen {args.device}. Start one process for "
                 "each device with torchrun, whose LOCAL_RANK both go by, and make TrainingArguments after shard()"
+            )
+        if args.save_strategy != "no" and not args.save_only_model and (others := beside(model)):
+            raise NotSupportedError(
+                f"{', '.join(list(others)[:3])} lie beside the sharded {type(sharded_in(model)).__name__} in the "
+                f"{type(model).__name__}, so that the state of their optimizer is not in its checkpoints, and no "
+                "training goes on from them. Pass save_only_model=True or save_strategy='no' to TrainingArguments"
             )
         args._n_gpu = min(args._n_gpu, 1)  # this process has one device, whatever else it sees
 
