@@ -403,7 +403,7 @@ def drops_out(options: dict[str, Any]) -> None:
     losses = []
     for _ in range(2):
         torch.manual_seed(dist.get_rank())  # however ranks are seeded
-        shardcore.manual_seed(model.get_base_model(), 7)
+        shardcore.manual_seed(model, 7)
         losses.append(model(**inputs(0, 0)).loss)
     assert torch.equal(*losses), "the same seed, the same masks"
     losses.append(model(**inputs(0, 0)).loss)
@@ -531,6 +531,73 @@ REFUSED = {
 def test_refused(pool, name):
     _, options, *_ = REFUSED[name]
     pool.run(refused, *REFUSED[name], world=options.get("tp", 2) * options.get("dp", 1))
+
+
+def generates() -> None:
+    """Both ways of attaching generate what the unsharded model does; a copy is a model of its own."""
+    reference = adapted(base(), lora(task_type="CAUSAL_LM"))
+    model = shardcore.shard(copy.deepcopy(reference), tp=2)
+    ids = batch("llama", "causal_lm", base())(0, 0)["input_ids"]
+    settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    wanted = reference.eval().generate(input_ids=ids, **settings)
+    assert torch.equal(model.eval().generate(input_ids=ids, **settings), wanted)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in named(other).items():
+            if "lora_B" in name:
+                parameter.zero_()
+    assert torch.equal(model.generate(input_ids=ids, **settings), wanted)
+    plain = base().eval().generate(input_ids=ids, **settings)
+    assert torch.equal(other.generate(input_ids=ids, **settings), plain)
+
+
+def test_generation(pool):
+    pool.run(generates, world=2)
+
+
+def steps_a_given_optimizer() -> None:
+    reference = adapted(base(), lora())
+    model = copy.deepcopy(reference)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (reference, model)]
+    shardcore.shard(model, tp=2, optimizer=optimizers[1])
+    inputs = batch("llama", "causal_lm", base())(0, 0)
+    for one, optimizer in zip((reference, model), optimizers, strict=True):
+        one(**inputs).loss.backward()
+        optimizer.step()
+    for name, parameter in named(reference).items():
+        close(whole(named(model)[name].detach()), parameter.detach(), name)
+
+
+def test_an_optimizer_that_was_made_before(pool):
+    pool.run(steps_a_given_optimizer, world=2)
+
+
+def resumes(folder: str) -> None:
+    """A training checkpoint of the model with adapters goes on where it was, dropout included."""
+
+    def made() -> tuple[Any, Any]:
+        model = shardcore.shard(adapted(base(), lora(lora_dropout=0.2)), tp=2).train()
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def step(model: Any, optimizer: Any, number: int) -> Tensor:
+        loss = model(**batch("llama", "causal_lm", base())(number, 0)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, optimizer = made()
+    shardcore.manual_seed(model, 3)
+    step(model, optimizer, 0)
+    where = shardcore.save_checkpoint(folder, model, optimizer, step=1)
+    wanted = [step(model, optimizer, number) for number in (1, 2)]
+    model, optimizer = made()
+    shardcore.load_checkpoint(where, model, optimizer)
+    assert all(torch.equal(step(model, optimizer, n), loss) for n, loss in zip((1, 2), wanted, strict=True))
+
+
+def test_checkpoints(pool, tmp_path):
+    pool.run(resumes, str(tmp_path), world=2)
 
 
 def attaches_by_itself() -> None:

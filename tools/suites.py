@@ -195,7 +195,7 @@ def with_every_library(session: nox.Session) -> Path:
     python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
     packs = [str(pack.folder) for pack in PACKS]
     pins = [*environment.torch, *environment.pins]
-    pip(session, python, "install", "--no-build-isolation", *pins, f"{CORE}[testing]", *packs)
+    pip(session, python, "install", "--no-build-isolation", *pins, f"{CORE}[testing]", "peft", *packs)
     return python
 
 

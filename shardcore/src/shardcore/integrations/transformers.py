@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -133,9 +134,12 @@ class _ShardedPretrained:
 
         Every rank calls it. Errors are those of `shardcore.integrations.peft.get_peft_model`.
         """
-        from shardcore.integrations.peft import adding  # a library that need not be there
-
         native = super().add_adapter  # type: ignore[misc]  # of the native class
+        if importlib.util.find_spec("peft") is None:
+            native(adapter_config, adapter_name)  # which says that it is missing
+            return
+        from shardcore.integrations.peft import adding
+
         adding(self, adapter_config, adapter_name or "default", lambda: native(adapter_config, adapter_name))  # type: ignore[arg-type]  # as above
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ class _Unfinished(nn.Module):
         """Return this rank's part, or summand, of what the base returns."""
         base: ColumnLinear | RowLinear = self.__dict__["_base"]
         return base.local(x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unfinished:
+        # Its own: the base's, which an attribute would be looked up as, makes a base.
+        new = memo[id(self)] = _Unfinished(copy.deepcopy(self.__dict__["_base"], memo))
+        return new
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_base"], name)

@@ -22,7 +22,7 @@ from shardcore.integrations.peft._layers import is_new, place
 from shardcore.integrations.peft._saving import save_adapters
 from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
 from shardcore.integrations.peft._whole import of_whole_sizes
-from shardcore.mesh import ShardContext, nearest_context, set_part_of
+from shardcore.mesh import ShardContext, nearest_context, set_context, set_part_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import AROUND
@@ -101,7 +101,7 @@ def serve(model: nn.Module, context: ShardContext) -> None:
     """Let the calls of a ``PeftModel`` around a model that was sharded do what several ranks need."""
     if isinstance(model, PeftModel):
         add_behaviour(model, ShardedPeft)
-        set_part_of(model, context)
+        set_context(model, context)  # what it does for a sharded model, people call with this one
         set_part_of(model.base_model, context)
         if isinstance(model.base_model, BaseTuner):
             add_behaviour(model.base_model, ShardedTuner)
