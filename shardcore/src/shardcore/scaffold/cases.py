@@ -92,7 +92,13 @@ def _build(
             '    """Return a small model with the same parameters in every process."""',
             f"    return {origin.partition(':')[2]}(**options)[0]",
         ]
-    shown = "\n".join(["{", *(f"    {_quoted(name)}: {_quoted(value)}," for name, value in settings.items()), "}"])
+    shown = "\n".join(
+        [
+            "{",
+            *(f"    {_quoted(name)}: {_quoted(value)}," for name, value in settings.items() if name not in dropouts),
+            "}",
+        ]
+    )
     return [
         "# EDIT: switches of the configuration that change what is computed deserve cases of their own.",
         "SETTINGS: dict[str, Any] = " + shown,
