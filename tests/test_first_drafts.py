@@ -137,6 +137,7 @@ def test_every_dropout_is_named_once() -> None:
     found = guess(small.model, lambda model: model(**small.inputs))
     text = cases("electra", small.model, small.inputs, found, settings=small.settings, dropouts=small.dropouts)
     assert "transformers_version" not in text
+    assert max(map(len, text.splitlines())) <= 120
     assert [text.count(f'"{name}"') for name in small.dropouts] == [1] * len(small.dropouts)
 
 

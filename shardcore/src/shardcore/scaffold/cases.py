@@ -19,6 +19,7 @@ from shardcore.testing.tiny_models import text_batch
 __all__ = ["cases"]
 
 _SIZES = (1, 2, 4)
+_WIDTH = 120
 
 
 def cases(
@@ -102,13 +103,20 @@ def _build(
     return [
         "# EDIT: switches of the configuration that change what is computed deserve cases of their own.",
         "SETTINGS: dict[str, Any] = " + shown,
-        f"DROPOUTS: tuple[str, ...] = {_quoted(tuple(dropouts))}",
+        *_dropouts(dropouts),
         "",
         "",
         f"def build(*, dropout: float = 0.0, **options: Any) -> {cls.__name__}:",
         '    """Return a tiny model whose every parameter is random, the same in every process."""',
         f"    return tiny({cls.__name__}, **{{**SETTINGS, **dict.fromkeys(DROPOUTS, dropout), **options}})",
     ]
+
+
+def _dropouts(names: Sequence[str]) -> list[str]:
+    line = f"DROPOUTS: tuple[str, ...] = {_quoted(tuple(names))}"
+    if len(line) <= _WIDTH:
+        return [line]
+    return ["DROPOUTS: tuple[str, ...] = (", *(f"    {_quoted(name)}," for name in names), ")"]
 
 
 def _quoted(value: Any) -> str:
