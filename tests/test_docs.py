@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import importlib.util
 import re
 import types
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 import shardcore
 from shardcore import compat, hooks, nn, styles
 from shardcore.cli import main
+from shardcore.testing import Case, Supports
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -53,6 +55,13 @@ def _blocks(page: Path) -> list[tuple[str, str, set[int]]]:
     """Return (language, code, numbers of ranks to run it on) of each block of code."""
     found = _CODE.finditer(_text(page))
     return [(m["language"], m["code"], {int(n) for n in (m["worlds"] or "").split()}) for m in found]
+
+
+@pytest.mark.parametrize("described", [Case, Supports])
+def test_the_tutorial_names_every_field_of_a_case(described):
+    rows = re.findall(r"^\| (`[^|]*`) \|", (DOCS / "writing-a-pack.md").read_text(encoding="utf-8"), re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {field.name for field in dataclasses.fields(described)} - named == set()
 
 
 def test_every_public_name_is_in_the_reference():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardcore
 from shardcore.compile import compile_plan
@@ -20,6 +21,7 @@ from shardcore.testing.subject import Subject
 
 transformers = pytest.importorskip("transformers")
 
+from shardcore.cli.drafts import unseen  # noqa: E402
 from shardcore.cli.infer import build, loss_of  # noqa: E402
 from shardcore.integrations.small import small_inputs, small_model  # noqa: E402
 from shardcore.scaffold.cases import cases  # noqa: E402
@@ -109,6 +111,43 @@ def test_the_case_of_a_head_compares_what_it_returns() -> None:
     text = cases("electra", small.model, small.inputs, found, settings=small.settings)
     assert "return text_batch(model, seed)" in text
     assert 'outputs=("start_logits", "end_logits")' in text
+
+
+def test_widths_are_equal_where_they_are_in_the_configuration() -> None:
+    small = small_model(transformers.ElectraForMaskedLM)
+    assert small.settings["embedding_size"] != small.settings["hidden_size"]
+    assert any(name.endswith("embeddings_project") for name, _ in small.model.named_modules())
+    equal = transformers.ElectraConfig(embedding_size=256, hidden_size=256)
+    small = small_model(transformers.ElectraForMaskedLM, equal)
+    assert small.settings["embedding_size"] == small.settings["hidden_size"]
+    assert not any(name.endswith("embeddings_project") for name, _ in small.model.named_modules())
+
+
+def test_a_class_that_generates_is_a_decoder() -> None:
+    given = transformers.ElectraConfig()
+    assert small_model(transformers.ElectraForCausalLM, given, generating=True).settings["is_decoder"] is True
+    assert "is_decoder" not in small_model(transformers.ElectraForMaskedLM, given, generating=True).settings
+    assert small_model(transformers.ElectraForCausalLM, given).model.config.is_decoder is False  # as it was given
+
+
+def test_every_dropout_is_named_once() -> None:
+    given = transformers.ElectraConfig.from_dict({"transformers_version": "5.0.0", "classifier_dropout": None})
+    small = small_model(transformers.ElectraForTokenClassification, given)
+    assert "classifier_dropout" in small.dropouts
+    found = guess(small.model, lambda model: model(**small.inputs))
+    text = cases("electra", small.model, small.inputs, found, settings=small.settings, dropouts=small.dropouts)
+    assert "transformers_version" not in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert [text.count(f'"{name}"') for name in small.dropouts] == [1] * len(small.dropouts)
+
+
+def test_modules_that_only_the_whole_model_has_are_named() -> None:
+    blocks = [nn.ModuleDict({"up": nn.Linear(2, 2)}) for _ in range(3)]
+    blocks[1]["gate"] = nn.Sequential(nn.Linear(2, 2))
+    blocks[2]["gate"] = nn.Sequential(nn.Linear(2, 2))
+    whole = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(2, 2)})
+    small = nn.ModuleDict({"blocks": nn.ModuleList(blocks[:1])})
+    assert unseen(whole, small) == ["blocks.{i}.gate (Sequential)", "head (Linear)"]
 
 
 def test_what_cannot_be_split_is_said() -> None:

@@ -18,6 +18,7 @@ from shardcore.cli import main
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ShardcoreError
+from shardcore.scaffold import Example, write_pack
 
 pytest.importorskip("transformers")
 
@@ -182,6 +183,26 @@ def test_its_tests_pass_as_it_is_written(made):
     passed, skipped = (int(word) for word in printed.splitlines()[-1].split() if word.isdigit())
     assert passed > 20, printed
     assert skipped < 6, printed
+
+
+def test_its_tests_need_no_installation(tmp_path):
+    assert new_pack(tmp_path).exit_code == 0
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "discovery or hash_seeds"]
+    done = subprocess.run(
+        [*command, "--quick", "shard-stablelm"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_modules_that_were_not_looked_at_are_listed(tmp_path, monkeypatch):
+    (tmp_path / "unseen_models.py").write_text(SMALL_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    model, inputs = importlib.import_module("unseen_models").example()
+    example = Example(model, inputs, source="unseen_models:example", unseen=["blocks.{i}.gate (Linear)"])
+    _, draft = write_pack("shard-unseen", example, tmp_path)
+    said = "blocks.{i}.gate (Linear) is in the model, but not in the small one that was looked at"
+    assert said in draft.doubts
+    assert said in (tmp_path / "shard-unseen" / "src" / "shard_unseen" / "policy.py").read_text()
 
 
 def test_it_is_found_and_explained(made):

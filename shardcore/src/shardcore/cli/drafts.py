@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from shardcore.integrations.small import small_model
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.scaffold import Draft, Example, write_pack
 
-__all__ = ["new_pack"]
+__all__ = ["new_pack", "unseen"]
 
 
 def new_pack(name: str, model: str | None, example: str | None, into: Path) -> tuple[list[Path], Draft]:
@@ -38,13 +39,24 @@ def _of_transformers(source: str) -> Example:
             "a small model and the keyword arguments of a call, and give it as --example package.module:function"
         )
     try:
-        small = small_model(cls, empty.config)
+        small = small_model(cls, empty.config, generating=True)
     except ConfigError as error:
         raise ConfigError(
             f"{str(error).rstrip('.')}. Write a function that returns a small model and the keyword arguments of a "
             "call, and give it as --example package.module:function"
         ) from error
-    return Example(small.model, small.inputs, small.settings, small.dropouts)
+    return Example(small.model, small.inputs, small.settings, small.dropouts, unseen=unseen(empty, small.model))
+
+
+def unseen(whole: nn.Module, small: nn.Module) -> list[str]:
+    """Return the modules of a model that its small copy has nothing like, with their classes; numbers do not count."""
+    seen = {re.sub(r"\d+", "N", name) for name, _ in small.named_modules()}
+    found: dict[str, str] = {}
+    for name, module in whole.named_modules():
+        if re.sub(r"\d+", "N", name) not in seen and not any(name.startswith(f"{above}.") for above in found):
+            found[name] = type(module).__name__
+    patterns = {re.sub(r"\d+", "{i}", name): kind for name, kind in found.items()}
+    return [f"{name} ({kind})" for name, kind in patterns.items()]
 
 
 def _given(source: str) -> Example:

@@ -24,6 +24,9 @@ _WORDS, _ROWS, _TOKENS, _LABELS, _CHOICES = 97, 2, 9, 3, 2
 _LARGEST = 20_000_000
 _KV_HEADS = r"num_(key_value|kv)_heads|n_head_kv|multi_query_group_num"
 
+_WIDTHS = r"hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|emb_dim|d_embed|word_embed_proj_dim|model_dim"
+_WIDTH, _NARROWER = 32, (24, 16)
+
 # Fields of a configuration, by name -> a small value. The first that matches counts. No two kinds of sizes are equal,
 # where they can be told apart: what is read must say which of them it is.
 _SMALL: tuple[tuple[str, int], ...] = (
@@ -44,7 +47,7 @@ _SMALL: tuple[tuple[str, int], ...] = (
     (r"(moe|shared_expert|expert)_intermediate_size|moe_ffn_hidden_size", 20),
     (r"(num|n)_(local_|routed_)?experts", 4),
     (r"num_experts_per_tok|moe_topk|moe_k", 2),
-    (r"hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|emb_dim|d_embed|word_embed_proj_dim|model_dim", 32),
+    (_WIDTHS, _WIDTH),
     (r"encoder_hidden_size|projection_(dim|size)|text_embed_dim", 32),
     (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
     (r"sliding_window|attention_window|local_attention|window_size", 4),
@@ -74,13 +77,14 @@ class Small:
     dropouts: Sequence[str]
 
 
-def small_model(model_class: type[Any], config: Any = None, seed: int = 0) -> Small:
+def small_model(model_class: type[Any], config: Any = None, seed: int = 0, *, generating: bool = False) -> Small:
     """Return a small model of a class of transformers.
 
     Args:
         model_class: the class.
-        config: a configuration whose switches count; its sizes do not. The class's own by default.
+        config: a configuration whose switches count; of its sizes only which are equal. The class's own by default.
         seed: of the parameters.
+        generating: make a decoder of a class that can generate, where its configuration calls it an encoder.
 
     Raises:
         ConfigError: the class has no configuration, none that could be made small, or takes what is not known here.
@@ -89,17 +93,21 @@ def small_model(model_class: type[Any], config: Any = None, seed: int = 0) -> Sm
     if config_class is None:
         raise ConfigError(f"{model_class.__name__} has no class of configurations, so that no small model can be built")
     reasons = []
-    # With fewer key/value heads than heads if the class has them; sizes that may not be small stay as they are.
-    for kv, keep in (
-        (2, ()),
-        (4, ()),
-        (4, ("head_dim",)),
-        (4, ("hidden_size", "d_model")),
-        (4, ("image_size", "patch_size")),
+    # With fewer key/value heads than heads if the class has them, and widths that differ where they do in ``config``;
+    # sizes that may not be small stay as they are.
+    for kv, keep, apart in (
+        (2, (), True),
+        (2, (), False),
+        (4, (), True),
+        (4, (), False),
+        (4, ("head_dim",), False),
+        (4, ("hidden_size", "d_model"), False),
+        (4, ("image_size", "patch_size"), False),
     ):
         try:
             settings, dropouts = _settings(config or config_class(), kv, keep)
-            settings |= _of_head(model_class.__name__, settings, config or config_class())
+            settings |= _widths(config or config_class(), settings) if apart else {}
+            settings |= _of_head(model_class, settings, config or config_class(), generating)
             model = _built(model_class, config_class(**settings), seed)
             inputs = small_inputs(model, seed)
             model(**inputs)
@@ -144,12 +152,12 @@ def _settings(config: Any, kv: int, keep: tuple[str, ...]) -> tuple[dict[str, An
     found: dict[str, Any] = {}
     dropouts = []
     for name, value in vars(config).items():
-        if name in keep or name.startswith("_"):
+        if name in keep or name.startswith("_") or name == "transformers_version":
             continue
         small = next((size for pattern, size in _SMALL if re.fullmatch(pattern, name)), None)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             found[name] = {**_settings(value, kv, keep)[0], "model_type": value.model_type}
-        elif isinstance(value, float) and "drop" in name:
+        elif (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout")):
             found[name] = 0.0
             dropouts.append(name)
         elif name.endswith("_token_id") and isinstance(value, int | list):
@@ -165,13 +173,31 @@ def _settings(config: Any, kv: int, keep: tuple[str, ...]) -> tuple[dict[str, An
     return found, dropouts
 
 
-def _of_head(name: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _widths(config: Any, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return widths of ``settings`` that are not the width of the blocks in ``config``, so that they are not here."""
+    main = next((name for name in ("hidden_size", "d_model", "n_embd") if type(getattr(config, name, None)) is int), "")
+    width, narrower = getattr(config, main or "hidden_size", None), iter(_NARROWER)
+    others: dict[int, int] = {}  # by the size that they have in the configuration
+    found = {}
+    for name, size in settings.items():
+        own = getattr(config, name, None)
+        if size == _WIDTH and re.fullmatch(_WIDTHS, name) and own != width and type(own) is int:
+            if own not in others:
+                others[own] = next(narrower, _WIDTH)
+            found[name] = others[own]
+    return found if type(width) is int and width else {}
+
+
+def _of_head(model_class: type[Any], settings: Mapping[str, Any], config: Any, generating: bool) -> dict[str, Any]:
     """Return what the head of a class, told by its name, needs its configuration to be."""
-    found: dict[str, Any] = {}
+    name, found = model_class.__name__, dict[str, Any]()
     if name.endswith("QuestionAnswering") and "num_labels" in settings:
         found["num_labels"] = 2  # start and end
     if name.endswith("SequenceClassification") and getattr(config, "pad_token_id", 0) is None:
         found["pad_token_id"] = _TOKENS_OF["pad"]  # the last token of a row is looked for
+    encodes = getattr(config, "is_decoder", None) is False and not getattr(config, "is_encoder_decoder", False)
+    if generating and encodes and getattr(model_class, "can_generate", bool)():
+        found["is_decoder"] = True
     return found
 
 

@@ -19,6 +19,7 @@ from shardcore.testing.tiny_models import text_batch
 __all__ = ["cases"]
 
 _SIZES = (1, 2, 4)
+_WIDTH = 120
 
 
 def cases(
@@ -92,17 +93,30 @@ def _build(
             '    """Return a small model with the same parameters in every process."""',
             f"    return {origin.partition(':')[2]}(**options)[0]",
         ]
-    shown = "\n".join(["{", *(f"    {_quoted(name)}: {_quoted(value)}," for name, value in settings.items()), "}"])
+    shown = "\n".join(
+        [
+            "{",
+            *(f"    {_quoted(name)}: {_quoted(value)}," for name, value in settings.items() if name not in dropouts),
+            "}",
+        ]
+    )
     return [
         "# EDIT: switches of the configuration that change what is computed deserve cases of their own.",
         "SETTINGS: dict[str, Any] = " + shown,
-        f"DROPOUTS: tuple[str, ...] = {_quoted(tuple(dropouts))}",
+        *_dropouts(dropouts),
         "",
         "",
         f"def build(*, dropout: float = 0.0, **options: Any) -> {cls.__name__}:",
         '    """Return a tiny model whose every parameter is random, the same in every process."""',
         f"    return tiny({cls.__name__}, **{{**SETTINGS, **dict.fromkeys(DROPOUTS, dropout), **options}})",
     ]
+
+
+def _dropouts(names: Sequence[str]) -> list[str]:
+    line = f"DROPOUTS: tuple[str, ...] = {_quoted(tuple(names))}"
+    if len(line) <= _WIDTH:
+        return [line]
+    return ["DROPOUTS: tuple[str, ...] = (", *(f"    {_quoted(name)}," for name in names), ")"]
 
 
 def _quoted(value: Any) -> str:

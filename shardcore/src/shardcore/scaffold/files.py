@@ -31,6 +31,7 @@ class Example:
         settings: the fields of its configuration that make it small; None for a model without one.
         dropouts: those that are dropouts.
         source: ``module:function`` that makes the model and its arguments, for a model without a configuration.
+        unseen: modules that models of the class have, and this one has not.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class Example:
     settings: Mapping[str, Any] | None = None
     dropouts: Sequence[str] = ()
     source: str = ""
+    unseen: Sequence[str] = ()
 
 
 def write_pack(name: str, example: Example, folder: Path) -> tuple[list[Path], Draft]:
@@ -58,6 +60,9 @@ def write_pack(name: str, example: Example, folder: Path) -> tuple[list[Path], D
     if root.exists() or root.is_symlink():
         raise ConfigError(f"{root} exists already; choose another name or folder")
     draft = guess(example.model, lambda model: model(**example.inputs))
+    draft.doubts += [
+        f"{module} is in the model, but not in the small one that was looked at" for module in example.unseen
+    ]
     written = []
     for path, text in _files(name, example, draft).items():
         file = root / path
@@ -111,7 +116,7 @@ def _distribution(values: dict[str, str]) -> Distribution:
         dependencies=[f"shardcore>={values['series']},<{values['next']}", f"{library}{values['floor']}"],
         extras={"tested": [f"{library}=={version}"], "testing": ["shardcore[testing]"]},
         matrix={library: [version]},
-        pytest={"addopts": ["-p", "shardcore.testing.plugin"], "timeout": 600},
+        pytest={"addopts": ["-p", "shardcore.testing.plugin"], "pythonpath": ["src"], "timeout": 600},
     )
 
 
