@@ -10,7 +10,6 @@ from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import GroupShardedLayout, Layout
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Step, above
-from shardcore.plan.steps.regions import EnterRegion
 
 __all__ = ["Collective", "collectives", "gathers_of_heads"]
 
@@ -30,12 +29,14 @@ def gathers_of_heads(plan: ShardPlan, block: str) -> int:
 
     They are the same for every pack, and are there at some sizes only, so that no case has to count them.
     """
-    layouts = {name: p.layout for p in plan.parameters for name in (p.name, *p.aliases)}
-    found: set[tuple[str, int]] = set()
-    for step in plan.steps:
-        if isinstance(step, EnterRegion) and f"{step.path}.".startswith(f"{block}."):
-            of_members = [layouts.get(f"{member}.{own}") for member in step.members for own in ("weight", "bias")]
-            found |= {(step.path, part.group_size) for part in of_members if isinstance(part, GroupShardedLayout)}
+    shared = {p.name.rpartition(".")[0] for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
+    found = [
+        c
+        for c in collectives(plan)
+        if (c.phase, c.operation) == ("forward", "all_gather")
+        and f"{c.where}.".startswith(f"{block}.")
+        and any(name in c.payload for name in shared)
+    ]
     return len(found)
 
 
