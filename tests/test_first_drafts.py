@@ -108,7 +108,7 @@ def test_a_head_is_called_with_what_it_learns_from(name: str) -> None:
 
 def test_the_case_of_a_head_compares_what_it_returns() -> None:
     small, found = draft("ElectraForQuestionAnswering")
-    text = cases("electra", small.model, small.inputs, found, settings=small.settings)
+    text = cases("electra", small.model, small.inputs, found, settings=small.settings, text=True)
     assert "return text_batch(model, seed)" in text
     assert 'outputs=("start_logits", "end_logits")' in text
 

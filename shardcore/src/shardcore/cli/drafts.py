@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
@@ -15,6 +16,7 @@ from shardcore.integrations.models import meta_model
 from shardcore.integrations.small import small_model
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.scaffold import Draft, Example, write_pack
+from shardcore.testing.tiny_models import text_batch
 
 __all__ = ["new_pack", "unseen"]
 
@@ -45,7 +47,14 @@ def _of_transformers(source: str) -> Example:
             f"{str(error).rstrip('.')}. Write a function that returns a small model and the keyword arguments of a "
             "call, and give it as --example package.module:function"
         ) from error
-    return Example(small.model, small.inputs, small.settings, small.dropouts, unseen=unseen(empty, small.model))
+    return Example(
+        small.model,
+        small.inputs,
+        small.settings,
+        small.dropouts,
+        unseen=unseen(empty, small.model),
+        text=_is_text(small.model),
+    )
 
 
 def unseen(whole: nn.Module, small: nn.Module) -> list[str]:
@@ -80,3 +89,14 @@ def _given(source: str) -> Example:
             "dropout=0.1 for live dropouts"
         )
     return Example(model.double().eval(), inputs, source=source)
+
+
+def _is_text(model: nn.Module) -> bool:
+    """Tell whether a model can be called with what `text_batch` makes for it, with a loss that can be compared."""
+    try:
+        with torch.no_grad():
+            out = model(**text_batch(model, 0))
+    except Exception:
+        return False
+    loss = out.get("loss") if isinstance(out, Mapping) else None
+    return loss is None or bool(torch.isfinite(loss).all())

@@ -32,6 +32,7 @@ class Example:
         dropouts: those that are dropouts.
         source: ``module:function`` that makes the model and its arguments, for a model without a configuration.
         unseen: modules that models of the class have, and this one has not.
+        text: it can be called with what `shardcore.testing.text_batch` makes for it.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Example:
     dropouts: Sequence[str] = ()
     source: str = ""
     unseen: Sequence[str] = ()
+    text: bool = False
 
 
 def write_pack(name: str, example: Example, folder: Path) -> tuple[list[Path], Draft]:
@@ -103,7 +105,7 @@ def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:
         f"src/{package}/plugin.py": _PLUGIN.format(**values),
         f"src/{package}/policy.py": source(cls, draft),
         f"src/{package}/cases.py": cases(short, example.model, example.inputs, draft, settings=example.settings,
-                                         dropouts=example.dropouts, origin=example.source),
+                                         dropouts=example.dropouts, origin=example.source, text=example.text),
         "tests/test_conformance.py": _TESTS.format(**values),
     }  # fmt: skip
 
