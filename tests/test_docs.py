@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import re
 import types
 from pathlib import Path
@@ -184,7 +185,10 @@ _NEEDS = {"trainer.md": "accelerate", "peft.md": "peft"}
 
 @pytest.mark.parametrize(
     ("page", "world"),
-    [(page, world) for page in ("guide.md", "trainer.md", "peft.md") for world in (2, 4)] + [("index.md", 2)],
+    [
+        *((f"{name}.md", world) for name in ("guide", "trainer", "peft") for world in (2, 4)),
+        *((f"{name}.md", 2) for name in ("index", "large-models", "migration", "troubleshooting")),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # the Trainer's, on a CPU
 def test_code_runs(pool, page, world, tmp_path):
@@ -194,6 +198,35 @@ def test_code_runs(pool, page, world, tmp_path):
     code = [code for _, code, worlds in _blocks(DOCS / page) if world in worlds]
     assert code
     pool.run(_run, code, str(tmp_path), world=world, timeout=100)
+
+
+def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
+    pytest.importorskip("transformers")
+    page = DOCS / "start.md"
+    (shown,) = [code for language, code, _ in _blocks(page) if language == "text"]
+    wanted = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
+    assert len(wanted) == 10
+    printed = {}
+    for world in (1, 2):
+        code = [code for _, code, worlds in _blocks(page) if world in worlds]
+        (tmp_path / str(world)).mkdir()
+        # On ranks that are already there; the first one says what all of them compute.
+        text = pool.run(_printed, code, str(tmp_path / str(world)), world=world, timeout=100)[0]
+        printed[world] = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", text, re.M)]
+    assert printed[1] == pytest.approx(printed[2], abs=2e-4)
+    assert printed[2] == pytest.approx(wanted, abs=2e-3)
+
+
+def test_every_python_block_of_the_new_pages_runs():
+    for name in ("start", "large-models", "migration", "troubleshooting", "launching", "tuning"):
+        assert all(worlds for language, _, worlds in _blocks(DOCS / f"{name}.md") if language == "python"), name
+
+
+def _printed(blocks: list[str], folder: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        _run(blocks, folder)
+    return out.getvalue()
 
 
 def _run(blocks: list[str], folder: str) -> None:

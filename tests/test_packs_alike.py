@@ -53,6 +53,7 @@ def test_every_part_of_the_metadata_is_kept():
         extras={"tested": ["a>=1"], "testing": ["b"]},
         matrix={"a": ["1", "2"]},
         license="MIT",
+        authors=["Somebody", 'Some "body" else'],
         keywords=["k" * 70, "l" * 70],
         classifiers=["Typing :: Typed"],
         data=["d==1"],

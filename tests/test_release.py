@@ -43,6 +43,23 @@ def test_a_pack_takes_this_core_and_no_later_second_number(file):
             assert requirement.specifier.contains(release), (requirement, release)
 
 
+def test_each_pack_is_an_extra_of_the_core_and_all_are_one():
+    extras = {name: set(needs) for name, needs in CORE["optional-dependencies"].items() if name != "testing"}
+    everything = extras.pop("all")
+    assert extras == {file.parent.name.removeprefix("shard-"): {f"{file.parent.name}>=0.1,<0.2"} for file in PACKS}
+    assert everything == set().union(*extras.values())
+    for file in PACKS:
+        needs = Requirement(f"{file.parent.name}>=0.1,<0.2")
+        assert needs.specifier.contains(project(file)["version"]), file
+
+
+@pytest.mark.parametrize("file", PACKS, ids=lambda file: file.parent.name)
+def test_metadata_says_who_and_for_what(file):
+    found = project(file)
+    assert found["authors"] == CORE["authors"] == [{"name": "The shardcore authors"}]
+    assert found["classifiers"] == CORE["classifiers"]
+
+
 def test_the_changelog_has_this_version_or_what_will_be():
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[([^\]]+)\]", text, re.M)

@@ -114,6 +114,7 @@ def main(arguments: list[str]) -> None:
             extras={"tested": like.extras["tested"]},
             matrix=like.matrix,
             license=like.license,
+            authors=like.authors,
             keywords=[short if word == like.short else word for word in like.keywords],
             classifiers=like.classifiers,
         )

@@ -30,6 +30,7 @@ class Distribution:
         extras: what else can be installed with it; ``tested`` is the range that the tests prove.
         matrix: the releases of each library that the tests run against.
         license: an SPDX expression, whose text is in the file ``LICENSE``; None for a pack that has none yet.
+        authors: the names of those who wrote it.
         keywords: for the index of packages.
         classifiers: for the index of packages.
         data: distributions that the tests read as files; nox installs them without what they depend on.
@@ -44,6 +45,7 @@ class Distribution:
     extras: Mapping[str, Sequence[str]]
     matrix: Mapping[str, Sequence[str]]
     license: str | None = None
+    authors: Sequence[str] = ()
     keywords: Sequence[str] = ()
     classifiers: Sequence[str] = ()
     data: Sequence[str] = ()
@@ -62,6 +64,7 @@ class Distribution:
             extras=project["optional-dependencies"],
             matrix=tool["shardcore"]["matrix"],
             license=project.get("license"),
+            authors=[author["name"] for author in project.get("authors", ())],
             keywords=project.get("keywords", ()),
             classifiers=project.get("classifiers", ()),
             data=tool["shardcore"].get("data", ()),
@@ -90,6 +93,7 @@ class Distribution:
         if self.license is not None:
             project |= {"license": self.license, "license-files": ["LICENSE"]}
         project["requires-python"] = ">=3.11"
+        project |= {"authors": [{"name": name} for name in self.authors]} if self.authors else {}
         project |= {"keywords": self.keywords} if self.keywords else {}
         project |= {"classifiers": self.classifiers} if self.classifiers else {}
         project["dependencies"] = self.dependencies
@@ -119,8 +123,16 @@ def _value(key: str, value: Any) -> str:
     """Return a value as TOML: text, a number, or a list of texts, one on each line if they do not fit into one."""
     if not isinstance(value, list | tuple):
         return json.dumps(value, ensure_ascii=False)
-    items = [json.dumps(item, ensure_ascii=False) for item in value]
+    items = [_item(item) for item in value]
     line = f"[{', '.join(items)}]"
     if len(f"{key} = {line}") <= _WIDTH and key != "classifiers":
         return line
     return "[\n" + "".join(f"    {item},\n" for item in items) + "]"
+
+
+def _item(item: Any) -> str:
+    """Return one of a list: text, or a table such as an author."""
+    if isinstance(item, Mapping):
+        pairs = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in item.items())
+        return f"{{ {', '.join(pairs)} }}"
+    return json.dumps(item, ensure_ascii=False)
