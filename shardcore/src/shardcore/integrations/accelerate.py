@@ -97,6 +97,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare everything, and take the replicas of a sharded model for the processes; see `adopt`."""
         for found in args:
             self.adopt(found)
         with prepared_by_shardcore():
@@ -106,6 +107,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
+        """Prepare a model; one that was sharded is not wrapped."""
         self.adopt(model)
         # Nothing wraps a sharded model. Mixed precision and compilation are done in this mode too.
         if self._replicas is not None and not evaluation_mode:
@@ -117,6 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
+        """Prepare a loader: each replica gets its part, and all ranks of a replica the same batches."""
         if self._replicas is None:
             if not self._models and dist.is_initialized() and dist.get_world_size() > 1:
                 raise ConfigError(
@@ -128,6 +131,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer; partial gradients that were deferred are summed before its steps."""
         if self._replicas is not None:
             _refuse_unable(native_optimizer(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -138,6 +142,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler, which makes one step for each replica."""
         prepared = super().prepare_scheduler(scheduler)
         if self._replicas is not None and type(prepared) is AcceleratedScheduler:
             prepared.__class__ = _Scheduler
@@ -147,6 +152,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     @contextlib.contextmanager
     @override
     def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Leave the gradients of a model unsummed over replicas until the next backward outside."""
         sharded = sharded_in(model)
         if sharded is None:
             with super().no_sync(model):
@@ -162,6 +168,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip by the norm of the whole model, and return it, a plain tensor ()."""
         if self._replicas is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
@@ -170,15 +177,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each value of the gradients, after deferred ones were summed."""
         _reduce([model for model in self._models if _defers(model)])
         super().clip_grad_value_(parameters, clip_value)
 
     @override
     def gather(self, tensor: Any) -> Any:
+        """Gather tensors from all replicas, each once."""
         return super().gather(tensor) if self._replicas is None else self._replicas.gather(tensor)
 
     @override
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather from all replicas, without the rows by which the last batches were filled up."""
         if self._replicas is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         try:
@@ -193,18 +203,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors over the replicas."""
         if self._replicas is None:
             return super().reduce(tensor, reduction, scale)
         return self._replicas.reduce(tensor, reduction, scale)
 
     @override
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors to the largest size of all replicas along ``dim``."""
         if self._replicas is None:
             return super().pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
         return self._replicas.padded(tensor, dim, pad_index, first=pad_first)
 
     @override
     def check_trigger(self) -> bool:
+        """Tell whether any rank has set the trigger."""
         if self._replicas is None:
             return bool(super().check_trigger())
         # Whichever rank has set it: the ranks of a replica go on together, or end together.
@@ -215,12 +228,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     @contextlib.contextmanager
     @override
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each replica its part of ``inputs``."""
         state = self.state if self._replicas is None else _Processes(self.num_processes, self.process_index)
         with PartialState.split_between_processes(state, inputs, apply_padding=apply_padding) as part:
             yield part
 
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return full tensors on the first rank, and an empty dict on the others, of a sharded model."""
         if sharded_in(model) is None:
             return super().get_state_dict(model, unwrap)
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -228,18 +243,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     @override
     def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Save full tensors, as the unsharded model is saved; every rank calls it."""
         super().save_model(model, *args, **kwargs)
         if sharded_in(model) is not None:
             self.wait_for_everyone()  # nobody reads what is not written yet
 
     @override
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save everything by `shardcore.save_checkpoint`, each rank its part, beside Accelerate's own files."""
         if self._replicas is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         return save_states(self, super().save_state, output_dir, safe_serialization, **kwargs)
 
     @override
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what `save_state` has saved, on this mesh or another."""
         if self._replicas is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
         else:
