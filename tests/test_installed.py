@@ -67,7 +67,7 @@ def test_every_class_of_the_pack_is_found(cls):
 def test_a_model_that_no_pack_serves_is_an_error_on_every_rank(pool):
     for message in pool.run(_unknown, world=2):
         assert "Unknown" in message
-        assert "shard-llama" in message  # what is installed is named
+        assert ", llama, " in message  # what is installed is named
 
 
 def _unknown() -> str:

@@ -210,7 +210,7 @@ def test_it_is_found_and_explained(made):
     rows = {row["name"]: row for row in json.loads(environment.shardcore("packs", "--json", cwd=pack.parent))}
     assert rows["stablelm"]["distribution"] == "shard-stablelm"
     assert rows["stablelm"]["status"] == "loaded"
-    text = environment.shardcore("explain", "StableLmForCausalLM", "--tp", "2", cwd=pack.parent)
+    text = environment.shardcore("explain", "StableLmForCausalLM", "--tp", "2", "-v", cwd=pack.parent)
     assert "model.layers.{0-31}.self_attn.q_proj" in text
 
 
