@@ -31,12 +31,14 @@ sys.path.insert(0, str(ROOT / "tools"))
 from cells import Cell, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
 from suites import (  # noqa: E402
+    CLIENTS,
     CORE,
     ENV,
     ENVIRONMENTS,
     NEWEST,
     PACKS,
     RESULTS,
+    SNIPPETS,
     TORCH,
     Suite,
     check,
@@ -52,8 +54,6 @@ DOCS = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdoc
 CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
-# What the tests of `shardcore.integrations` train with.
-CLIENTS = ("accelerate==1.14.0", "peft==0.21.2")
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -85,7 +85,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def smoke(session: nox.Session) -> None:
     """Test what needs no ranks, the documentation, and one model on ranks: a few minutes."""
-    requirements = [f"{CORE}[testing]", *CLIENTS, *(str(pack.folder) for pack in PACKS)]
+    requirements = [f"{CORE}[testing]", *SNIPPETS, *(str(pack.folder) for pack in PACKS)]
     places = [CORE, ROOT / "tests", ROOT / "docs", ROOT / "README.md", ROOT / "tools", *(p.folder for p in PACKS)]
     workspace = [str(ROOT / "tests" / f"test_{name}.py") for name in ("docs", "facts", "matrix", "environments")]
     # The tests of the kit and its pool start processes of their own.
@@ -156,10 +156,29 @@ for _cell in CELLS:
 @nox.session(venv_backend="none", tags=["tests"])
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
-    requirements = [f"{CORE}[testing]", *CLIENTS, *(str(pack.folder) for pack in PACKS)]
+    requirements = [f"{CORE}[testing]", *SNIPPETS, *(str(pack.folder) for pack in PACKS)]
     names = ("tests", "docs", "examples", "tools", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
     places = [CORE, *(ROOT / name for name in names), *ROOT.glob("*.md"), *(pack.folder for pack in PACKS)]
-    Suite(session, NEWEST, "together", ROOT / "tests", requirements, places, alone=False).run()
+    own = [f"--ignore={ROOT / 'tests' / 'clients'}"]
+    Suite(session, NEWEST, "together", ROOT / "tests", requirements, places, alone=False, options=own).run()
+
+
+def add_clients(stack: str, environment: Environment) -> None:
+    """Make the session that tests the integrations with one stack of the software that trains models."""
+
+    def test(session: nox.Session) -> None:
+        places = [CORE / "src", ROOT / "tests" / "clients", *(pack.folder / "src" for pack in PACKS)]
+        requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
+        tests = ROOT / "tests" / "clients"
+        Suite(session, environment, "clients", tests, requirements, places, against=stack, alone=False).run()
+
+    test.__doc__ = f"Test Trainer, Accelerate, PEFT and others, the {stack} releases, with all packs."
+    tags = ["matrix", "clients", *(["tests"] if stack == "newest" else [])]
+    nox.session(venv_backend="none", name=f"clients-{stack}", tags=tags, default=False)(test)
+
+
+for _stack, _environment in CLIENTS.items():
+    add_clients(_stack, _environment)
 
 
 @nox.session(venv_backend="none", tags=["matrix"], default=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 #: What tests put on the path, in one process.
-FOLDERS = ("tools", "tests", "tests/fuzz", "tests/support", "shardcore/tests/support")
+FOLDERS = ("tools", "tests", "tests/fuzz", "tests/support", "tests/clients/support", "shardcore/tests/support")
 
 
 def test_no_two_modules_share_a_name():

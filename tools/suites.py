@@ -16,6 +16,7 @@ from environments import Environment
 from results import Result, Results, digest_of
 
 __all__ = [
+    "CLIENTS",
     "CORE",
     "ENV",
     "ENVIRONMENTS",
@@ -23,6 +24,7 @@ __all__ = [
     "NEWEST",
     "PACKS",
     "RESULTS",
+    "SNIPPETS",
     "TORCH",
     "Suite",
     "check",
@@ -48,6 +50,21 @@ ENV: dict[str, str | None] = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": None,
     "TOKENIZERS_PARALLELISM": "false",
+}
+# What the snippets of the documentation import.
+SNIPPETS = ("accelerate==1.15.0", "peft==0.21.2")
+# The newest environment of timm has every library of models.
+_EVERY = next(c.environment for c in cells_of(PACKS, TORCH) if c.library == "timm" and "newest" in c.tags)
+#: The software that trains and calls models, in stacks: the newest releases, and the oldest that are served.
+CLIENTS: Mapping[str, Environment] = {
+    "newest": Environment(
+        "clients-newest",
+        _EVERY.torch,
+        (*_EVERY.pins, *SNIPPETS, "trl==1.16.0", "datasets==5.2.0", "sentence-transformers==6.2.0"),
+    ),
+    "oldest": Environment(
+        "clients-oldest", (TORCH,), ("transformers==4.57.6", "accelerate==1.12.0", "peft==0.18.0", "trl==0.25.1")
+    ),
 }
 # What the checks read.
 _CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py", "pyproject.toml",
@@ -189,13 +206,12 @@ def check(session: nox.Session, environment: Environment, *commands: Sequence[st
 
 
 def with_every_library(session: nox.Session) -> Path:
-    """Return the interpreter of timm's environment, which has every library, with the core and all packs."""
-    cells = cells_of(PACKS, TORCH)
-    environment = next(cell.environment for cell in cells if cell.library == "timm" and "newest" in cell.tags)
+    """Return the interpreter of an environment that has every library, with the core and all packs."""
+    environment = CLIENTS["newest"]
     python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
     packs = [str(pack.folder) for pack in PACKS]
     pins = [*environment.torch, *environment.pins]
-    pip(session, python, "install", "--no-build-isolation", *pins, f"{CORE}[testing]", "peft", *packs)
+    pip(session, python, "install", "--no-build-isolation", *pins, f"{CORE}[testing]", *packs)
     return python
 
 
