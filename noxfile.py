@@ -1,7 +1,7 @@
-"""The jobs of the workspace: ``nox``, ``nox -t tests checks``, ``nox -t matrix``, and others by their names.
+"""The jobs of the workspace: ``nox``, ``nox -s parallel``, ``nox -t matrix``, and others by their names.
 
 ``nox`` alone is for a contributor before a commit: style, types, documentation (the tag ``checks``), and a few minutes
-of tests (``smoke``). ``.ci/run`` is ``nox -t tests checks``.
+of tests (``smoke``). ``.ci/run`` is ``nox -s parallel``: the sessions of ``nox -t tests checks``, two at a time.
 
 Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
 ``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for every size, against the oldest and the
@@ -18,7 +18,9 @@ unchanged, so a run that was interrupted is resumed by the same command; ``nox -
 from __future__ import annotations
 
 import functools
+import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import lanes  # noqa: E402
 from cells import Cell, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
 from suites import (  # noqa: E402
@@ -54,6 +57,8 @@ DOCS = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdoc
 CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
+# Session -> the environment that it installs into, for `parallel`; the checks install into that of `types` too.
+ENVIRONMENT_OF = dict.fromkeys(("lint", "types", "docs", "smoke", "together"), NEWEST.name)
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -146,6 +151,7 @@ def _add_session(cell: Cell, name: str, kit: str, *, tags: list[str]) -> None:
 
     test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kit}."
     nox.session(venv_backend="none", name=name, tags=tags, default=False)(test)
+    ENVIRONMENT_OF[name] = cell.environment.name
 
 
 CELLS = cells_of(PACKS, TORCH)
@@ -175,6 +181,7 @@ def add_clients(stack: str, environment: Environment) -> None:
     test.__doc__ = f"Test Trainer, Accelerate, PEFT and others, the {stack} releases, with all packs."
     tags = ["matrix", "clients", *(["tests"] if stack == "newest" else [])]
     nox.session(venv_backend="none", name=f"clients-{stack}", tags=tags, default=False)(test)
+    ENVIRONMENT_OF[f"clients-{stack}"] = environment.name
 
 
 for _stack, _environment in CLIENTS.items():
@@ -259,6 +266,26 @@ def capabilities(session: nox.Session) -> None:
             failed += [] if suite.passes() else [suite.result]
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session(venv_backend="none", default=False)
+def parallel(session: nox.Session) -> None:
+    """Run all sessions of some tags, two at a time where their environments differ: nox -s parallel -- matrix.
+
+    Without tags these are tests and checks, as in CI. Tests wait for each other's ranks much of the time, so this takes
+    less than one after another, on two cores too.
+    """
+    tags = session.posargs or ["tests", "checks"]
+    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py")]
+    listed = subprocess.run(
+        [*command, "--list", "--json", "-t", *tags], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    groups = lanes.group((found["session"] for found in json.loads(listed.stdout)), ENVIRONMENT_OF)
+    failed = lanes.run(groups, [*command, "-s"], lanes=2)
+    RESULTS.refresh()
+    print(RESULTS.table(), RESULTS.totals(), sep="\n")
+    if failed:
+        session.error(f"failed: what begins with {', '.join(failed)}; the table above says which")
 
 
 @nox.session(venv_backend="none", default=False)

@@ -52,7 +52,7 @@ def test_the_command_of_ci_runs_tests_and_checks_and_ends_with_the_totals(tmp_pa
     done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == status
     assert done.stdout.splitlines()[-1] == "7 passed, 1 failed"
-    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -t tests checks"
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -s parallel"
     assert tagged("checks") == {"lint", "types", "docs"}
     assert tagged("tests") >= {"core", "together"}
 

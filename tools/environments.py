@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock  # virtualenv's, which nox brings
+
 __all__ = ["BACKEND", "Environment", "capabilities_here", "find_python"]
 
 # Builds core and packs: it is there, so that not every installation fetches it into an environment for the build.
@@ -56,16 +58,19 @@ class Environment:
         version = [] if self.python is None else [Path(self.python).name]
         siblings = folder / ("-".join([*version, *(pin.replace("==", "-") for pin in self.torch)]) or "no-torch")
         base, own = siblings / "base", siblings / self.name
-        if not _python(own).exists():
-            if not _python(base).exists():
-                _make(self.python or sys.executable, base)
-            if self.torch:
-                pip(_python(base), "install", *self.torch, BACKEND)
-            # The interpreter comes last: what was interrupted before is made anew.
-            shutil.rmtree(own, ignore_errors=True)
-            packages = self._packages()
-            shutil.copytree(base / packages, own / packages, copy_function=_link, symlinks=True)
-            _make(self.python or sys.executable, own, "--without-pip")
+        siblings.mkdir(parents=True, exist_ok=True)
+        # Sessions that run side by side share the base.
+        with FileLock(siblings / ".lock"):
+            if not _python(own).exists():
+                if not _python(base).exists():
+                    _make(self.python or sys.executable, base)
+                if self.torch:
+                    pip(_python(base), "install", *self.torch, BACKEND)
+                # The interpreter comes last: what was interrupted before is made anew.
+                shutil.rmtree(own, ignore_errors=True)
+                packages = self._packages()
+                shutil.copytree(base / packages, own / packages, copy_function=_link, symlinks=True)
+                _make(self.python or sys.executable, own, "--without-pip")
         return _python(own)
 
     def _packages(self) -> str:

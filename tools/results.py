@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -93,10 +94,14 @@ class Results:
     def write(self, result: Result) -> None:
         """Keep a result, in place of an earlier one of its session, and bring totals and table up to date."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(result), indent=2)
-        (self.folder / f"{result.name}.json").write_text(f"{text}\n")
-        (self.folder / "totals").write_text(f"{self.totals()}\n")
-        (self.folder / "table.md").write_text(self.table())
+        _replace(self.folder / f"{result.name}.json", f"{json.dumps(asdict(result), indent=2)}\n")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Write totals and table anew: of sessions that end at one time, each may have missed the other's result."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _replace(self.folder / "totals", f"{self.totals()}\n")
+        _replace(self.folder / "table.md", self.table())
 
     def totals(self) -> Result:
         """Return the sum of all results."""
@@ -119,6 +124,13 @@ class Results:
         lines += [[suite, *(cells.get((suite, column), "") for column in columns)] for suite in suites]
         table = [f"| {' | '.join(line)} |" for line in lines]
         return "\n".join([*table, "", *_reasons(found)]) + "\n"
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file that others read meanwhile: they find the old text or the new one."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(file)
 
 
 def digest_of(places: Iterable[Path]) -> str:
