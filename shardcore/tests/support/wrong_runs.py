@@ -16,6 +16,7 @@ from wrong import Replaced
 from shardcore.nn import ColumnLinear, RowLinear
 from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardcore.styles import (
+    attribute,
     col,
     row,
 )
@@ -223,6 +224,21 @@ def build_without_cache(**options: Any) -> Net:
     model = kit_net.build(**options)
     model.__class__ = Forgetful
     return model
+
+
+class LastDrop(nn.Dropout):
+    """A class of modules that only the last block has."""
+
+
+def build_with_a_last_block_of_its_own(**options: Any) -> Net:
+    model = kit_net.build(**options)
+    model.decoder.layers[-1].drop.__class__ = LastDrop
+    return model
+
+
+class NamesTheLastDrop(NetPolicy):
+    def module_policy(self) -> dict[str, Any]:
+        return {**super().module_policy(), "LastDrop": [attribute("p", float)]}
 
 
 def same_inputs(model: Any, seed: int) -> dict[str, Tensor]:

@@ -133,6 +133,12 @@ CASES = [
     ({"supports": Supports(experts=True)}, {}, "experts", "no experts that the policy shares among replicas"),
     ({"collectives": (2, 5)}, {}, "communication", "costs 3 collectives forward, and 2 are allowed"),
     ({"layers": "decoder.norm"}, {}, "communication", ""),
+    (
+        {"build": wrong_runs.build_with_a_last_block_of_its_own, "policy": wrong_runs.NamesTheLastDrop},
+        {},
+        "communication",
+        "only that block has LastDrop",
+    ),
     ({"options": {"heads": (4, 5)}}, {}, "options", "heads=5"),
 ]
 

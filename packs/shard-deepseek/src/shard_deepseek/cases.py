@@ -54,7 +54,7 @@ def _cases(family: str, **usual: Any) -> list[Case]:
         family,
         prefix=prefix,
         usual=usual,
-        shared={"num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": None},
+        shared={"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3, "q_lora_rank": None},
         sizes=(1, 2, 3, 4),
         build=build,
         sharded=_LAYER,

@@ -43,7 +43,7 @@ def _mixtures(family: str, collectives: tuple[int, int]) -> list[Case]:
         family,
         prefix=f"{family.lower()}_",
         usual={"head_dim": 16},
-        shared={"mlp_only_layers": [0]},
+        shared={"mlp_only_layers": [0], "num_hidden_layers": 3},
         build=mixture,
         sharded=_LAYER,
         whole=("gate",),

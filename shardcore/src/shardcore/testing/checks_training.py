@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import PlanError
 from shardcore.planner.communication import gathers_of_heads
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Collectives, calls_of_leaves
@@ -213,6 +214,16 @@ def communication(s: Subject, ledger: Ledger) -> None:
             ledger.failed(f"{name} has {count} block; two or more are needed to count what one more costs")
             return
         fewer = _without_last_block(whole_model, name)
+        try:
+            s.plan(fewer)
+        except PlanError as error:
+            if not (alone := _only_there(whole_model, f"{name}.{count - 1}")):
+                raise
+            ledger.failed(
+                f"the model is compared with one without the last block of {name}, which the policy does not fit: only "
+                f"that block has {', '.join(alone)}; give the model of the case another such block ({error})"
+            )
+            return
         costs = [_cost(s, m) for m in (whole_model, fewer)]
         if any(getattr(module, "exchange", None) is not None for module in whole_model.modules()):
             ledger.closed(
@@ -228,6 +239,13 @@ def communication(s: Subject, ledger: Ledger) -> None:
             ledger.true(cost <= own + shared, message)
         # What is replicated needs none: the case would then be of no use.
         ledger.true(costs[0][1] > 0, "a training step communicates nothing")
+
+
+def _only_there(model: nn.Module, place: str) -> list[str]:
+    """Return the classes of modules that one module has, itself included, and nothing outside it."""
+    inside = set(model.get_submodule(place).modules())
+    outside = {type(module) for module in model.modules() if module not in inside}
+    return sorted({type(module).__name__ for module in inside if type(module) not in outside})
 
 
 def _without_last_block(model: Any, name: str) -> Any:
