@@ -53,6 +53,9 @@ def test_the_command_of_ci_runs_tests_and_checks_and_ends_with_the_totals(tmp_pa
     assert done.returncode == status
     assert done.stdout.splitlines()[-1] == "7 passed, 1 failed"
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -s parallel"
+    (parallel,) = (f for f in ast.parse((ROOT / "noxfile.py").read_text()).body if getattr(f, "name", "") == "parallel")
+    defaults = [node.values[-1] for node in ast.walk(parallel) if isinstance(node, ast.BoolOp)]
+    assert [ast.literal_eval(node) for node in defaults] == [["tests", "checks"]]
     assert tagged("checks") == {"lint", "types", "docs"}
     assert tagged("tests") >= {"core", "together"}
 

@@ -11,6 +11,7 @@ from planned_models import build, config_of
 import shardcore
 from shardcore.integrations.calls import call_of
 from shardcore.mesh import context_of
+from shardcore.pipeline.marks import pipeline_of
 from shardcore.planner import Workload
 from shardcore.planner.rank_step import arguments_of
 from shardcore.planner.step import groups_of
@@ -51,7 +52,7 @@ def ran(name: str, **fields: Any) -> dict[str, Any]:
 
 def _buffers(model: Any) -> list[torch.Tensor]:
     """Return what torch's stages receive in."""
-    (_, stages, _), *_ = model._shard_pipeline._schedules.values()
+    (_, stages, _), *_ = pipeline_of(model)._schedules.values()
     infos = [i for s in stages for some in (s.args_recv_info, s.grad_recv_info) for of in some.values() for i in of]
     return [info.buffer for info in infos if info.buffer is not None]
 

@@ -18,6 +18,7 @@ import shardcore
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.former import shard
 from shardcore.pipeline import SCHEDULES, Pipeline, micro_batches, weight_of
+from shardcore.pipeline.marks import pipeline_of
 from shardcore.plan import Stages
 from shardcore.policy import Policy
 from shardcore.styles import replicate, sequence
@@ -41,7 +42,7 @@ def pipeline(model: nn.Module, policy: Any = TinyPolicy, **settings: Any) -> Any
 
 def engine(model: Any) -> Pipeline:
     """Return what runs a model's steps."""
-    return model._shard_pipeline
+    return pipeline_of(model)
 
 
 def whole_step(model: nn.Module, call: dict[str, Any], number: int = 4) -> Tensor:

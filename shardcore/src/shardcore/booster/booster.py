@@ -23,8 +23,9 @@ from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.former import shard
 from shardcore.mesh import context_of, device_type_here
-from shardcore.pipeline import Pipeline, micro_batches, weight_of
+from shardcore.pipeline import micro_batches, weight_of
 from shardcore.pipeline.batches import rows_of
+from shardcore.pipeline.marks import pipeline_of
 from shardcore.pipeline.steps import own_loss
 
 __all__ = ["Boosted", "Booster"]
@@ -271,7 +272,8 @@ def _in_stages(
     def loss(out: Any, part: Any) -> Tensor:
         return _of_call(out, part, criterion) * scale
 
-    pipeline: Pipeline = model._shard_pipeline
+    pipeline = pipeline_of(model)
+    assert pipeline is not None  # the plugin has stages
     step = pipeline.train_step if torch.is_grad_enabled() else pipeline.eval_step
     # What fails while data is taken is to fail on all ranks.
     return step(take, loss=loss, outputs=outputs, everywhere=everywhere)

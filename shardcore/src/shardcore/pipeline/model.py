@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
+from shardcore.pipeline.marks import pipeline_of, set_pipeline
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.pipeline.steps import Loss, Weight
 
@@ -26,13 +27,11 @@ class PipelinedModel(SwappedModule):
 
     keeps_name: ClassVar[bool] = True
 
-    _shard_pipeline: Pipeline
-
     @classmethod
     def of(cls, model: nn.Module, pipeline: Pipeline) -> None:
         """Make ``model``, the one of ``pipeline``, one of this class, in place."""
         add_behaviour(model, cls)
-        model.__dict__["_shard_pipeline"] = pipeline
+        set_pipeline(model, pipeline)
 
     def train_step(
         self,
@@ -62,7 +61,7 @@ class PipelinedModel(SwappedModule):
             ConfigError: the batch cannot be divided, or there is no loss.
             NotSupportedError: a stage would need what only another one computes.
         """
-        return self._shard_pipeline.train_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
+        return self._pipeline().train_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
 
     def eval_step(
         self,
@@ -74,14 +73,14 @@ class PipelinedModel(SwappedModule):
         everywhere: bool = False,
     ) -> Tensor:
         """Return the loss of a batch, () on every rank, without a backward; the arguments are those of `train_step`."""
-        return self._shard_pipeline.eval_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
+        return self._pipeline().eval_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients, on all ranks, so that their norm is at most ``max_norm``; return the norm before.
 
         It is the norm of the whole model's gradients. torch's own would be that of this rank's stages.
         """
-        return self._shard_pipeline.clip_grad_norm_(max_norm)
+        return self._pipeline().clip_grad_norm_(max_norm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the whole model on every rank; without gradients.
@@ -89,7 +88,7 @@ class PipelinedModel(SwappedModule):
         Raises:
             NotSupportedError: gradients are wanted, or states that the blocks would keep for the next call.
         """
-        if self._shard_pipeline.is_running:
+        if self._pipeline().is_running:
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             self._refuse("a call that records gradients", "call model.train_step(batch), or use torch.no_grad()")
@@ -97,7 +96,12 @@ class PipelinedModel(SwappedModule):
             self._refuse("positional arguments", "pass them by name")
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             self._refuse("a cache, of which each rank would have some layers", "pass use_cache=False")
-        return self._shard_pipeline.forward(kwargs)
+        return self._pipeline().forward(kwargs)
+
+    def _pipeline(self) -> Pipeline:
+        pipeline = pipeline_of(self)
+        assert pipeline is not None  # `of` has set it
+        return pipeline
 
     def _refuse(self, what: str, instead: str) -> NoReturn:
         raise NotSupportedError(

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError
 from shardcore.mesh import context_of, group_of, unwrapped
+from shardcore.pipeline.marks import pipeline_of
 
 __all__ = ["clip_grads", "grad_norm", "squared_norm"]
 
@@ -38,7 +39,7 @@ def grad_norm(model: nn.Module) -> Tensor:
     if context is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         return squared_norm(model, (), 1, device).sqrt()
-    pipeline = model.__dict__.get("_shard_pipeline")
+    pipeline = pipeline_of(model)
     again = () if pipeline is None else pipeline.counted_elsewhere()
     squares = squared_norm(model, again, context.mesh.size() // context.sizes.pp, context.device)
     dist.all_reduce(squares, group=group_of(context.mesh))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardcore.mesh import context_of
 from shardcore.pipeline import Script, Stage, Value, micro_batches
+from shardcore.pipeline.marks import pipeline_of
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.pipeline.safe import Chunk
 from shardcore.planner.simulation import Certain
@@ -55,7 +56,8 @@ def run_rank(model: Any, workload: Workload, call: Make, rows: int, places: Plac
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    engine: Pipeline = model._shard_pipeline
+    engine = pipeline_of(model)
+    assert engine is not None  # the caller sharded it so
     context = context_of(model)
     if context is not None:
         still(context)
@@ -81,7 +83,9 @@ def script_of(model: Any, workload: Workload, call: Make, rows: int) -> Script:
         call: says how a model is called.
         rows: of each micro-batch.
     """
-    rehearsal = model._shard_pipeline.rehearsal
+    engine = pipeline_of(model)
+    assert engine is not None  # as above
+    rehearsal = engine.rehearsal
     context = context_of(model)
     least = max(_SHORT, 2 * context.size) if context is not None else _SHORT
     tokens = None if workload.seq is None else min(workload.seq, least)
