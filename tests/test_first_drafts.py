@@ -15,12 +15,14 @@ import shardcore
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NoPolicyError
-from shardcore.testing import Case, WorkerPool, text_batch
+from shardcore.testing import Case, Supports, WorkerPool, text_batch
 from shardcore.testing.checks import examine
+from shardcore.testing.findings import Finding
 from shardcore.testing.subject import Subject
 
 transformers = pytest.importorskip("transformers")
 
+from shardcore.cli import infer  # noqa: E402
 from shardcore.cli.drafts import unseen  # noqa: E402
 from shardcore.cli.infer import build, loss_of  # noqa: E402
 from shardcore.integrations.small import small_inputs, small_model  # noqa: E402
@@ -50,6 +52,10 @@ CLASSES = {
 }
 
 
+#: Those whose attention is left whole, in all blocks or in some, so that tokens are mixed outside of the regions.
+NO_SEQUENCE = {"FalconForCausalLM", "GPTBigCodeForCausalLM", "LongT5ForConditionalGeneration"}
+
+
 def draft(name: str):
     small = small_model(getattr(transformers, name))
     return small, guess(small.model, lambda model: model(**small.inputs))
@@ -70,9 +76,12 @@ def test_it_is_exact(pool: WorkerPool, tmp_path, monkeypatch, name: str) -> None
         inputs=small_inputs,
         loss=loss_of,
         policy=f"{module}:{name}Policy",
+        supports=Supports(sequence="sequence" in found.words),
     )
     pool.run(_look_in, str(tmp_path), world=2)
-    findings = examine(pool, Subject(case=case, tp=2), "training")
+    sections = ("training", "sequence") if case.supports.sequence else ("training",)
+    findings = [finding for section in sections for finding in examine(pool, Subject(case=case, tp=2), section)]
+    assert case.supports.sequence == (name not in NO_SEQUENCE)
     assert [(f.check, f.message) for f in findings if f.state == "failed"] == []
     plan = compile_plan(policy(), small.model, ShardConfig.of(tp=2).resolve(2))
     sizes = {n: p.numel() for n, p in small.model.named_parameters()}
@@ -161,6 +170,29 @@ def test_what_lies_in_one_parameter_is_said() -> None:
     assert any("mlp.experts is left whole" in doubt for doubt in found.doubts)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ConvBertForMaskedLM", "convbert.encoder.layer: tokens are mixed outside of the regions"),
+        ("BloomForCausalLM", "shape"),  # its attention adds the residual, so it cannot be entered, and counts tokens
+        ("MambaForCausalLM", "there is no list of blocks"),
+        ("XLNetLMHeadModel", "of 2 tokens were expected in its second dim"),  # rows come second
+    ],
+)
+def test_why_tokens_cannot_be_split_is_said(name: str, words: str) -> None:
+    _, found = draft(name)
+    assert "sequence" not in found.words
+    (said,) = (doubt for doubt in found.doubts if doubt.startswith("no sequence parallelism"))
+    assert words in said
+
+
+def test_a_region_of_one_linear_is_entered_where_that_lets_tokens_be_split() -> None:
+    _, found = draft("GPTNeoXForCausalLM")
+    rows = "".join(row for rows in found.rows.values() for row in rows)
+    assert 'enter="attention"' in rows
+    assert 'sequence(scatter="layers[0]", gather="final_layer_norm")' in rows
+
+
 def test_a_draft_is_the_same_every_time() -> None:
     texts = set()
     for seed in (0, 1):
@@ -205,7 +237,23 @@ def test_inferred_at_run_time(pool: WorkerPool, how: str) -> None:
     assert max(error, other) < 1e-12
     assert not nothing  # it is said once
     assert ("proved: outputs, loss, gradients" in said) == (how == "proved")
+    assert ("on 2 ranks, tokens split and not" in said) == (how == "proved")
     assert "shardcore new-pack" in said
+
+
+def test_split_tokens_that_were_not_proved_are_refused(monkeypatch) -> None:
+    def examined(pool: Any, subject: Subject, section: str, **options: Any) -> list[Finding]:
+        wrong = section == "sequence"
+        return [
+            Finding(check=section, state="failed" if wrong else "passed", message="layers.0 differs" if wrong else "")
+        ]
+
+    monkeypatch.setattr(infer, "examine", examined)
+    config = _stablelm().config.to_json_string(use_diff=False)
+    found = infer.answer("transformers", "StableLmForCausalLM", config, proved=True)
+    assert "sequence(" not in found["source"]
+    assert "no sequence parallelism: sequence: layers.0 differs" in found["doubts"]
+    assert "tokens split" not in found["proof"]
 
 
 def test_inferred_while_a_checkpoint_is_read(pool: WorkerPool, tmp_path) -> None:

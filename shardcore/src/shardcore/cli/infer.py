@@ -12,7 +12,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from shardcore.errors import ConfigError, ShardcoreError
 from shardcore.integrations.small import Small, small_inputs, small_model
 from shardcore.scaffold.draft import Draft, policy_of, source
 from shardcore.scaffold.guess import guess
-from shardcore.testing.cases import Case
+from shardcore.testing.cases import Case, Supports
 from shardcore.testing.checks import examine
+from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerPool
 from shardcore.testing.subject import Subject
 
@@ -43,13 +44,18 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
         ShardcoreError: no policy fits, or the proof failed.
     """
     small = _small(module, name, config)
-    draft = guess(small.model, lambda model: model(**small.inputs))
-    found: dict[str, Any] = {
-        "source": source(type(small.model), draft),
-        "doubts": draft.doubts,
-        "split": _share(small.model, draft),
-    }
-    return {**found, "proof": _proof(module, name, config, found["source"]) if proved else ""}
+
+    def call(model: nn.Module) -> Any:
+        return model(**small.inputs)
+
+    draft = guess(small.model, call)
+    share, proof = _share(small.model, draft), ""
+    if proved:
+        proof, problem = _proof(module, name, config, draft)
+        if problem:  # the same without sequence parallelism
+            draft = guess(small.model, call, sequences=False)
+            draft.doubts.append(f"no sequence parallelism: {problem}")
+    return {"source": source(type(small.model), draft), "doubts": draft.doubts, "split": share, "proof": proof}
 
 
 def build(module: str, name: str, config: str, **options: Any) -> nn.Module:
@@ -71,9 +77,16 @@ def _share(model: nn.Module, draft: Draft) -> float:
     return split / sum(sizes.values())
 
 
-def _proof(module: str, name: str, config: str, text: str) -> str:
+def _proof(module: str, name: str, config: str, draft: Draft) -> tuple[str, str]:
+    """Return what was compared, in words, and how it differs under sequence parallelism; empty if it does not.
+
+    Raises:
+        ConfigError: it differs without sequence parallelism.
+    """
+    cls = getattr(importlib.import_module(module), name)
+    sequence = "sequence" in draft.words
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "shardcore_inferred_policy.py").write_text(text)
+        (Path(folder) / "shardcore_inferred_policy.py").write_text(source(cls, draft))
         sys.path.insert(0, folder)  # which the ranks take over
         case = Case(
             name=name,
@@ -81,18 +94,29 @@ def _proof(module: str, name: str, config: str, text: str) -> str:
             inputs=small_inputs,
             loss=loss_of,
             policy=f"shardcore_inferred_policy:{name}Policy",
+            supports=Supports(sequence=sequence),
         )
+        subject = Subject(case=case, tp=_RANKS)
         with WorkerPool(_RANKS, collective_timeout=120.0) as pool:
-            findings = examine(pool, Subject(case=case, tp=_RANKS), "training", timeout=_LIMIT)
-    failed = [finding for finding in findings if finding.state == "failed"]
-    if failed:
-        failed.sort(key=lambda finding: finding.message.startswith("not reached"))
+            findings = examine(pool, subject, "training", timeout=_LIMIT)
+            split = examine(pool, subject, "sequence", timeout=_LIMIT) if sequence and not _problem(findings) else []
+    if problem := _problem(findings):
         raise ConfigError(
-            f"the policy that was inferred for {name} is not exact on {_RANKS} ranks: {failed[0].check}: "
-            f"{failed[0].message}. Write one from a draft: shardcore new-pack"
+            f"the policy that was inferred for {name} is not exact on {_RANKS} ranks: {problem}. Write one from a "
+            "draft: shardcore new-pack"
         )
-    worst = max((finding.error for finding in findings if finding.error is not None), default=0.0)
-    return f"outputs, loss, gradients and optimizer steps of a small copy on {_RANKS} ranks, largest error {worst:.0e}"
+    differs = _problem(split)
+    errors = [finding.error for finding in (*findings, *([] if differs else split)) if finding.error is not None]
+    ways = f"{_RANKS} ranks{', tokens split and not' if split and not differs else ''}"
+    worst = f"{max(errors, default=0.0):.0e}"
+    return f"outputs, loss, gradients and optimizer steps of a small copy on {ways}, largest error {worst}", differs
+
+
+def _problem(findings: Sequence[Finding]) -> str:
+    """Return the first failure, what was not reached because of it last; empty if there is none."""
+    failed = [finding for finding in findings if finding.state == "failed"]
+    failed.sort(key=lambda finding: finding.message.startswith("not reached"))
+    return f"{failed[0].check}: {failed[0].message}" if failed else ""
 
 
 def loss_of(out: Any) -> torch.Tensor:

@@ -25,6 +25,7 @@ class Draft:
         words: the words of `shardcore.styles` that the rules use.
         doubts: what the author has to look at, in words.
         regions: whether each region that was found, by class and row linear, is one of heads.
+        split: those of them that are split.
         whole: linears of blocks that are left whole.
         lists: the lists of blocks.
         heads: in how many parts at most regions of heads can be cut, where the model's own number is not used.
@@ -36,6 +37,7 @@ class Draft:
     words: set[str] = field(default_factory=set)
     doubts: list[str] = field(default_factory=list)
     regions: dict[tuple[str, str], bool] = field(default_factory=dict)
+    split: set[tuple[str, str]] = field(default_factory=set)
     whole: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
     heads: set[int] = field(default_factory=set)

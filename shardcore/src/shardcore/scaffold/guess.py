@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from shardcore.scaffold.draft import Draft, optional, policy_of
 from shardcore.scaffold.facts import Facts, common
 from shardcore.scaffold.mixtures import Mixture, mixtures_of
 from shardcore.scaffold.outside import add_outside, leaf
+from shardcore.scaffold.sequences import add_sequences
 from shardcore.scaffold.stages import lists_of, stages_of
 from shardcore.scaffold.structure import Region
 from shardcore.scaffold.trial import misfit
@@ -22,7 +24,7 @@ from shardcore.scaffold.wording import Worded, worded
 __all__ = ["guess"]
 
 
-def guess(model: nn.Module, call: Callable[[nn.Module], Any]) -> Draft:
+def guess(model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool = True) -> Draft:
     """Return a first draft for the class of ``model``.
 
     What one rank cannot run, or what the way of its gradients shows to be wrong, is left whole, and the draft says so.
@@ -30,13 +32,15 @@ def guess(model: nn.Module, call: Callable[[nn.Module], Any]) -> Draft:
     Args:
         model: small, on the CPU in float64, with random parameters and without dropout.
         call: calls it and returns what it returns.
+        sequences: say between which modules activations may be split along the sequence, if they may.
 
     Raises:
         ConfigError: not even a policy that splits nothing fits the model.
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)  # the same draft in every process
-        return _guess(Facts(model, call))
+        facts = Facts(model, call)
+        return _with_sequences(facts) if sequences else _guess(facts)
 
 
 _STACKED = 3  # dims of several matrices in one parameter
@@ -46,10 +50,10 @@ _STACKED = 3  # dims of several matrices in one parameter
 _MIXED: tuple[int | Literal["whole"] | None, ...] = (None, 0, 1, 2, "whole")
 
 
-def _guess(facts: Facts) -> Draft:
+def _guess(facts: Facts, *, entered: bool = False) -> Draft:
     mixed = _MIXED if any(True for _ in mixtures_of(facts)) else _MIXED[-1:]
     for captured in mixed:
-        draft = _Drafting(facts, captured=captured).draft
+        draft = _Drafting(facts, captured=captured, entered=entered).draft
         problem = _misfit(facts, draft)
         if not problem:
             return draft
@@ -57,7 +61,7 @@ def _guess(facts: Facts) -> Draft:
     dropped = [frozenset({key}) for key in regions]
     dropped += [frozenset(key for key in regions if draft.regions[key]), frozenset(regions)]
     for without in dict.fromkeys(dropped):
-        less = _Drafting(facts, without).draft
+        less = _Drafting(facts, without, entered=entered).draft
         if not _misfit(facts, less):
             for cls, row in sorted(without):
                 less.doubts.append(f"{cls}: what ends at {row} is left whole. Split, it fails: {problem[:300]}")
@@ -69,8 +73,28 @@ def _guess(facts: Facts) -> Draft:
     return bare
 
 
-def _misfit(facts: Facts, draft: Draft) -> str:
-    return misfit(facts.model, policy_of(type(facts.model), draft), facts.call)
+def _with_sequences(facts: Facts) -> Draft:
+    """Return a draft with rules for sequence parallelism, or without them and with the reason.
+
+    A module with one column linear needs no entry of its own, but where tokens are split: before it, the module may
+    count them.
+    """
+    plain = _guess(facts)
+    why = ""
+    for entered in (False, True):
+        draft = _guess(facts, entered=True) if entered else copy.deepcopy(plain)
+        if not plain.split <= draft.split:
+            continue
+        problem = add_sequences(draft, facts) or _misfit(facts, draft, enable_sequence_parallelism=True)
+        if not problem:
+            return draft
+        why = why or problem
+    plain.doubts.append(f"no sequence parallelism: {why[:300]}")
+    return plain
+
+
+def _misfit(facts: Facts, draft: Draft, **fields: Any) -> str:
+    return misfit(facts.model, policy_of(type(facts.model), draft), facts.call, **fields)
 
 
 class _Drafting:
@@ -81,6 +105,7 @@ class _Drafting:
         without: the regions that are left whole, by class and row linear.
         tables: split embeddings and heads over the vocabulary.
         captured: what is done with mixtures of experts.
+        entered: the modules of heads are entered, also where they have one column linear, which could enter by itself.
     """
 
     def __init__(
@@ -90,8 +115,10 @@ class _Drafting:
         *,
         tables: bool = True,
         captured: int | Literal["whole"] | None = "whole",
+        entered: bool = False,
     ) -> None:
         self.facts, self.modules, self.without, self.captured = facts, facts.modules, without, captured
+        self.entered = entered
         self.draft = Draft()
         if facts.query:
             kv = f', kv="{facts.kv}"' if facts.kv else ""
@@ -127,7 +154,7 @@ class _Drafting:
         found: dict[str, dict[str, Worded | str]] = defaultdict(dict)  # row linear -> block -> its words
         for place in places:
             for region in regions[place]:
-                found[region.row[len(place) + 1 :]][place] = worded(self.facts, place, region)
+                found[region.row[len(place) + 1 :]][place] = worded(self.facts, place, region, entered=self.entered)
         covered: set[str] = set()
         for row, by_place in found.items():
             there = [place for place in places if f"{place}.{row}" in self.modules]
@@ -142,6 +169,7 @@ class _Drafting:
             self.draft.regions[cls, row] = words.region.width > 1
             if (cls, row) in self.without:
                 continue
+            self.draft.split.add((cls, row))
             for word, text in words.rules:
                 names = [name for name in words.covered if f'"{name}"' in text]
                 always = len(there) == len(places) and all(self._has(place, n) for place in places for n in names)

@@ -15,8 +15,10 @@ from shardcore.policy import Policy
 __all__ = ["misfit"]
 
 
-def misfit(model: nn.Module, policy: type[Policy], call: Callable[[nn.Module], Any], *, ranks: int = 2) -> str:
-    """Return why a policy does not fit a small model, or an empty text.
+def misfit(
+    model: nn.Module, policy: type[Policy], call: Callable[[nn.Module], Any], *, ranks: int = 2, **fields: Any
+) -> str:
+    """Return why a policy does not fit a small model, or an empty text; ``fields`` are those of `ShardConfig`.
 
     Compiling the policy, running the model with a rank's sizes and judging the way of its gradients
     (`shardcore.comm.flow`) finds wrong names, sizes, views and entries. Values are not compared: collectives of ranks
@@ -25,7 +27,7 @@ def misfit(model: nn.Module, policy: type[Policy], call: Callable[[nn.Module], A
     sharded = copy.deepcopy(model)
     try:
         with simulated_ranks(ranks):
-            sharded = shard(sharded, tp=ranks, policy=policy)
+            sharded = shard(sharded, tp=ranks, policy=policy, **fields)
             for parameter in sharded.parameters():
                 parameter.requires_grad_()
             total = sum(tensor.double().sum() for tensor in _fractions(call(sharded)))

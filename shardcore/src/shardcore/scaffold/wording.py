@@ -53,15 +53,22 @@ class _Entry:
     after: list[str] = field(default_factory=list)
 
 
-def worded(facts: Facts, place: str, region: Region) -> Worded | str:
-    """Return a region as rules for the block at ``place``, or why there are no words for it."""
-    return _Wording(facts, place, region).words()
+def worded(facts: Facts, place: str, region: Region, *, entered: bool = False) -> Worded | str:
+    """Return a region as rules for the block at ``place``, or why there are no words for it.
+
+    Args:
+        facts: what is known of the model.
+        place: the block.
+        region: the region.
+        entered: a region of heads names the module that enters it, also where one column linear could.
+    """
+    return _Wording(facts, place, region, entered=entered).words()
 
 
 class _Wording:
-    def __init__(self, facts: Facts, place: str, region: Region) -> None:
+    def __init__(self, facts: Facts, place: str, region: Region, *, entered: bool) -> None:
         self.facts, self.dependence, self.modules = facts, facts.dependence, facts.modules
-        self.place, self.region = place, region
+        self.place, self.region, self.entered = place, region, entered
         self.by_heads = region.width > 1
         self.names = [column.name for column in region.columns]
 
@@ -175,7 +182,7 @@ class _Wording:
         above = common([*self.names, *region.past])
         while above != self.place and isinstance(self.modules[above], LISTS):
             above = above.rpartition(".")[0]
-        alone = len(self.names) == 1 and not region.past
+        alone = len(self.names) == 1 and not region.past and not (self.entered and self.by_heads)
         if alone or above == self.place or above in self.dependence.residual:
             return _Entry()
         made = self._made_inside(above)
