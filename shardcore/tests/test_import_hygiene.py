@@ -89,7 +89,7 @@ ROOMS = {
     "styles": {"policy", "plan", "nn", "config", "errors"},
     "compile": {"styles", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
     "plugins": {"hooks", "policy", "errors", "_env"},
-    "agree": {"plan", "mesh", "errors"},
+    "agree": {"plan", "comm", "mesh", "errors"},
     "apply": {"plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
     "weights": {"comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},

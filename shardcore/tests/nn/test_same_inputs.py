@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
 from tiny import batch, shard, twins
 
 import shardcore
-from shardcore import AgreementError, ConfigError, MissingRanksError, ShardConfig
-from shardcore.apply import judging
+from shardcore import AgreementError, ConfigError, ShardConfig
 from shardcore.mesh import context_of
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close
@@ -122,34 +119,6 @@ def sends():
 def test_it_sends_nothing(pool):
     for never, always in pool.run(sends):
         assert never == always
-
-
-def alone(seconds):
-    """Call the model on one rank, whose process group waits for as long as ``seconds``."""
-    model = twins(fields={"tp": 2})[1]
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("shardcore").addHandler(handler)
-    soon, judging._SOON = judging._SOON, 0.2
-    limit, judging.Meeting.hold.__globals__["_timeout"] = judging.Meeting.hold.__globals__["_timeout"], lambda: seconds
-    try:
-        if dist.get_rank() == 0:
-            with pytest.raises(MissingRanksError, match=r"these did not come: 1\. Look for an error on them") as caught:
-                model(batch())
-            assert list(caught.value.missing) == [1]
-    finally:
-        judging._SOON = soon
-        judging.Meeting.hold.__globals__["_timeout"] = limit
-        logging.getLogger("shardcore").removeHandler(handler)
-    dist.barrier()
-    return told
-
-
-def test_a_rank_that_calls_alone_says_for_whom_it_waits(pool):
-    first, second = pool.run(alone, 1.0)
-    assert any("ranks 0, 1 share, and has waited 0.2 s for the others" in line for line in first)
-    assert not second
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, None], ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -140,10 +140,26 @@ def resumed(
     folder: str, mesh: Mapping[str, Any] | None, settings: Mapping[str, Any], resume: bool | str = False, **more: Any
 ) -> dict[str, Any]:
     """Train with evaluations and checkpoints, and return what it knows in the end."""
+    import transformers
+
     from shardcore.integrations.trainer import Trainer
+
+    class Generators(transformers.TrainerCallback):
+        """Writes down the state of the generator that data are drawn from: after saves, and before the first step."""
+
+        saved: ClassVar[dict[int, list[int]]] = {}
+        first: ClassVar[list[int]] = []
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.saved[state.global_step] = torch.get_rng_state().tolist()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not self.first:
+                self.first.extend(torch.get_rng_state().tolist())
 
     build = more.pop("build", llama)
     model = shardcore.shard(build(), **mesh) if mesh else build()
+    more["callbacks"] = [Generators()]
     args = arguments(folder, **{"save_strategy": "steps", "save_steps": 2, **settings})
     trainer = Trainer(model=model, args=args, train_dataset=words(20), eval_dataset=words(10, seed=3), **more)
     trainer.train(resume_from_checkpoint=resume)
@@ -151,6 +167,7 @@ def resumed(
         "history": trainer.state.log_history,
         "steps": trainer.state.global_step,
         "best": trainer.state.best_model_checkpoint,
+        "generators": (Generators.saved, Generators.first),
         "parameters": parameters(model),
         "total_flos": trainer.state.total_flos,
     }

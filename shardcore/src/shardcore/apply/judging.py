@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
-import threading
 import warnings
 from collections.abc import Sequence
 
@@ -14,6 +12,7 @@ from torch import nn
 from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
+from shardcore.agree.presence import Presence
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreWarning
 from shardcore.mesh import ShardContext
 from shardcore.nn.judged import judge
@@ -21,7 +20,7 @@ from shardcore.nn.same_inputs import Brought, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds", "judge_calls"]
 
-_SOON = 10.0  # seconds after which a rank says for whom it waits
+_SOON = 10.0  # seconds that a rank waits for others to restart the random stream with it
 
 
 def judge_calls(model: nn.Module, context: ShardContext) -> None:
@@ -51,9 +50,16 @@ def _told(ranks: tuple[int, ...], found: str) -> str:
 
 
 def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
-    """Let ``model`` compare its inputs over its ``tp``: in its first calls and each ``every``-th, if that is not 0."""
-    if every and (ranks := _ranks(context)):
-        compare_inputs(model, every, checksum, functools.partial(_compared, ranks, type(model).__name__))
+    """Let ``model`` compare its inputs over its ``tp``: in its first calls and each ``every``-th, if that is not 0.
+
+    A rank that calls it alone gets an error in seconds, if it can be known that others will not come.
+    """
+    if ranks := _ranks(context):
+        presence = Presence(context.channel, type(model).__name__)
+        if context.device.type == "cpu":  # elsewhere no host waits in a collective
+            context.channel.watch = presence.check
+        meet = functools.partial(_compared, ranks, type(model).__name__, presence)
+        compare_inputs(model, every, checksum, meet, presence)
 
 
 def follow_seeds(context: ShardContext) -> None:
@@ -87,22 +93,19 @@ def _ranks(context: ShardContext) -> tuple[int, ...]:
     return () if is_alone(context.group) else tuple(int(rank) for rank in context.tp.mesh.flatten())
 
 
-def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
-    warn = logging.getLogger("shardcore").warning
-    waiting = threading.Timer(_SOON, warn, (_WAITING, model, ", ".join(map(str, ranks)), _SOON))
-    waiting.daemon = True
-    waiting.start()
+def _compared(ranks: tuple[int, ...], model: str, presence: Presence, brought: Brought) -> None:
+    presence.meet()
     try:
-        meeting = Meeting.hold(ranks, {"brought": brought}, "call")
+        meeting = Meeting.hold(ranks, {"brought": brought}, "call", watch=presence.check)
     except MissingRanksError as error:
+        if presence.failed:
+            raise
         names = ", ".join(map(str, error.missing)) or "another one"
         raise MissingRanksError(
             f"this {model} was called on some of the ranks that share it, and these did not come: {names}. Look for "
             "an error on them, and call the model on all of its ranks alike, outside of any `if rank == 0`.",
             error.missing,
         ) from error
-    finally:
-        waiting.cancel()
     first, *others = ranks
     for other in others:
         if told := _difference(*(meeting.reports[rank]["brought"] for rank in (first, other))):
@@ -115,12 +118,6 @@ def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
                 "context = shardcore.mesh.context_of(model), or with shardcore.ShardedDataLoader, and seed its "
                 "shuffling alike on all ranks. ShardConfig.check_inputs_every says how often this is looked at"
             )
-
-
-_WAITING = (
-    "this rank is in a call of %s, which ranks %s share, and has waited %g s for the others: a sharded model has to be "
-    "called on all of its ranks alike, outside of any `if rank == 0`"
-)
 
 
 def _difference(first: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> tuple[str, str, str] | None:

@@ -13,8 +13,9 @@ Payloads of another form (in fewer bits, say) are a subclass that overrides some
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -44,20 +45,40 @@ class Pending:
         work: what the backend returned; None where it has put the collective on the current stream.
         result: makes the result when the collective is done.
         read: what the collective reads; it lives as long as this.
+        channel: whose `Channel.watch` is called by who waits.
     """
 
-    __slots__ = ("_read", "_result", "_work")
+    __slots__ = ("_channel", "_read", "_result", "_work")
 
-    def __init__(self, work: dist.Work | None, result: Callable[[], Tensor], read: Tensor) -> None:
+    def __init__(
+        self, work: dist.Work | None, result: Callable[[], Tensor], read: Tensor, channel: Channel | None = None
+    ) -> None:
         self._work = work
         self._result = result
         self._read = read
+        self._channel = channel
 
     def wait(self) -> Tensor:
         """Return the result; to be called once."""
         if self._work is not None:
-            self._work.wait()
+            _wait(self._work, self._channel)
         return self._result()
+
+
+def _wait(work: dist.Work, channel: Channel | None) -> None:
+    """Wait until a collective is done, and let the channel's `watch` look now and then whether it ever will be."""
+    if channel is None or channel.watch is None:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(channel.looks)
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error):  # what waits of a work say; it goes on
+                raise
+        else:
+            return
+        channel.watch()
 
 
 class Channel:
@@ -67,12 +88,18 @@ class Channel:
         group: the process group.
         rank: this rank's position in it.
         size: the number of its ranks.
+        sent: how many collectives this rank has begun, alike on all ranks; those of compiled graphs are not counted.
+        watch: called about once a second by a rank that waits for the others, on a CPU; may raise. None: nothing is.
     """
+
+    watch: Callable[[], None] | None = None
+    looks: ClassVar[datetime.timedelta] = datetime.timedelta(seconds=1)  # between two calls of it
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.sent = 0
 
     @property
     def exact(self) -> Channel:
@@ -87,17 +114,19 @@ class Channel:
         if x.is_meta:
             return x
         # What torch.distributed.all_reduce ends in; its checks cost 13 us each time.
+        self.sent += 1
         work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM)
         if work is not None:  # as in `Pending`
-            work.wait()
+            _wait(work, self)
         return x
 
     def start_all_reduce(self, x: Tensor) -> Pending:
         """Start the sum of ``x`` over the ranks, in place; eager mode only."""
         if x.is_meta:
             return Pending(None, lambda: x, x)
+        self.sent += 1
         work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM_ASYNCHRONOUSLY)
-        return Pending(work, lambda: x, x)
+        return Pending(work, lambda: x, x, self)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return what each rank has, alike in shape: (...) to (size, ...)."""
@@ -112,8 +141,9 @@ class Channel:
         flat = x.new_empty(self.size * x.size(0), *x.shape[1:])
         if x.is_meta:
             return Pending(None, lambda: flat.view(self.size, *x.shape), x)
+        self.sent += 1
         work = all_gather_single(flat, x, group=self.group, async_op=True)
-        return Pending(work, lambda: flat.view(self.size, *x.shape), x)
+        return Pending(work, lambda: flat.view(self.size, *x.shape), x, self)
 
     def reduce_scatter(self, stacked: Tensor) -> Tensor:
         """Sum over the ranks what each has for every rank, and return this rank's: (size, ...) to (...)."""
@@ -127,11 +157,12 @@ class Channel:
         stacked = stacked.contiguous()
         if stacked.is_meta:
             return Pending(None, lambda: stacked.sum(0), stacked)
+        self.sent += 1
         if stacked.device.type == "cpu":
             # gloo's own reduce-scatter takes ten times as long as sending every rank its summands.
             summands = torch.empty_like(stacked)
             work = dist.all_to_all_single(summands, stacked, group=self.group, async_op=True)
-            return Pending(work, lambda: summands.sum(0), stacked)
+            return Pending(work, lambda: summands.sum(0), stacked, self)
         out = stacked.new_empty(stacked.shape[1:])
         work = reduce_scatter_single(out, stacked, group=self.group, async_op=True)
         return Pending(work, lambda: out, stacked)
@@ -147,7 +178,9 @@ class Channel:
         out = flat.new_empty(sum(received))
         if flat.is_meta:
             return out
-        dist.all_to_all_single(out, flat, list(received), list(sent), group=self.group)
+        self.sent += 1
+        work = dist.all_to_all_single(out, flat, list(received), list(sent), group=self.group, async_op=True)
+        _wait(work, self)
         return out
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
@@ -156,6 +189,7 @@ class Channel:
             out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "max", self.group))
             return out
         if not x.is_meta:
+            self.sent += 1
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 

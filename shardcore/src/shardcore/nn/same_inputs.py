@@ -7,7 +7,7 @@ ranks and not by replicas. Nothing fails then: sums are made of different activa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,28 @@ Brought: TypeAlias = list[tuple[str, str, str]]
 #: Compares what this rank brought with what others have; raises on all of them alike.
 Meet = Callable[[Brought], None]
 
+
+class Presence(Protocol):
+    """What is told of each call; see `shardcore.agree.presence`."""
+
+    def enter(self) -> None:
+        """A call begins; may raise."""
+
+    def leave(self) -> None:
+        """It is over."""
+
+
 _FIRST = 3  # calls that are compared in any case
 _SHOWN = 6  # numbers of a tensor in an error
 _DEEP = 3  # containers within containers that are looked into
 
 
 class SameInputs(SwappedModule):
-    """A model that compares its inputs over its tensor-parallel ranks, in the first calls and then now and then."""
+    """A model that compares its inputs over its tensor-parallel ranks, in the first calls and then now and then.
+
+    Also where calls become others, as an evaluation or a generation after steps of training: there one rank is most
+    likely to be alone.
+    """
 
     keeps_name: ClassVar[bool] = True
 
@@ -41,20 +56,44 @@ class SameInputs(SwappedModule):
     _inputs_every: int
     _inputs_meet: Meet
     _inputs_checksum: Callable[[Tensor], str]
+    _inputs_kind: tuple[bool, bool]  # of the last call: training, with gradients
+    _inputs_presence: Presence
+    _inputs_open: bool  # a call is under way
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, if all ranks call it with the same: before hooks, of which FSDP2's wait for other ranks.
+
+        Raises:
+            AgreementError: they do not; on every rank.
+            MissingRanksError: some ranks do not call it, and will not.
+        """
+        if torch.compiler.is_compiling() or self._inputs_open or backward_task() != -1:
+            return super().__call__(*args, **kwargs)
+        return self._attended(super().__call__, args, kwargs)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward, if all ranks were called with the same.
+        """Run the native forward, which some wrappers call by itself."""
+        if torch.compiler.is_compiling() or self._inputs_open or backward_task() != -1:
+            return super().forward(*args, **kwargs)
+        return self._attended(super().forward, args, kwargs)
 
-        Raises:
-            AgreementError: they were not; on every rank.
-        """
-        if not torch.compiler.is_compiling() and backward_task() == -1:
-            number = self._inputs_calls
-            self.__dict__["_inputs_calls"] = number + 1
-            if number < _FIRST or number % self._inputs_every == 0:
+    def _attended(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self.__dict__
+        self._inputs_presence.enter()
+        own["_inputs_open"] = True
+        try:
+            number, kind = self._inputs_calls, (self.training, torch.is_grad_enabled())
+            own["_inputs_calls"] = number + 1
+            every = self._inputs_every
+            if every and (number < _FIRST or number % every == 0 or kind != self._inputs_kind):
                 self._compare(args, kwargs)
-        return super().forward(*args, **kwargs)
+            own["_inputs_kind"] = kind
+            return function(*args, **kwargs)
+        finally:
+            own["_inputs_open"] = False
+            self._inputs_presence.leave()
 
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *sorted(kwargs.items())]
@@ -73,12 +112,24 @@ class SameInputs(SwappedModule):
         return f"{what} that begins with {first}", self._inputs_checksum(value)
 
 
-def compare_inputs(model: nn.Module, every: int, checksum: Callable[[Tensor], str], meet: Meet) -> None:
-    """Let a sharded model compare the inputs of its first calls, and of each ``every``-th; for all ranks alike."""
+def compare_inputs(
+    model: nn.Module, every: int, checksum: Callable[[Tensor], str], meet: Meet, presence: Presence
+) -> None:
+    """Let a sharded model compare the inputs of its first calls, and of each ``every``-th; for all ranks alike.
+
+    With ``every`` 0 it compares none. ``presence`` is told of all calls.
+    """
     context = model.__dict__["_shard_context"]
     add_behaviour(model, SameInputs)
     model.__dict__.update(
-        _shard_context=context, _inputs_calls=0, _inputs_every=every, _inputs_meet=meet, _inputs_checksum=checksum
+        _shard_context=context,
+        _inputs_calls=0,
+        _inputs_every=every,
+        _inputs_meet=meet,
+        _inputs_checksum=checksum,
+        _inputs_kind=(True, True),
+        _inputs_presence=presence,
+        _inputs_open=False,
     )
 
 

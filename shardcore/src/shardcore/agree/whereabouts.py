@@ -1,0 +1,67 @@
+"""Where a thread of this process is: in whose code, and whether it waits for other ranks there."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+import torch.distributed as dist
+
+__all__ = ["Whereabouts"]
+
+#: Packages whose lines tell a user little.
+_LIBRARIES = ("torch", "shardcore", "transformers", "accelerate", "threading", "queue")
+
+#: Collectives of torch that end when every rank of the group has come.
+_OF_ALL = ("all_", "barrier", "monitored_barrier", "reduce_scatter", "_all_gather_base", "_reduce_scatter_base")
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a thread is.
+
+    Attributes:
+        place: the innermost line of the user's own, not a library's, for people; "" if there is none.
+        waits_in: what it waits in together with other ranks, for people; "" if in nothing that is known here.
+        waits_for: the global ranks that have to come there.
+        ended: the script has come to its end, and does nothing more.
+    """
+
+    place: str
+    waits_in: str = ""
+    waits_for: tuple[int, ...] = ()
+    ended: bool = False
+
+    @classmethod
+    def of(cls, thread: int) -> Whereabouts:
+        """Return those of a ``thread``; of the main one, if that is not there any more."""
+        frames = sys._current_frames()
+        main = threading.main_thread().ident
+        frame = frames.get(thread) or frames.get(main or 0)
+        place, waits_in = "", ""
+        waits_for: tuple[int, ...] = ()
+        ended = frame is None
+        while frame is not None:
+            module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+            if not waits_in:
+                waits_in, waits_for = _waits(frame, module, name)
+            ended = ended or (module, name) == ("threading", "_shutdown")
+            if not place and module.partition(".")[0] not in _LIBRARIES:
+                place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return cls(place, waits_in, waits_for, ended)
+
+
+def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ...]]:
+    inside = frame.f_locals
+    if module == "torch.distributed.distributed_c10d" and name.startswith(_OF_ALL):
+        group = inside.get("group")
+        return f"torch.distributed.{name}", tuple(dist.get_process_group_ranks(group))
+    if module == "shardcore.agree.meeting" and name == "hold":
+        call = str(inside.get("call"))
+        return "a sharded model" if call in ("call", "forward") else call, tuple(inside.get("ranks", ()))
+    if module == "shardcore.comm.channel" and name == "_wait" and inside.get("channel") is not None:
+        return "a sharded model", tuple(dist.get_process_group_ranks(inside["channel"].group))
+    return "", ()

@@ -1,0 +1,168 @@
+"""A rank that calls a sharded model alone gets an error in seconds; one that is late is waited for."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import batch, twins
+
+from shardcore import MissingRanksError
+from shardcore.agree import presence
+from shardcore.agree.meeting import Meeting
+from shardcore.comm.channel import Channel
+from shardcore.testing.parity import assert_close
+
+
+def hurried(calls: int):
+    """Return a model that has been called so often, on a rank that asks and is sure sooner than in real life."""
+    presence._TICK, presence._ASKS, presence._SURE, presence._TELLS = 0.05, 0.5, 0.3, 0.6
+    Channel.looks = datetime.timedelta(seconds=0.05)
+    reference, model = twins(fields={"tp": 2})
+    for _ in range(calls):
+        model(batch()).sum().backward()
+    dist.barrier()
+    return reference, model
+
+
+def evaluates_while_others_go_on(calls: int):
+    _, model = hurried(calls)
+    rank, begin, said = dist.get_rank(), time.monotonic(), ""
+    if rank == 0:
+        with torch.no_grad(), pytest.raises(MissingRanksError) as caught:
+            model(batch())
+        assert caught.value.missing == (1,)
+        said = str(caught.value)
+    dist.barrier()
+    took = time.monotonic() - begin
+    if rank == 1:
+        while not model._inputs_presence.failed:  # its thread hears of it
+            time.sleep(0.05)
+        with pytest.raises(MissingRanksError):
+            model(batch())
+    return said, took
+
+
+@pytest.mark.parametrize("calls", [0, 5])
+def test_a_rank_that_evaluates_alone_is_told_where_the_other_one_waits(pool, calls):
+    (said, took), _ = pool.run(evaluates_while_others_go_on, calls)
+    assert took < 20
+    assert "rank 0 is in a call of a TinyLM that ranks 0, 1 share (at " in said
+    assert "others will not come: rank 1 waits for this one in torch.distributed.barrier (at " in said
+    assert said.count("test_presence.py:") == 2
+
+
+def evaluates_while_others_train():
+    _, model = hurried(5)
+    # Nothing but their kind tells the two calls apart; what the other one sends would be taken for an answer.
+    with torch.set_grad_enabled(dist.get_rank() == 1):
+        model(batch())
+
+
+def test_another_kind_of_call_on_one_rank_is_an_error_on_both(pool):
+    with pytest.raises(Exception, match="others will not come") as caught:
+        pool.run(evaluates_while_others_train, timeout=30)
+    assert [failure.error for failure in caught.value.failures] == ["MissingRanksError"] * 2
+
+
+def calls_while_others_save(backward: bool):
+    _, model = hurried(5)
+    output = model(batch()).sum() if backward else None
+    if dist.get_rank() == 0:
+        output.backward() if backward else model(batch())
+    else:
+        Meeting.hold([0, 1], {}, "save_pretrained", patience=3.0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_that_waits_in_a_collective_is_told_too(pool, backward):
+    with pytest.raises(Exception, match=r"rank 1 waits for this one in save_pretrained") as caught:
+        pool.run(calls_while_others_save, backward, timeout=30)
+    assert [failure.error for failure in caught.value.failures] == ["MissingRanksError"] * 2
+
+
+def late():
+    reference, model = hurried(5)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("shardcore").addHandler(handler)
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            time.sleep(1.5)  # three times as long as nobody asks
+        assert_close(reference(batch()), model(batch()), "output")
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        assert_close(reference(batch()), model(batch()), "output")
+    logging.getLogger("shardcore").removeHandler(handler)
+    return told
+
+
+def test_a_rank_that_is_late_is_waited_for_and_its_place_is_told(pool):
+    first, _ = pool.run(late)
+    assert any("s for others: rank 1 is at " in line and "test_presence.py:" in line for line in first)
+
+
+def unused():
+    _, model = hurried(0)
+    presence._ASKS = 5.0
+    asked = model._inputs_presence._asked
+    for _ in range(30):
+        model(batch()).sum().backward()
+        time.sleep(0.03)
+    return asked, model._inputs_presence._asked
+
+
+def test_nobody_asks_as_long_as_calls_come_through(pool):
+    for before, after in pool.run(unused):
+        assert before in (-1, 0)
+        assert after == 0
+
+
+SCRIPT = """
+    import sys, time
+    sys.path.insert(0, {support!r})
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    from tiny import batch, twins
+    model = twins(fields={{"tp": 2}})[1]
+    for _ in range(5):
+        model(batch()).sum().backward()
+    if dist.get_rank() == 0:
+        begin = time.monotonic()
+        try:
+            with torch.set_grad_enabled({grad}):
+                model(batch())
+        finally:
+            print(f"took {{time.monotonic() - begin}}", flush=True)
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("grad", "then", "said"),
+    [
+        (False, "", "rank 1 has ended"),
+        (True, "dist.barrier()", "rank 1 waits for this one in torch.distributed.barrier"),
+    ],
+)
+def test_a_job_ends_in_seconds(tmp_path, grad, then, said):
+    """With the times of real life, started as users do."""
+    support = str(Path(__file__).parents[1] / "support")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(support=support, grad=grad, then=then))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode
+    assert f"others will not come: {said}" in done.stderr
+    assert float(done.stdout.split("took ")[1].split()[0]) < 20
+    assert "Aborted" not in done.stderr
