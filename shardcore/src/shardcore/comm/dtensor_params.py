@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial
 
-from shardcore._torch import CAN_TRACE, DTensorSpec, in_transform
+from shardcore._torch import CAN_TRACE, DTensorSpec
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.ownership import owned, traced_owned
-from shardcore.errors import NotSupportedError, WrapError
+from shardcore.errors import WrapError
 
 __all__ = [
     "all_reduce_bucket",
@@ -70,7 +70,6 @@ def held(parameter: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return parameter
     if not isinstance(parameter, DTensor):
-        _memory_of_wrapper(parameter, "a sharded parameter")
         raise WrapError(
             f"a tensor-parallel module holds a plain tensor {tuple(parameter.shape)} where its DTensor parameter was: "
             "load_state_dict(assign=True) or torch.func.functional_call with whole tensors cannot work. "
@@ -88,28 +87,14 @@ def refuse_assigned(parameter: Tensor, name: str = "a sharded parameter") -> Non
 
     Raises:
         WrapError: somebody has.
-        NotSupportedError: the parameter cannot be asked, inside of a transform of torch.func.
     """
-    if isinstance(parameter, DTensor) and _memory_of_wrapper(parameter, name):
+    if isinstance(parameter, DTensor) and parameter.data_ptr():
         raise WrapError(
             f"{name} {tuple(parameter.shape)} was assigned a plain tensor through .data, which torch does not bring to "
             "the part that this rank holds. Undo it by building the model anew, and set values with "
             "module.load_state_dict({name: tensor}, strict=False), which splits whole tensors, or under torch.no_grad()"
             " with parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))."
         )
-
-
-def _memory_of_wrapper(parameter: Tensor, name: str) -> int:
-    try:
-        return parameter.data_ptr()
-    except RuntimeError as error:  # torch.func puts wrappers of its own around tensors
-        if not in_transform():
-            raise
-        raise NotSupportedError(
-            f"{name} {tuple(parameter.shape)} is inside of a transform of torch.func (grad, vjp, jvp, vmap, jacrev, "
-            "hessian), and none of them goes through a sharded model. For gradients call torch.autograd.grad on the "
-            "loss, or its backward(); torch.func.functional_call alone works."
-        ) from error
 
 
 def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:

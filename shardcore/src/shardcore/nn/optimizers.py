@@ -25,6 +25,7 @@ _UNABLE = {
     ("torch", "Rprop"): _PARTS,
     ("transformers", "Adafactor"): _WHOLE,
     ("timm", "Adafactor"): _WHOLE,
+    ("timm", "AdamP"): _WHOLE,
     ("timm", "Kron"): _WHOLE,
     ("timm", "Mars"): _WHOLE,
     ("timm", "NvNovoGrad"): _WHOLE,

@@ -62,7 +62,7 @@ class SameInputs(SwappedModule):
         if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for _, value in leaves):
             return  # nothing is computed
         if in_transform():
-            return  # it is refused where the first parameter is read
+            return  # the model refuses it
         self._inputs_meet([(name, *self._told(value)) for name, value in leaves])
 
     def _told(self, value: Any) -> tuple[str, str]:
