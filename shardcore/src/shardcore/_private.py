@@ -21,9 +21,11 @@ __all__ = [
     "FUSED",
     "KIT",
     "LOADING",
+    "NUMBERS",
     "PIPELINES",
     "PLANNING",
     "SAVING",
+    "SCALING",
     "TESTED",
     "TORCH",
     "PrivateName",
@@ -45,6 +47,8 @@ FUSED = "linears that fuse several segments"
 SAVING = "saving"
 LOADING = "models without values"
 KIT = "shardcore.testing"
+SCALING = "gradient scalers over ranks"
+NUMBERS = "a warning of numbers of one rank's part"
 PLANNING = "planning a step"
 
 
@@ -103,6 +107,7 @@ TORCH: tuple[PrivateName, ...] = (
         for name in ("all_gather_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor")
     ),
     PrivateName("torch._C._current_graph_task_id", "telling whether a backward is running, and which"),
+    PrivateName("torch._C._are_functorch_transforms_active", "refusing transforms of torch.func"),
     PrivateName("torch.autograd.Function._backward_cls._forward_cls", "telling what made a tensor in a region"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "leaving tensors alone that estimate memory"),
     PrivateName("torch.Tensor._version", "noticing that a weight was changed"),
@@ -144,6 +149,12 @@ TORCH: tuple[PrivateName, ...] = (
         for name in ("_clip_grads_with_norm_", "_get_total_norm")
     ),
     PrivateName(f"{_C10D}._get_default_store", "the store that every process group has", SAVING),
+    PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing where they are taken", NUMBERS),
+    PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "telling all ranks of an inf", SCALING),
+    PrivateName(
+        "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "telling all ranks of an inf", SCALING
+    ),
+    PrivateName("torch.ops.aten._local_scalar_dense.default", "seeing where they are taken", NUMBERS),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group"),
     PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of the process group"),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "recording how values come about", LOADING),

@@ -12,6 +12,7 @@ from shardcore._releases import ALL_GATHER, CLIPPED_SUMS, REDUCE_SCATTER, SET_TI
 
 try:
     import torch.distributed._functional_collectives as funcol
+    from torch._C import _are_functorch_transforms_active as in_transform
     from torch._C import _current_graph_task_id as backward_task
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -29,6 +30,7 @@ __all__ = [
     "all_gather_single",
     "backward_task",
     "funcol",
+    "in_transform",
     "reduce_scatter_single",
     "set_timeout",
 ]

@@ -31,8 +31,11 @@ from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
+from shardcore.nn.numbers import warn_of_partial_numbers
+from shardcore.nn.optimizers import refuse_unable_optimizers
 from shardcore.nn.partial import require_sums
 from shardcore.nn.root import ShardedModel
+from shardcore.nn.scaling import find_inf_on_all_ranks
 from shardcore.plan import ShardPlan
 from shardcore.plan.digest import to_data
 from shardcore.plugins.registry import Registry, default_registry
@@ -308,6 +311,9 @@ class ModelSharder:
         # Around whatever the plan makes of the model itself: that draws from the model's random stream too.
         ShardedModel.swap_class(self.model, context)
         take_full_tensors(self.model)
+        warn_of_partial_numbers()
+        refuse_unable_optimizers()
+        find_inf_on_all_ranks()
         for policy in self._policies:
             self._run_users_code(policy.postprocess)
         self._watch(context)

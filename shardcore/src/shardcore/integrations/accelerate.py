@@ -27,11 +27,9 @@ from shardcore.integrations._states import load_states, native_optimizer, save_s
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.mesh import context_of
 from shardcore.nn import reduce_partial_gradients
+from shardcore.nn.optimizers import what_to_use
 
 __all__ = ["Accelerator", "adopt", "clip_grad_norm_"]
-
-#: Optimizers of torch and transformers that do not know DTensors; see "Optimizers" in docs/guide.md.
-_UNABLE = frozenset({"Adafactor", "LBFGS", "Rprop"})
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not followed
@@ -333,13 +331,8 @@ def _refuse_unable(optimizer: Any) -> None:
     Raises:
         NotSupportedError: it is such an optimizer.
     """
-    kind = type(optimizer)
-    if kind.__name__ in _UNABLE and kind.__module__.partition(".")[0] in ("torch", "transformers"):
-        raise NotSupportedError(
-            f"{kind.__module__}.{kind.__qualname__} uses operations that the parameters of a sharded model lack "
-            "(they are DTensors), and would fail in its first step. Use another one, such as AdamW "
-            "(TrainingArguments(optim='adamw_torch'))"
-        )
+    if words := what_to_use(optimizer):
+        raise NotSupportedError(f"{words} (TrainingArguments(optim='adamw_torch'))")
 
 
 def _defers(model: nn.Module) -> bool:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 from torch import Tensor
 
-from shardcore.errors import WrapError
+from shardcore._torch import in_transform
+from shardcore.errors import NotSupportedError, WrapError
 from shardcore.nn.intact import Intact
 from shardcore.nn.mixed import explained
 from shardcore.nn.randomness.guard import RngScope
@@ -29,10 +30,17 @@ class ShardedModel(RngScope):
 
         Raises:
             WrapError: a module or parameter was put into the model, or replaced, where activations are split.
-            NotSupportedError: a module computes with a split parameter of another one.
+            NotSupportedError: a module computes with a split parameter of another one; or this is inside of a
+                transform of torch.func.
         """
         if self._shard_intact is not None and not torch.compiler.is_compiling():
             self._shard_intact.check(self)
+        if in_transform() and not torch.compiler.is_compiling():
+            raise NotSupportedError(
+                f"this {type(self).__name__} is sharded and was called inside of a transform of torch.func (grad, vjp, "
+                "jvp, vmap, jacrev, hessian), none of which goes through collectives. For gradients call "
+                "torch.autograd.grad on the loss, or its backward(); torch.func.functional_call alone works."
+            )
         try:
             return super().forward(*args, **kwargs)
         except RuntimeError as error:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from shardcore._torch import backward_task
+from shardcore._torch import backward_task, in_transform
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 
@@ -100,6 +100,8 @@ class SameInputs(SwappedModule):
         leaves = [leaf for name, value in named for leaf in _leaves(name, value, _DEEP)]
         if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for _, value in leaves):
             return  # nothing is computed
+        if in_transform():
+            return  # the model refuses it
         self._inputs_meet([(name, *self._told(value)) for name, value in leaves])
 
     def _told(self, value: Any) -> tuple[str, str]:

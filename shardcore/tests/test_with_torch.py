@@ -1,0 +1,258 @@
+"""What people do with a model in plain torch works with a sharded one, and gives what it gives the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import batch, twins
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardcore
+from shardcore._torch import CAN_TRACE
+from shardcore.errors import NotSupportedError, WrapError
+from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+
+TP2 = {"tp": 2}
+
+
+def loss(model, number=0):
+    ids = batch(number)
+    return model(ids, labels=ids.roll(1, 1))
+
+
+def train(model, steps=3, after=lambda: None, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss(model, number).backward()
+        optimizer.step()
+        after()
+    return model
+
+
+def averaged(models):
+    """The exponential mean of the weights, as a copy that runs."""
+    means = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)) for model in models]
+    for model, mean in zip(models, means, strict=True):
+        train(model, after=lambda model=model, mean=mean: mean.update_parameters(model))
+    assert_same_parameters(*means)
+    assert_close(loss(means[0]), loss(means[1]), "loss of the mean")
+
+
+def called_with_others(models):
+    """Gradients of other parameters than the model's own."""
+    found = []
+    for model in models:
+        given = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+        value = torch.func.functional_call(model, given, (batch(),), {"labels": batch()})
+        grads = torch.autograd.grad(value, list(given.values()))
+        found.append(torch.cat([value[None].detach(), *(whole(grad).reshape(-1) for grad in grads)]))
+    assert_close(*found, "functional_call")
+
+
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def parametrized(models):
+    for model in models:
+        parametrize.register_parametrization(model.model.layers[0].mlp.up, "weight", Half())
+    assert_same_parameters(*map(train, models))
+
+
+def steered(models):
+    """Reads hidden states, adds to them, and reads the gradient."""
+    seen = []
+    for model in models:
+        direction = torch.randn(32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+        def steer(module, args, output, seen=seen, direction=direction):
+            output = output + direction
+            output.register_hook(seen.append)
+            seen.append(output.detach())
+            return output
+
+        handle = model.model.layers[0].register_forward_hook(steer)
+        grads = []
+        hooks = [p.register_post_accumulate_grad_hook(lambda p, g=grads: g.append(p.grad)) for p in model.parameters()]
+        loss(model).backward()
+        assert len(grads) == len(hooks)
+        handle.remove()
+        for hook in hooks:
+            hook.remove()
+    for one, other in zip(seen[:2], seen[2:], strict=True):
+        assert_close(one, other, "hidden states")
+    assert_same_gradients(*models)
+
+
+def scaled(models):
+    for model in models:
+        model.float()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, number)).backward()
+            if number == 1 and model is models[0]:
+                model.head.bias.grad[0] = float("inf")
+            elif number == 1 and dist.get_rank() == 0:  # on one rank
+                model.head.bias.grad.to_local()[0] = float("inf")
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 1024.0 * 2 * 0.5 * 2
+    assert_same_parameters(*models, tolerance=1e-5)
+
+
+def penalised(models):
+    """A sum over parameters is a part of one until it is made whole."""
+    for model in models:
+        (loss(model) + 0.1 * whole(sum(p.pow(2).sum() for p in model.parameters()))).backward()
+    assert_same_gradients(*models)
+
+
+def edited(models):
+    """In place, under no_grad; and a mask for gradients."""
+    mask = (torch.arange(97) < 10).to(torch.float64)[:, None].expand(97, 32).contiguous()
+
+    def like(tensor, full):
+        return distribute_tensor(full, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else full
+
+    for model in models:
+        loss(model).backward()
+        weight = model.head.weight
+        weight.grad.mul_(like(weight.grad, mask))
+        with torch.no_grad():
+            weight.add_(1.0).clamp_(-1, 1.01)
+            weight.data.mul_(0.5)
+            weight.copy_(like(weight, torch.where(mask > 0, weight.full_tensor() if model is models[1] else weight, 0)))
+            nn.init.zeros_(model.model.layers[0].mlp.down.weight)
+    assert_same_parameters(*models)
+    assert_same_gradients(*models)
+
+
+def stated(models):
+    """Whole tensors there and back; the state of one part alone."""
+    reference, model = models
+    train(reference)
+    model.load_state_dict(reference.state_dict())
+    assert_same_parameters(*models)
+    train(reference)
+    model.load_state_dict({"head.weight": reference.head.weight.detach()}, strict=False)
+    assert_close(reference.head.weight, model.head.weight, "head")
+    full = {name: whole(value) for name, value in model.state_dict().items()}
+    other = copy.deepcopy(reference)
+    other.load_state_dict(full)
+    assert_same_parameters(other, model)
+    # One rank's file on all ranks: the others say so.
+    file = [None]
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), buffer := io.BytesIO())
+        file = [buffer.getvalue()]
+    dist.broadcast_object_list(file, 0)
+    state = torch.load(io.BytesIO(file[0]), weights_only=False)
+    if dist.get_rank():
+        with pytest.raises(WrapError, match=r"is the part of the rank at \(0,\).*get_model_state_dict"):
+            model.load_state_dict(state)
+
+
+def watched(models):
+    """The profiler sees a step; counts of operations are those of one rank."""
+    counts = []
+    for model in models:
+        with FlopCounterMode(display=False) as counter, profile(activities=[ProfilerActivity.CPU]) as profiler:
+            loss(model).backward()
+        assert any("mm" in event.key for event in profiler.key_averages())
+        counts.append(counter.get_total_flops())
+    assert 0.3 * counts[0] < counts[1] < 0.8 * counts[0]
+    # A module that is entered: its input's gradient is a summand, and the sum comes behind the hook.
+    seen = []
+    for model in models:
+        hook = model.model.layers[0].mlp.register_full_backward_hook(
+            lambda m, into, out: seen.append((into[0], out[0]))
+        )
+        loss(model).backward()
+        hook.remove()
+    summand = seen[1][0].clone()
+    dist.all_reduce(summand)
+    assert_close(seen[0][0], summand, "the sum of the gradients of inputs")
+    assert_close(seen[0][1], seen[1][1], "the gradient of the output")
+
+
+def refused(models):
+    model = models[1]
+    given = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(NotSupportedError, match=r"transform of torch.func .*torch\.autograd\.grad"):
+        torch.func.grad(lambda given: torch.func.functional_call(model, given, (batch(),)).sum())(given)
+    with pytest.raises(WrapError, match="functional_call with whole tensors"):
+        torch.func.functional_call(model, dict(models[0].named_parameters()), (batch(),))
+    with pytest.raises(NotSupportedError, match="second derivatives"):
+        torch.autograd.grad(loss(model), list(model.parameters()), create_graph=True)
+    assert_close(loss(models[0]), loss(model), "loss after that")
+
+
+WAYS = [averaged, called_with_others, parametrized, steered, scaled, penalised, edited, stated, watched, refused]
+
+
+def every_way():
+    for way in WAYS:
+        try:
+            way(twins(fields=TP2))
+        except Exception as error:
+            error.add_note(f"in {way.__name__}")
+            raise
+
+
+def test_what_people_do_in_plain_torch(pool):
+    pool.run(every_way, world=2, timeout=180)
+
+
+def compiled(backend):
+    """Forward, loss, backward and the optimizer's step in one compiled function."""
+    reference, model = twins(fields=TP2, heads=4)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (reference, model)]
+
+    def made(model, optimizer):
+        def step(number):
+            optimizer.zero_grad()
+            value = loss(model, number)
+            value.backward()
+            optimizer.step()
+            return value.detach()
+
+        # Sizes that a compiler takes for unknown ones have no place in the layout of a DTensor: torch 2.13 and 2.14.
+        return torch.compile(step, backend=backend, dynamic=False)
+
+    warnings.simplefilter("ignore")  # of torch, of its own code
+    steps = [made(*each) for each in zip((reference, model), optimizers, strict=True)]
+    for number in range(3):
+        found = [step(number) for step in steps]
+        assert_close(*found, "loss")
+        assert_same_gradients(reference, model)
+    assert_same_parameters(reference, model)
+
+
+@pytest.mark.skipif(not CAN_TRACE, reason="torch 2.11 and 2.12 do not trace reads of parameters")
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_a_compiled_step(pool, backend):
+    pool.run(compiled, backend, world=2, timeout=180)
+
+
+def test_shardcore_is_not_asked_by_plain_models():
+    model = nn.Linear(3, 2)
+    assert shardcore.grad_norm(model).item() == 0
+    assert torch.func.grad(lambda w: torch.func.functional_call(model, {"weight": w}, (torch.ones(3),)).sum())(
+        model.weight.detach()
+    ).shape == (2, 3)
