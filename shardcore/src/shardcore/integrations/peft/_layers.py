@@ -67,6 +67,9 @@ def _place_lora(layer: Any, forms: Forms, context: ShardContext) -> None:
             dropout.__dict__["_shard_tokens"] = forms.tokens
     for held in (layer.lora_embedding_A, layer.lora_embedding_B):
         _hold(held, forms.first, context)
+    for magnitude in layer.lora_magnitude_vector.values():
+        if is_new(magnitude.weight):
+            forms.magnitude.take(magnitude, context)
 
 
 def _hold(held: nn.ParameterDict, form: Form, context: ShardContext) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import peft
 import torch.distributed as dist
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, PeftType
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
@@ -19,6 +19,7 @@ from shardcore.apply.together import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.integrations.peft._checks import check_method, check_new
 from shardcore.integrations.peft._layers import is_new, place
+from shardcore.integrations.peft._prompts import keep_own_heads, place_prompts
 from shardcore.integrations.peft._saving import save_adapters
 from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
 from shardcore.integrations.peft._whole import of_whole_sizes
@@ -57,6 +58,15 @@ class ShardedPeft(SwappedModule):
         """Load an adapter in PEFT's format, which every rank reads, and of which it keeps its part."""
         _refuse_meta(kwargs)
         return super().load_adapter(*args, **kwargs)  # type: ignore[misc]  # of the native class
+
+    def get_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the prompts, or this rank's heads of the keys and values of prefixes; takes what PEFT's own takes."""
+        found = super().get_prompt(*args, **kwargs)  # type: ignore[misc]  # of the native class
+        model: Any = self
+        context = nearest_context(model)
+        if context is None or context.size == 1 or model.active_peft_config.peft_type != PeftType.PREFIX_TUNING:
+            return found
+        return keep_own_heads(model, found, context)
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Save the adapters in PEFT's format; every rank calls it, and one writes.
@@ -103,6 +113,7 @@ def serve(model: nn.Module, context: ShardContext) -> None:
         add_behaviour(model, ShardedPeft)
         set_context(model, context)  # what it does for a sharded model, people call with this one
         set_part_of(model.base_model, context)
+        place_prompts(model, context)
         if isinstance(model.base_model, BaseTuner):
             add_behaviour(model.base_model, ShardedTuner)
 
@@ -240,6 +251,8 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
     told = tuple((f"the parameter {name}", f"{tuple(p.shape)} {p.dtype}") for name, p in new.items())
     agree(Report(items=told), group=context.group)
     together(model, lambda: _give_forms(new, inner, context), group=context.group, doing=doing, changing=True)
+    if isinstance(model, PeftModel):
+        place_prompts(model, context)
     return result
 
 
@@ -299,7 +312,11 @@ def _give_forms(new: Mapping[str, nn.Parameter], inner: nn.Module, context: Shar
     for parameter in new.values():
         dist.broadcast(parameter.data, first, group=context.group)
     for site in sites(inner):
+        held: Any = site.layer._modules.get("lora_magnitude_vector") or {}
+        begin = [name for name, magnitude in held.items() if is_new(magnitude.weight)]
         place(site.layer, context, site.path)
+        for name in begin:  # PEFT has looked at a base without values
+            held[name].begin(site.layer, name)
 
 
 def _refuse_meta(kwargs: dict[str, Any]) -> None:
