@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from adapters import (  # from support/
     EVERY,
+    LINEARS,
     SP,
     UNEVEN,
     adapted,
@@ -105,6 +106,8 @@ def test_before(pool, name):
     pool.run(trains, config, options, *rest, **more, world=options["tp"] * options.get("dp", 1))
 
 
+WHOLE = {"dp_shard_size": 1, "dp_replicate_size": 2}
+
 AFTER = {
     "every linear": (lora(), {"tp": 2}),
     "sequence": (lora(), {"tp": 2, **SP}),
@@ -113,6 +116,10 @@ AFTER = {
     "the head trained": (lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), {"tp": 2}),
     "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}),
     "neox, fused": (EVERY, {"tp": 2}, "gpt_neo", "GPTNeoXForCausalLM"),
+    "data": (lora(lora_dropout=0.5), {"tp": 2, "dp": 2, **SP}),
+    "data alone": (lora(target_modules=[*LINEARS, "embed_tokens"], bias="none", use_dora=True), {"tp": 1, "dp": 2}),
+    "whole replicas": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 1, "dp": 2, **WHOLE}),
+    "whole replicas, magnitudes": (lora(use_dora=True), {"tp": 2, "dp": 2, **WHOLE}),
 }
 
 
@@ -120,7 +127,7 @@ AFTER = {
 @pytest.mark.parametrize("name", AFTER)
 def test_after(pool, name, how):
     config, options, *rest = AFTER[name]
-    pool.run(trains_after, config, options, how, *rest, world=options["tp"])
+    pool.run(trains_after, config, options, how, *rest, world=options["tp"] * options.get("dp", 1))
 
 
 def recomputes(options: dict[str, Any], reentrant: bool) -> None:

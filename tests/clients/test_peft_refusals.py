@@ -56,22 +56,22 @@ def refused(config: Any, options: dict[str, Any], error: str, words: str, when: 
 
 
 REFUSED = {
-    "prefixes": (
-        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prompts and a classifier": (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, modules_to_save=["lm_head"]),
         {"tp": 2},
         "NotSupportedError",
-        "keys and values of all heads",
-    ),
-    "prompts and replicas": (
-        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        {"tp": 2, "dp": 2},
-        "NotSupportedError",
-        "2 data-parallel replicas",
+        "no parameters of both kinds",
     ),
     "another method": (peft.LoHaConfig(target_modules=["q_proj"]), {"tp": 2}, "NotSupportedError", "is LOHA"),
     "a pipeline": (lora(), {"pp": 2}, "NotSupportedError", "divided among the ranks of a pipeline"),
     "later, of values": (lora(init_lora_weights="pissa"), {"tp": 2}, "NotSupportedError", "computes of whole", "after"),
-    "later, replicas": (lora(), {"tp": 2, "dp": 2}, "NotSupportedError", "Attach adapters before shard", "after"),
+    "later, a part of what is divided": (
+        lora(modules_to_save=["lm_head"]),
+        {"tp": 2, "dp": 2},
+        "NotSupportedError",
+        "Attach it before shard",
+        "after",
+    ),
 }
 
 

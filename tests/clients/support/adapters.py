@@ -160,7 +160,8 @@ def trains_after(
     for one in (model, reference):
         leave_nothing_to_chance(one)
     inner = reference.get_base_model() if how == "get_peft_model" else reference
-    equal_training(model, reference, batch(family, case, inner))
+    place = {"replica": dist.get_rank() // options["tp"], "replicas": options.get("dp", 1)}
+    equal_training(model, reference, batch(family, case, inner), **place)
 
 
 def outputs(model: Any, inputs: Any) -> Tensor:

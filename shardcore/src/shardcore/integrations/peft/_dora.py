@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
@@ -28,7 +29,7 @@ from shardcore.nn import ColumnLinear, Layout, Replicated, ReplicatedLayout, Row
 from shardcore.nn.linear.functional import as_out_in, multiply
 from shardcore.nn.linear.together import take_rows
 
-__all__ = ["Magnitude"]
+__all__ = ["Magnitude", "begin_with_norms"]
 
 
 class Magnitude(Replicated):
@@ -107,19 +108,21 @@ class Magnitude(Replicated):
         held = _norms(weight, second @ first, scaling)
         return take_rows(gather_from_tp(held, context.channel.exact, 0, base.out_features), used)
 
-    def begin(self, layer: Any, name: str) -> None:
-        """Let PEFT set the magnitudes, on whole tensors: to the norms of the base of ``layer`` with this adapter."""
-        native: Any = self
-        parameter: Any = self._parameters["weight"]
-        with of_whole_tensors(layer):
-            table = name in layer.lora_embedding_A
-            held = (layer.lora_embedding_A, layer.lora_embedding_B) if table else (layer.lora_A, layer.lora_B)
-            first, second = (each[name] if table else each[name].weight for each in held)
-            base = layer.get_base_layer()
-            native.update_layer(base_layer=base, lora_A=first, lora_B=second, scaling=layer.scaling[name])
-            found = native._parameters["weight"].detach()
-        with torch.no_grad():
-            parameter.copy_(part_of(found, parameter))
+
+def begin_with_norms(layer: Any, name: str) -> None:
+    """Let PEFT set the magnitudes of an adapter, on whole tensors: to the norms of the base of ``layer`` with it."""
+    magnitude = layer.lora_magnitude_vector[name]
+    parameter = magnitude._parameters["weight"]
+    with of_whole_tensors(layer):
+        table = name in layer.lora_embedding_A
+        held = (layer.lora_embedding_A, layer.lora_embedding_B) if table else (layer.lora_A, layer.lora_B)
+        first, second = (each[name] if table else each[name].weight for each in held)
+        base = layer.get_base_layer()
+        magnitude.update_layer(base_layer=base, lora_A=first, lora_B=second, scaling=layer.scaling[name])
+        found = magnitude._parameters["weight"].detach()
+        magnitude._parameters["weight"] = parameter
+    with torch.no_grad():
+        parameter.copy_(part_of(found, parameter) if isinstance(parameter, DTensor) else found)
 
 
 def _norms(weight: Tensor, added: Tensor, scaling: float) -> Tensor:
