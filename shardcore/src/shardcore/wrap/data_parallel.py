@@ -21,7 +21,7 @@ from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 from shardcore.wrap.scalars import replicate_scalars
 
-__all__ = ["apply_data_parallel", "unwrappable"]
+__all__ = ["apply_data_parallel", "data_axes", "unwrappable"]
 
 
 def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> nn.Module:
@@ -41,11 +41,9 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
             ``shard_placement_fn``, which is not asked about fused weights).
     """
     sizes = context.sizes
-    replicas, shards = sizes.dp_replicate, sizes.dp_shard
-    if replicas * shards == 1 and not options:
+    if sizes.replicas == 1 and not options:
         return model
-    wide = tuple(axis for axis, size in (("dp_replicate", replicas), ("dp_shard", shards)) if size > 1) or ("dp_shard",)
-    axes = tuple(axis_name(context.mesh, axis) or axis for axis in wide)
+    wide, axes = _wide(context), data_axes(context)
     mesh = context.mesh[axes]
     options["ignored_params"] = {*(options.get("ignored_params") or ()), *replicate_scalars(model, context, axes)}
     wrap: Callable[..., Any] = _replicate if wide == ("dp_replicate",) else fully_shard
@@ -64,6 +62,17 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
             wrap(unit.module, mesh=mesh, **options)
         unit.watch()
     return model
+
+
+def data_axes(context: ShardContext) -> tuple[str, ...]:
+    """Return the names that the mesh has for the data axes that FSDP2 is applied over."""
+    return tuple(axis_name(context.mesh, axis) or axis for axis in _wide(context))
+
+
+def _wide(context: ShardContext) -> tuple[str, ...]:
+    sizes = context.sizes
+    found = (("dp_replicate", sizes.dp_replicate), ("dp_shard", sizes.dp_shard))
+    return tuple(axis for axis, size in found if size > 1) or ("dp_shard",)
 
 
 def _holds_any(block: nn.Module) -> bool:

@@ -1,7 +1,8 @@
-"""Parameters without dims over the data axes: FSDP2 has nothing to divide, so every rank holds them whole.
+"""Parameters that FSDP2 is not to divide over the data axes: every replica holds all that ``tp`` leaves of them.
 
-They are DTensors that are replicated on the mesh that FSDP2 puts its own on, so optimizers and clipping see one mesh.
-Each backward averages their gradients over the replicas, as FSDP2 does with those that it divides.
+Those without dims, of which there is nothing to divide, and those that come after FSDP2 was applied. They are DTensors
+that are replicated on the mesh that FSDP2 puts its own on, so optimizers and clipping see one mesh. Each backward
+averages their gradients over the replicas, as FSDP2 does with those that it divides.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.mesh import ShardContext
 from shardcore.nn.replicated import Replicated
 
-__all__ = ["replicate_scalars"]
+__all__ = ["on_replicas", "replicate_scalars"]
 
 
 def replicate_scalars(model: nn.Module, context: ShardContext, axes: Sequence[str]) -> set[nn.Parameter]:
@@ -28,21 +29,37 @@ def replicate_scalars(model: nn.Module, context: ShardContext, axes: Sequence[st
         context: its context.
         axes: the names that its mesh has for the data axes.
     """
-    mesh = context.mesh[(*axes, "tp")] if context.size > 1 else context.mesh[tuple(axes)]
-    groups = [context.mesh.get_group(axis) for axis in axes]
     replicated: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.ndim:
                 continue
             if id(parameter) not in replicated:
-                local = local_tensor(parameter).detach()
-                whole = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-                replicated[id(parameter)] = _averaged(nn.Parameter(whole), groups, learns=parameter.requires_grad)
+                replicated[id(parameter)] = on_replicas(parameter, context, axes)
             module._parameters[name] = replicated[id(parameter)]
             if context.size == 1:
                 Replicated.swap_class(module, context)  # else its policy has said so
     return set(replicated.values())
+
+
+def on_replicas(parameter: nn.Parameter, context: ShardContext, axes: Sequence[str]) -> nn.Parameter:
+    """Return a parameter with the values of ``parameter`` that each replica holds, and whose gradients are averaged.
+
+    Args:
+        parameter: plain, or as it lies on ``tp``.
+        context: of the sharded model.
+        axes: the names that its mesh has for the data axes.
+    """
+    mesh = context.mesh[(*axes, "tp")] if context.size > 1 else context.mesh[tuple(axes)]
+    placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+    if isinstance(parameter, DTensor):
+        placements[len(axes) :] = parameter.placements
+    local = local_tensor(parameter).detach()
+    whole = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=tuple(parameter.stride())
+    )
+    groups = [context.mesh.get_group(axis) for axis in axes]
+    return _averaged(nn.Parameter(whole), groups, learns=parameter.requires_grad)
 
 
 def _averaged(parameter: nn.Parameter, groups: Sequence[ProcessGroup], *, learns: bool) -> nn.Parameter:

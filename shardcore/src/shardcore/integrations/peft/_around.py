@@ -12,7 +12,7 @@ from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext
 from shardcore.nn import ColumnLinear, RowLinear, SwappedModule
 
-__all__ = ["Finishing"]
+__all__ = ["Finishing", "whole_base"]
 
 
 class _Unfinished(nn.Module):
@@ -37,6 +37,12 @@ class _Unfinished(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_base"], name)
+
+
+def whole_base(base: nn.Module) -> nn.Module:
+    """Return the base of a layer of PEFT, as which another module may stand while the layer runs."""
+    found: nn.Module = base.__dict__["_base"] if isinstance(base, _Unfinished) else base
+    return found
 
 
 class Finishing(SwappedModule):

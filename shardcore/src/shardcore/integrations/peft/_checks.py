@@ -7,6 +7,12 @@ from typing import Any
 from peft import PeftType
 from peft.tuners.ia3.layer import Linear as IA3Linear
 from peft.tuners.lora.layer import Conv1d, Conv2d, Embedding, Linear
+from peft.tuners.lora.variants import (
+    DoraConv1dVariant,
+    DoraConv2dVariant,
+    DoraEmbeddingVariant,
+    DoraLinearVariant,
+)
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -18,8 +24,13 @@ __all__ = ["check_layer", "check_method", "check_new"]
 _MERGE = "merge the adapter before shard() (merge_and_unload() in PEFT), or train it unsharded"
 
 #: Methods whose parameters are outside of the model, which sees what they make as its input.
-_OUTSIDE = (PeftType.PROMPT_TUNING, PeftType.P_TUNING)
+_OUTSIDE = (PeftType.PROMPT_TUNING, PeftType.P_TUNING, PeftType.PREFIX_TUNING)
+#: Tasks for which PEFT trains the head of the model beside prompts.
+_CLASSIFIES = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _INSIDE = (PeftType.LORA, PeftType.IA3)
+
+#: The variants of LoRA that have a sharded form.
+_VARIANTS = (DoraLinearVariant, DoraEmbeddingVariant, DoraConv1dVariant, DoraConv2dVariant)
 
 #: How LoRA begins without a look at the weights of the base.
 _BLIND = (True, False, "gaussian")
@@ -38,15 +49,24 @@ def check_method(config: Any, name: str, *, ranks: int, replicas: int) -> None:
         NotSupportedError: it has none.
     """
     method = getattr(config.peft_type, "value", config.peft_type)
-    if config.is_prompt_learning and replicas > 1:
+    several = ranks * replicas > 1 and config.is_prompt_learning
+    if several and config.peft_type not in _OUTSIDE:
+        known = ", ".join(str(kind.value) for kind in _OUTSIDE)
         raise NotSupportedError(
-            f"the adapter {name!r} is {method}, whose parameters are outside of the model that shard() divides: nobody "
-            f"would average their gradients over the {replicas} data-parallel replicas. Use dp=1, or LoRA"
+            f"the adapter {name!r} is {method}; of prompts that are outside of the model these are known: {known}"
         )
-    if config.peft_type == PeftType.PREFIX_TUNING and ranks > 1:
+    trained = getattr(config, "modules_to_save", None) or (
+        config.task_type if config.task_type in _CLASSIFIES else None
+    )
+    if several and trained:
         raise NotSupportedError(
-            f"the adapter {name!r} is {method}: it gives the model keys and values of all heads, where each rank has "
-            "its own. Use PROMPT_TUNING, P_TUNING or LORA"
+            f"the adapter {name!r} is {method}, whose parameters are outside of the model, and trains a part of the "
+            f"sharded model too ({trained}): one optimizer takes no parameters of both kinds. Use LORA"
+        )
+    if ranks > 1 and config.is_prompt_learning and getattr(config, "encoder_dropout", 0):
+        raise NotSupportedError(
+            f"the adapter {name!r} has encoder_dropout={config.encoder_dropout}, outside of the model, where each rank "
+            "would draw another mask: leave it out"
         )
     if ranks > 1 and config.peft_type not in (*_OUTSIDE, *_INSIDE):
         known = ", ".join(str(kind.value) for kind in (*_INSIDE, *_OUTSIDE))
@@ -60,13 +80,10 @@ def check_new(config: Any, name: str) -> None:
         NotSupportedError: they do.
     """
     way = getattr(config, "init_lora_weights", True)
-    looks = None if way in _BLIND else f"init_lora_weights={way!r}"
-    if getattr(config, "use_dora", False):
-        looks = "DoRA"
-    if looks:
+    if way not in _BLIND:
         raise NotSupportedError(
-            f"the adapter {name!r} begins with what {looks} computes of whole weights, of which each rank has a part: "
-            "attach it before shard(), as shard(get_peft_model(model, config))"
+            f"the adapter {name!r} begins with what init_lora_weights={way!r} computes of whole weights, of which each "
+            "rank has a part: attach it before shard(), as shard(get_peft_model(model, config))"
         )
 
 
@@ -89,9 +106,10 @@ def check_layer(layer: nn.Module, where: str) -> None:
             "sharded: LoRA and IA3 of linears, and LoRA of embeddings, are; "
             f"{_MERGE}"
         )
-    if not isinstance(layer, IA3Linear) and layer.lora_variant:
-        kinds = sorted({type(variant).__name__ for variant in layer.lora_variant.values()})
-        raise NotSupportedError(f"{where} uses {', '.join(kinds)}, which cannot be sharded yet; {_MERGE}")
+    variants = {} if isinstance(layer, IA3Linear) else layer.lora_variant
+    kinds = {type(variant).__name__ for variant in variants.values() if not isinstance(variant, _VARIANTS)}
+    if kinds:
+        raise NotSupportedError(f"{where} uses {', '.join(sorted(kinds))}, which cannot be sharded yet; {_MERGE}")
     if layer.merged_adapters:
         raise NotSupportedError(
             f"{where} has its adapters {', '.join(layer.merged_adapters)} merged into the base for now: call "

@@ -1,6 +1,6 @@
 """In which form the two linears of an adapter stand at a parallel linear, so that nothing further is sent for them.
 
-| base | first (A) | second (B) | where they are added |
+| base | first (A) | second (B), magnitudes | where they are added |
 |---|---|---|---|
 | column, member of a region | replicated, gradient summed | split as the base's rows are | this rank's features |
 | column, entered at itself | replicated; its output enters | the same | the same; before the base gathers |
@@ -17,6 +17,7 @@ from torch import nn
 
 from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
+from shardcore.integrations.peft._dora import Magnitude
 from shardcore.integrations.peft._linears import Entering, PartLinear, Summand, UsedLinear
 from shardcore.mesh import ShardContext
 from shardcore.nn import (
@@ -56,6 +57,7 @@ class Forms:
     Attributes:
         first: of the linear that takes the input of the base.
         second: of the linear that makes its output.
+        magnitude: of the magnitudes of that output (DoRA).
         finishes: the base adds up, or gathers, what this rank has of its output, and that comes after the adapter.
         shared: the input is the same on all ranks, so that a dropout has to draw the same on all.
         tokens: how the input is split along the sequence.
@@ -63,6 +65,7 @@ class Forms:
 
     first: Form
     second: Form
+    magnitude: Form
     finishes: bool = False
     shared: bool = False
     tokens: SequenceShard | None = None
@@ -78,13 +81,15 @@ def forms_at(base: nn.Module, where: str) -> Forms:
         return _at_column(base)
     if isinstance(base, RowLinear):
         columns = None if base.exchange is None else base.exchange.used
-        return Forms(_split(1, columns), Form(Summand, {"partial": True}), finishes=True)
+        summed = {"partial": True}
+        return Forms(_split(1, columns), Form(Summand, summed), Form(Magnitude, summed), finishes=True)
     if isinstance(base, VocabEmbedding):
-        return Forms(Form(Replicated), Form(Replicated), shared=True)
+        return Forms(Form(Replicated), Form(Replicated), Form(Magnitude), shared=True)
     if type(base).__mro__[1:] and any(b is Replicated for b in behaviours(base)):
         tokens = base.__dict__["_shard_sequence"]
-        form = Form(Replicated, {"partial": bool(base.__dict__["_summed"])}, tokens)
-        return Forms(form, form, shared=tokens is None, tokens=tokens)
+        options = {"partial": bool(base.__dict__["_summed"])}
+        form = Form(Replicated, options, tokens)
+        return Forms(form, form, Form(Magnitude, options, tokens), shared=tokens is None, tokens=tokens)
     raise NotSupportedError(
         f"an adapter at {where}: nothing is known about what a {type(base).__module__}.{type(base).__qualname__} has "
         "of its input and output on each rank. Leave it out of target_modules, or merge the adapter before shard() "
@@ -120,13 +125,16 @@ def scales_at(base: nn.Module, where: str, *, of_input: bool) -> Form:
 
 
 def _at_column(base: ColumnLinear) -> Forms:
-    second = _split(0, _rows(base))
+    rows = _rows(base)
+    second = _split(0, rows)
+    magnitude = Form(Magnitude, {"split": True} if rows is None else {"used": rows, "partial": True})
     finishes = base.gather_output or isinstance(base, VocabHead)
     if base.sole_region is not None:
         tokens = base.sole_region.sequence
-        return Forms(Form(Entering, {}, tokens), second, finishes=finishes, shared=True, tokens=tokens)
+        first = Form(Entering, {}, tokens)
+        return Forms(first, second, magnitude, finishes=finishes, shared=True, tokens=tokens)
     first = Form(Entering) if base.enters_alone else Form(Replicated, {"partial": True})
-    return Forms(first, second, finishes=finishes, shared=True)
+    return Forms(first, second, magnitude, finishes=finishes, shared=True)
 
 
 def _split(dim: int, used: Runs | None) -> Form:

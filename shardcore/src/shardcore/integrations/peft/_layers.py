@@ -15,13 +15,16 @@ from shardcore.integrations.peft._copies import place_copies
 from shardcore.integrations.peft._forms import Form, Forms, forms_at, scales_at
 from shardcore.integrations.peft._linears import AdapterDropout
 from shardcore.integrations.peft._merging import Merging
+from shardcore.integrations.peft._sites import own_children
 from shardcore.mesh import ShardContext
-from shardcore.nn import HeadParameters
+from shardcore.nn import HeadParameters, Replicated
 from shardcore.nn.intact import AROUND
 from shardcore.nn.layout import distribute
 from shardcore.nn.loading import take_full_tensors
+from shardcore.wrap.data_parallel import data_axes
+from shardcore.wrap.scalars import on_replicas
 
-__all__ = ["is_new", "place"]
+__all__ = ["is_new", "keep_on_replicas", "place"]
 
 
 def place(layer: nn.Module, context: ShardContext, where: str) -> None:
@@ -51,6 +54,29 @@ def place(layer: nn.Module, context: ShardContext, where: str) -> None:
     take_full_tensors(layer)
 
 
+def keep_on_replicas(layer: nn.Module, context: ShardContext) -> None:
+    """Let every replica hold what is new of the adapters of ``layer``, and average the gradients of that.
+
+    For a model that FSDP2 was applied to before, which divides nothing that comes later. What is new has its form on
+    ``tp`` already.
+    """
+    axes = data_axes(context)
+    for child in own_children(layer).values():
+        for module in child.modules():
+            held = module._parameters
+            new = [name for name, p in held.items() if p is not None and not _is_on(p, axes)]
+            for name in new:
+                held[name] = on_replicas(held[name], context, axes)  # type: ignore[arg-type]  # it is there
+            if new and context.size == 1:
+                Replicated.swap_class(module, context)
+                take_full_tensors(module)
+
+
+def _is_on(parameter: nn.Parameter, axes: tuple[str, ...]) -> bool:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return set(axes) <= set(names or ())
+
+
 def is_new(parameter: nn.Parameter | None) -> bool:
     """Tell whether a parameter of an adapter has no form yet."""
     return parameter is not None and not isinstance(parameter, DTensor)
@@ -67,6 +93,9 @@ def _place_lora(layer: Any, forms: Forms, context: ShardContext) -> None:
             dropout.__dict__["_shard_tokens"] = forms.tokens
     for held in (layer.lora_embedding_A, layer.lora_embedding_B):
         _hold(held, forms.first, context)
+    for magnitude in layer.lora_magnitude_vector.values():
+        if is_new(magnitude.weight):
+            forms.magnitude.take(magnitude, context)
 
 
 def _hold(held: nn.ParameterDict, form: Form, context: ShardContext) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import copy_to_tp
 from shardcore.comm.dtensor_params import read_partial
 from shardcore.comm.sequence import enter_from_sequence
@@ -19,7 +20,7 @@ from shardcore.nn import Layout, Replicated, ReplicatedLayout, ShardedLayout, Sh
 from shardcore.nn.linear.functional import local_linear
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["AdapterDropout", "Entering", "PartLinear", "Summand", "UsedLinear"]
+__all__ = ["AdapterDropout", "Entering", "PartLinear", "Summand", "UsedLinear", "enter"]
 
 
 class PartLinear(SwappedModule):
@@ -117,13 +118,14 @@ class Entering(Replicated):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return (..., r), entered; all tokens, where the sequence is split."""
-        out = super().forward(*args, **kwargs)
-        tokens, channel = self._shard_sequence, self._shard_context.channel
-        if tokens is not None and tokens.length is not None:
-            return enter_from_sequence(out, channel, tokens.length)
-        if torch.is_grad_enabled():
-            out = copy_to_tp(out, channel)
-        return out
+        return enter(super().forward(*args, **kwargs), self._shard_context.channel, self._shard_sequence)
+
+
+def enter(x: Tensor, channel: Channel, tokens: SequenceShard | None) -> Tensor:
+    """Let (..., n) enter a region: all tokens of it, if each rank has some."""
+    if tokens is not None and tokens.length is not None:
+        return enter_from_sequence(x, channel, tokens.length)
+    return copy_to_tp(x, channel) if torch.is_grad_enabled() else x
 
 
 class AdapterDropout(SharedRandom):

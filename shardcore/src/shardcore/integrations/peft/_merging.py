@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm.parts import part_of
 from shardcore.nn import SwappedModule
 
-__all__ = ["Merging"]
+__all__ = ["Merging", "of_whole_tensors"]
 
 
 class Merging(SwappedModule):
@@ -27,17 +27,21 @@ class Merging(SwappedModule):
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Merge adapters into the base; takes what PEFT's own takes."""
-        with _of_whole_tensors(self):
+        with of_whole_tensors(self):
             super().merge(*args, **kwargs)  # type: ignore[misc]  # of the native class
 
     def unmerge(self, *args: Any, **kwargs: Any) -> None:
         """Take merged adapters out of the base."""
-        with _of_whole_tensors(self):
+        with of_whole_tensors(self):
             super().unmerge(*args, **kwargs)  # type: ignore[misc]  # of the native class
 
 
 @contextlib.contextmanager
-def _of_whole_tensors(layer: nn.Module) -> Iterator[None]:
+def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
+    """Put whole plain tensors in the places of the parameters of ``layer``; each rank copies back its part of the base.
+
+    Every rank of the mesh calls it. What is changed beside the base is forgotten.
+    """
     there: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, parameter)
         for module in layer.modules()

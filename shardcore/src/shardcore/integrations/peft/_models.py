@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import peft
 import torch.distributed as dist
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, PeftType
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
@@ -18,14 +18,17 @@ from shardcore.agree.agreement import Report, agree
 from shardcore.apply.together import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.integrations.peft._checks import check_method, check_new
-from shardcore.integrations.peft._layers import is_new, place
+from shardcore.integrations.peft._dora import begin_with_norms
+from shardcore.integrations.peft._layers import is_new, keep_on_replicas, place
+from shardcore.integrations.peft._prompts import keep_own_heads, place_prompts
 from shardcore.integrations.peft._saving import save_adapters
 from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
 from shardcore.integrations.peft._whole import of_whole_sizes
-from shardcore.mesh import ShardContext, nearest_context, set_context, set_part_of
+from shardcore.mesh import ShardContext, group_of, nearest_context, set_context, set_part_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import AROUND
+from shardcore.nn.units import unit_of
 
 __all__ = ["ShardedPeft", "adding", "from_pretrained", "get_peft_model", "load_into", "refuse_unplaced", "serve"]
 
@@ -57,6 +60,15 @@ class ShardedPeft(SwappedModule):
         """Load an adapter in PEFT's format, which every rank reads, and of which it keeps its part."""
         _refuse_meta(kwargs)
         return super().load_adapter(*args, **kwargs)  # type: ignore[misc]  # of the native class
+
+    def get_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the prompts, or this rank's heads of the keys and values of prefixes; takes what PEFT's own takes."""
+        found = super().get_prompt(*args, **kwargs)  # type: ignore[misc]  # of the native class
+        model: Any = self
+        context = nearest_context(model)
+        if context is None or context.size == 1 or model.active_peft_config.peft_type != PeftType.PREFIX_TUNING:
+            return found
+        return keep_own_heads(model, found, context)
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Save the adapters in PEFT's format; every rank calls it, and one writes.
@@ -103,6 +115,7 @@ def serve(model: nn.Module, context: ShardContext) -> None:
         add_behaviour(model, ShardedPeft)
         set_context(model, context)  # what it does for a sharded model, people call with this one
         set_part_of(model.base_model, context)
+        place_prompts(model, context)
         if isinstance(model.base_model, BaseTuner):
             add_behaviour(model.base_model, ShardedTuner)
 
@@ -219,8 +232,8 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
     inner = base_of(model)
     if context is None or _ADDING in inner.__dict__:  # what adds it does so by another call that comes here
         return work()
-    sizes = context.sizes
-    together(model, lambda: _check(config, name, context), group=context.group, doing="adding an adapter to")
+    group = group_of(context.mesh)
+    together(model, lambda: _check(inner, config, name, context), group=group, doing="adding an adapter to")
 
     def change() -> Result:
         if config.is_prompt_learning:
@@ -232,14 +245,16 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
         finally:
             del inner.__dict__[_ADDING]
 
-    if sizes.tp == 1:
+    if context.sizes.tp * context.sizes.replicas == 1:
         return work()
     doing = "adding an adapter to"
-    result = together(model, change, group=context.group, doing=doing, changing=True)
+    result = together(model, change, group=group, doing=doing, changing=True)
     new = _new_parameters(result if isinstance(result, nn.Module) else model, inner)
     told = tuple((f"the parameter {name}", f"{tuple(p.shape)} {p.dtype}") for name, p in new.items())
-    agree(Report(items=told), group=context.group)
-    together(model, lambda: _give_forms(new, inner, context), group=context.group, doing=doing, changing=True)
+    agree(Report(items=told), group=group)
+    together(model, lambda: _give_forms(new, inner, context), group=group, doing=doing, changing=True)
+    if isinstance(model, PeftModel):
+        place_prompts(model, context)
     return result
 
 
@@ -261,15 +276,22 @@ def refuse_unplaced(model: nn.Module) -> None:
             )
 
 
-def _check(config: Any, name: str, context: ShardContext) -> None:
+def _check(inner: nn.Module, config: Any, name: str, context: ShardContext) -> None:
     sizes = context.sizes
     if not isinstance(config, PeftConfig):
         raise ConfigError(f"the settings of an adapter are a peft.PeftConfig, got a {type(config).__name__}")
-    if sizes.replicas > 1:
+    inside, saved = not config.is_prompt_learning, getattr(config, "modules_to_save", None)
+    if sizes.replicas > 1 and inside and (saved or context.defers or unit_of(inner) is None):
         raise NotSupportedError(
-            f"an adapter is added to a model that has {sizes.replicas} data-parallel replicas: FSDP2 has divided it "
-            "already, and would not average the gradients of what is new. Attach adapters before shard(), as "
-            "shard(get_peft_model(model, config), dp=...)"
+            f"an adapter is added to a model that has {sizes.replicas} data-parallel replicas, with "
+            + (
+                f"modules_to_save={saved}, which are parts of what FSDP2 has divided already"
+                if saved
+                else 'partial_gradients="deferred"'
+                if context.defers
+                else "wrap=False, so that nobody averages gradients"
+            )
+            + ". Attach it before shard(), as shard(get_peft_model(model, config), dp=...)"
         )
     if sizes.pp > 1:
         raise NotSupportedError(
@@ -295,11 +317,18 @@ def _new_parameters(outer: nn.Module, inner: nn.Module) -> dict[str, nn.Paramete
 
 
 def _give_forms(new: Mapping[str, nn.Parameter], inner: nn.Module, context: ShardContext) -> None:
-    first = dist.get_global_rank(context.group, 0)
+    first, group = int(context.mesh.mesh.flatten()[0]), group_of(context.mesh)
     for parameter in new.values():
-        dist.broadcast(parameter.data, first, group=context.group)
+        dist.broadcast(parameter.data, first, group=group)
     for site in sites(inner):
-        place(site.layer, context, site.path)
+        held: Any = site.layer._modules.get("lora_magnitude_vector") or {}
+        begin = [name for name, magnitude in held.items() if is_new(magnitude.weight)]
+        if context.size > 1:
+            place(site.layer, context, site.path)
+        for name in begin:  # PEFT has looked at a base without values
+            begin_with_norms(site.layer, name)
+        if context.sizes.replicas > 1:
+            keep_on_replicas(site.layer, context)
 
 
 def _refuse_meta(kwargs: dict[str, Any]) -> None:

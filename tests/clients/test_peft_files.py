@@ -1,0 +1,218 @@
+"""Adapters of sharded models are saved, loaded, switched, merged and taken off as those of unsharded ones."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardcore
+from shardcore.testing.islands import no_float32_islands
+from shardcore.testing.parity import whole
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+import peft
+from adapters import (  # from support/
+    EVERY,
+    SP,
+    adapted,
+    base,
+    batch,
+    close,
+    ia3,
+    lora,
+    named,
+    outputs,
+    peft_room,
+    shaken,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64_throughout() -> Iterator[None]:
+    with no_float32_islands():
+        yield
+
+
+def files(folder: Path) -> dict[str, Any]:
+    return read_file(folder / "adapter_model.safetensors")
+
+
+def read_tensors(folder: Path) -> dict[str, Any]:
+    return read_file(folder / "model.safetensors")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    return importlib.import_module("safetensors.torch").load_file(path)
+
+
+def saves_and_loads(folder: str, options: dict[str, Any], how: str) -> None:
+    """Save on several ranks and load in one process, and the other way round; two adapters, switched and merged."""
+    place = Path(folder)
+    inputs = batch("llama", "causal_lm", base())
+    reference = adapted(base(), lora())
+    reference.add_adapter("other", lora(r=2, target_modules=["v_proj", "down_proj"]))
+    shaken(reference, 1)
+    if how == "before":
+        model = shardcore.shard(copy.deepcopy(reference), **options)
+    else:
+        model = peft_room().get_peft_model(shardcore.shard(base(), **options), lora())
+        model.add_adapter("other", lora(r=2, target_modules=["v_proj", "down_proj"]))
+        model.load_state_dict({k: v for k, v in reference.state_dict().items() if "lora_" in k}, strict=False)
+    model.save_pretrained(place / "ours")
+    if dist.get_rank() == 0:
+        reference.save_pretrained(place / "theirs")
+    dist.barrier()
+    for name in ("", "other"):
+        ours, theirs = files(place / "ours" / name), files(place / "theirs" / name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        configs = [json.loads((place / at / name / "adapter_config.json").read_text()) for at in ("ours", "theirs")]
+        for config in configs:
+            config["target_modules"].sort()
+        assert configs[0] == configs[1], configs
+    for name in ("default", "other"):
+        for one in (model, reference):
+            one.set_adapter(name)
+        close(outputs(model, inputs), outputs(reference, inputs), name)
+    with model.disable_adapter():
+        close(outputs(model, inputs), outputs(base(), inputs), "switched off")
+    plain = peft.PeftModel.from_pretrained(base(), place / "ours")  # one process reads what several have written
+    plain.load_adapter(place / "ours" / "other", "other")
+    again = peft_room().from_pretrained(shardcore.shard(base(), **options), place / "theirs")
+    again.load_adapter(place / "theirs" / "other", "other")
+    for name in ("default", "other"):
+        for one in (plain, again, reference):
+            one.set_adapter(name)
+        close(outputs(plain, inputs), outputs(reference, inputs), ("saved", name))
+        close(outputs(again, inputs), outputs(reference, inputs), ("loaded", name))
+    model.set_adapter("default")
+    model.delete_adapter("other")
+    reference.set_adapter("default")
+    wanted = outputs(reference, inputs)
+    model.merge_adapter()
+    close(outputs(model, inputs), wanted, "merged", 1e-9)
+    model.unmerge_adapter()
+    close(outputs(model, inputs), wanted, "unmerged", 1e-9)
+    merged = model.merge_and_unload()
+    close(outputs(merged, inputs), wanted, "merged and unloaded", 1e-9)
+    merged.save_pretrained(place / "merged")
+    dist.barrier()
+    whole_model = base()
+    whole_model.load_state_dict(read_tensors(place / "merged"))
+    close(outputs(whole_model, inputs), wanted, "merged and saved", 1e-9)
+    close(outputs(again.unload(), inputs), outputs(base(), inputs), "unloaded")
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, "dp": 2}], ids=["tp", "tp and dp"])
+def test_saving(pool, tmp_path, options, how):
+    pool.run(saves_and_loads, str(tmp_path), options, how, world=2 * options.get("dp", 1))
+
+
+def merges(config: Any, options: dict[str, Any], safely: bool, family: str, case: str) -> None:
+    """Merged weights are those of the unsharded model, and what is trained beside the adapters is saved and loaded."""
+    reference = adapted(base(family, case), config)
+    model = shardcore.shard(copy.deepcopy(reference), **options)
+    for one in (reference, model):
+        one.merge_adapter(safe_merge=safely)
+    for name, parameter in named(reference).items():
+        close(whole(named(model)[name].detach()), parameter.detach(), ("merged", name))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")
+        merged, wanted = model.merge_and_unload(), reference.merge_and_unload()
+    inputs = batch(family, case, wanted)
+    close(outputs(merged, inputs), outputs(wanted, inputs), "merged and unloaded")
+    loss = merged.requires_grad_(True)(**inputs(0, 0)).loss
+    loss.backward()
+    wanted.requires_grad_(True)(**inputs(0, 0)).loss.backward()
+    for name, parameter in named(wanted).items():
+        if parameter.grad is not None:
+            close(whole(named(merged)[name].grad), parameter.grad, ("trained on", name), 1e-9)
+
+
+MERGED = {
+    "LoRA": (lora(), {"tp": 2}, "llama", "tied_shared_kv"),
+    "magnitudes": (lora(use_dora=True), {"tp": 2}, "llama", "tied_shared_kv"),
+    "magnitudes of a table": (
+        lora(use_dora=True, target_modules=["embed_tokens", "q_proj", "lm_head"]),
+        {"tp": 2},
+        "llama",
+        "causal_lm",
+    ),
+    "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}, "llama", "causal_lm"),
+    "a head": (lora(modules_to_save=["lm_head"]), {"tp": 2, **SP}, "llama", "causal_lm"),
+    "fused": (EVERY, {"tp": 2}, "gpt_neo", "GPTNeoXForCausalLM"),
+    "transposed": (lora(target_modules="all-linear", fan_in_fan_out=True), {"tp": 2}, "gpt2", "causal_lm"),
+}
+
+
+@pytest.mark.parametrize("safely", [False, True])
+@pytest.mark.parametrize("name", MERGED)
+def test_merging(pool, name, safely):
+    config, options, *model = MERGED[name]
+    pool.run(merges, config, options, safely, *model, world=2)
+
+
+def generates() -> None:
+    """Both ways of attaching generate what the unsharded model does; a copy is a model of its own."""
+    reference = adapted(base(), lora(task_type="CAUSAL_LM"))
+    model = shardcore.shard(copy.deepcopy(reference), tp=2)
+    ids = batch("llama", "causal_lm", base())(0, 0)["input_ids"]
+    settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    wanted = reference.eval().generate(input_ids=ids, **settings)
+    assert torch.equal(model.eval().generate(input_ids=ids, **settings), wanted)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in named(other).items():
+            if "lora_B" in name:
+                parameter.zero_()
+    assert torch.equal(model.generate(input_ids=ids, **settings), wanted)
+    plain = base().eval().generate(input_ids=ids, **settings)
+    assert torch.equal(other.generate(input_ids=ids, **settings), plain)
+
+
+def test_generation(pool):
+    pool.run(generates, world=2)
+
+
+def resumes(folder: str) -> None:
+    """A training checkpoint of the model with adapters goes on where it was, dropout included."""
+
+    def made() -> tuple[Any, Any]:
+        model = shardcore.shard(adapted(base(), lora(lora_dropout=0.2)), tp=2).train()
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def step(model: Any, optimizer: Any, number: int) -> Tensor:
+        loss = model(**batch("llama", "causal_lm", base())(number, 0)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, optimizer = made()
+    shardcore.manual_seed(model, 3)
+    step(model, optimizer, 0)
+    where = shardcore.save_checkpoint(folder, model, optimizer, step=1)
+    wanted = [step(model, optimizer, number) for number in (1, 2)]
+    model, optimizer = made()
+    shardcore.load_checkpoint(where, model, optimizer)
+    assert all(torch.equal(step(model, optimizer, n), loss) for n, loss in zip((1, 2), wanted, strict=True))
+
+
+def test_checkpoints(pool, tmp_path):
+    pool.run(resumes, str(tmp_path), world=2)

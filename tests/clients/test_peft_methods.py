@@ -1,0 +1,150 @@
+"""What PEFT has beside LoRA, on sharded models: the gradients and steps of the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardcore
+from shardcore.testing.islands import no_float32_islands
+from shardcore.testing.parity import whole
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+import peft
+from adapters import (  # from support/
+    SP,
+    UNEVEN,
+    adapted,
+    base,
+    batch,
+    broadcast,
+    close,
+    equal_training,
+    lora,
+    named,
+    peft_room,
+    trains,
+    trains_after,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64_throughout() -> Iterator[None]:
+    with no_float32_islands():
+        yield
+
+
+def dora(**more: Any) -> Any:
+    return lora(use_dora=True, **more)
+
+
+#: (settings, options of shard, family, case, options of the model)
+MAGNITUDES: dict[str, tuple[Any, ...]] = {
+    "every linear": (dora(lora_dropout=0.5), {"tp": 2}),
+    "sequence": (dora(), {"tp": 2, **SP}),
+    "data": (dora(), {"tp": 2, "dp": 2, **SP}),
+    "shared KV heads": (dora(lora_dropout=0.5), {"tp": 4}, "llama", "tied_shared_kv"),
+    "uneven parts": (dora(lora_dropout=0.5), {"tp": 3, **SP}, "llama", "causal_lm", UNEVEN),
+    "tables": (
+        dora(target_modules=["embed_tokens", "q_proj", "lm_head"]),
+        {"tp": 2, "parallel_output": True, **SP},
+    ),
+    "bert": (dora(target_modules="all-linear", lora_dropout=0.5), {"tp": 2, **SP}, "bert", "masked_lm"),
+    "biases": (dora(bias="lora_only", target_modules=["query", "dense"]), {"tp": 2}, "bert", "masked_lm"),
+    "vit, a convolution": (
+        dora(target_modules=["query", "output.dense", "projection"]),
+        {"tp": 2},
+        "vit",
+        "image_classification",
+    ),
+    "neox, fused": (
+        dora(target_modules="all-linear", lora_dropout=0.5),
+        {"tp": 2},
+        "gpt_neo",
+        "GPTNeoXForCausalLM",
+    ),
+    "gpt2, transposed": (dora(target_modules="all-linear", fan_in_fan_out=True), {"tp": 2}, "gpt2", "causal_lm"),
+}
+
+
+@pytest.mark.parametrize("name", MAGNITUDES)
+def test_dora(pool, name):
+    config, options, *rest = MAGNITUDES[name]
+    more = rest.pop() if len(rest) > 2 else {}
+    pool.run(trains, config, options, *rest, **more, world=options["tp"] * options.get("dp", 1))
+
+
+def begins_with_norms(config: Any, options: dict[str, Any], family: str, case: str) -> None:
+    """Attached after `shard`, magnitudes begin as PEFT's do: with the norms of whole rows."""
+    reference = peft.get_peft_model(base(family, case), copy.deepcopy(config))
+    model = peft_room().get_peft_model(shardcore.shard(base(family, case), **options), config)
+    magnitudes = [name for name in named(reference) if "magnitude" in name]
+    assert magnitudes
+    for name in magnitudes:
+        close(whole(named(model)[name].detach()), named(reference)[name].detach(), name)
+    trains_after(config, options, "get_peft_model", family, case)
+    trains_after(config, options, "add_adapter", family, case)
+
+
+@pytest.mark.parametrize("name", ["every linear", "shared KV heads", "tables", "vit, a convolution", "neox, fused"])
+def test_dora_after(pool, name):
+    config, options, *model = MAGNITUDES[name]
+    pool.run(begins_with_norms, config, options, *(model or ("llama", "causal_lm")), world=options["tp"])
+
+
+def trains_prompts(config: Any, when: str, options: dict[str, Any], *model: str) -> None:
+    reference = adapted(base(*model), config).double()  # PEFT makes prompts in float32
+    if when == "before":
+        sharded = shardcore.shard(copy.deepcopy(reference), **options)
+    else:
+        torch.manual_seed(dist.get_rank())
+        sharded = peft_room().get_peft_model(shardcore.shard(base(*model), **options), config)
+        sharded.prompt_encoder.double()
+        weight = sharded.prompt_encoder.default.embedding.weight
+        assert torch.equal(weight, broadcast(weight.detach()))
+        sharded.prompt_encoder.load_state_dict(reference.prompt_encoder.state_dict())
+    place = {"replica": dist.get_rank() // options.get("tp", 1), "replicas": options.get("dp", 1)}
+    equal_training(sharded, reference, batch(*(model or ("llama", "causal_lm")), base(*model)), **place)
+    if "dp" in options or "enable_sequence_parallelism" in options:
+        return
+    ids = batch(*(model or ("llama", "causal_lm")), base(*model))(0, 0)["input_ids"]
+    settings = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Position ids are not supported")
+        assert torch.equal(sharded.eval().generate(**settings), reference.eval().generate(**settings))
+
+
+PROMPTS = {
+    "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=8),
+    "prefixes": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "projected prefixes": peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=8
+    ),
+}
+ON = {"tp": {"tp": 2}, "sequence": {"tp": 2, **SP}, "data": {"tp": 2, "dp": 2}, "data alone": {"tp": 1, "dp": 2}}
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(pool, name, when, on):
+    pool.run(trains_prompts, PROMPTS[name], when, ON[on], world=ON[on]["tp"] * ON[on].get("dp", 1))
+
+
+@pytest.mark.parametrize("on", ["tp", "sequence"])
+def test_prefixes_of_shared_heads(pool, on):
+    options = {**ON[on], "tp": 4}
+    pool.run(trains_prompts, PROMPTS["prefixes"], "before", options, "llama", "tied_shared_kv", world=4)

@@ -1,0 +1,112 @@
+"""What adapters of sharded models cannot be is said before anything is changed, on every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardcore
+from shardcore.testing.islands import no_float32_islands
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+import peft
+from adapters import (  # from support/
+    adapted,
+    base,
+    batch,
+    close,
+    equal_training,
+    lora,
+    peft_room,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64_throughout() -> Iterator[None]:
+    with no_float32_islands():
+        yield
+
+
+def refused(config: Any, options: dict[str, Any], error: str, words: str, when: str = "before") -> None:
+    """A refusal leaves the model as it was: it trains unsharded, or is sharded without the adapter."""
+    kind = getattr(shardcore, error)
+    if when == "before":
+        model = adapted(base(), config)
+        inputs = batch("llama", "causal_lm", base())(0, 0)
+        wanted = model(**inputs).loss
+        with pytest.raises(kind, match=words):
+            shardcore.shard(model, **options)
+        assert torch.equal(model(**inputs).loss, wanted)
+        return
+    model = shardcore.shard(base(), **options)
+    with pytest.raises(kind, match=words):
+        peft_room().get_peft_model(model, config)
+    inputs = batch("llama", "causal_lm", base())(0, 0)
+    close(model(**inputs).loss.detach(), base()(**inputs).loss.detach(), "the model goes on")
+
+
+REFUSED = {
+    "prompts and a classifier": (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, modules_to_save=["lm_head"]),
+        {"tp": 2},
+        "NotSupportedError",
+        "no parameters of both kinds",
+    ),
+    "another method": (peft.LoHaConfig(target_modules=["q_proj"]), {"tp": 2}, "NotSupportedError", "is LOHA"),
+    "a pipeline": (lora(), {"pp": 2}, "NotSupportedError", "divided among the ranks of a pipeline"),
+    "later, of values": (lora(init_lora_weights="pissa"), {"tp": 2}, "NotSupportedError", "computes of whole", "after"),
+    "later, a part of what is divided": (
+        lora(modules_to_save=["lm_head"]),
+        {"tp": 2, "dp": 2},
+        "NotSupportedError",
+        "Attach it before shard",
+        "after",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(pool, name):
+    _, options, *_ = REFUSED[name]
+    pool.run(refused, *REFUSED[name], world=options.get("tp", 2) * options.get("dp", 1))
+
+
+def attaches_by_itself() -> None:
+    model = shardcore.shard(base(), tp=2)
+    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+        peft.get_peft_model(model, lora())
+    inputs = batch("llama", "causal_lm", base())(0, 0)
+    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+        model(**inputs)
+    data = shardcore.shard(base(), tp=1, dp=2)
+    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+        peft.get_peft_model(data, lora())(**inputs)
+
+
+def test_what_peft_does_by_itself_is_refused(pool):
+    pool.run(attaches_by_itself, world=2)
+
+
+def differs_between_ranks() -> None:
+    with pytest.raises(shardcore.AgreementError, match="lora_A"):
+        shardcore.shard(adapted(base(), lora(), seed=dist.get_rank()), tp=2)
+    model = shardcore.shard(base(), tp=2)
+    with pytest.raises(shardcore.ShardcoreError, match="the parameter"):
+        peft_room().get_peft_model(model, lora(r=2 + dist.get_rank()))
+    reference = adapted(base(), lora())
+    model = shardcore.shard(adapted(base(), lora(), seed=dist.get_rank()), tp=2, sync_from=0)
+    equal_training(model, reference, batch("llama", "causal_lm", base()))
+
+
+def test_ranks_that_differ(pool):
+    pool.run(differs_between_ranks, world=2)
