@@ -11,8 +11,9 @@ import datasets
 import sentence_transformers
 import torch
 import torch.distributed as dist
-from sentence_transformers.losses import CosineSimilarityLoss
-from sentence_transformers.models import Pooling, Transformer
+from sentence_transformers.base.modules.transformer import Transformer
+from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
+from sentence_transformers.sentence_transformer.modules.pooling import Pooling
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import shardcore
@@ -20,6 +21,7 @@ from trainings_by_clients import parameters  # from support/
 
 WORDS = [f"w{number}" for number in range(90)]
 SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # masks are no part of the comparison
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
@@ -37,7 +39,7 @@ def folder_of_bert(folder: Path) -> Path:
     words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     torch.manual_seed(0)
-    config = transformers.BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **SIZES)
+    config = transformers.BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **SIZES, **STILL)
     transformers.BertModel(config).save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     return folder
@@ -101,3 +103,12 @@ def trained(folder: str, mesh: Mapping[str, Any] | None, **options: Any) -> dict
     trainer.train()
     trainer.evaluate()
     return {"history": trainer.state.log_history, "steps": trainer.state.global_step, "parameters": parameters(model)}
+
+
+def refused(folder: str) -> str:
+    """Return the words with which `shardcore.shard` refuses the whole pipeline."""
+    try:
+        shardcore.shard(built(folder, None), tp=2)
+    except shardcore.NotSupportedError as error:
+        return str(error)
+    return "it is not refused"

@@ -152,8 +152,8 @@ def _reference(model: Any, args: Any) -> Any:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise NotSupportedError(
             "ref_model=None makes a copy of the model, and torch cannot copy what FSDP2 has divided among "
-            "data-parallel replicas. Pass ref_model=, sharded in the same way: shardcore.shard(AutoModelForCausalLM.from_pretrained("
-            "path), ...)"
+            "data-parallel replicas. Pass ref_model=, sharded in the same way: shardcore.shard("
+            "AutoModelForCausalLM.from_pretrained(path), ...)"
         )
     return copy.deepcopy(model).requires_grad_(False).eval()
 
