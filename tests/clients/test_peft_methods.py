@@ -23,6 +23,7 @@ pytest.importorskip("peft", reason="adapters are those of peft, which is not ins
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import peft
+
 from adapters import (  # from support/
     SP,
     UNEVEN,

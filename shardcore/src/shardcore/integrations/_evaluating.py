@@ -12,7 +12,9 @@ import transformers
 from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
+from shardcore.errors import NotSupportedError
 from shardcore.integrations._replicas import Replicas, rowwise, whole
+from shardcore.integrations._trl import refusal_of_rows, takes_filled_batches_only
 
 __all__ = ["Evaluating"]
 
@@ -97,6 +99,8 @@ class Evaluating:
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return None
+        if takes_filled_batches_only(self):
+            raise NotSupportedError(refusal_of_rows(self, "the samples of this evaluation do"))
         return int(min(max(state.remainder - self._replicas.index * rows, 0), rows))
 
     def _over_replicas(self, loss: Tensor, real: int) -> Tensor:

@@ -12,6 +12,7 @@ from shardcore.integrations import _private
 from shardcore.integrations._checkpoints import Checkpoints
 from shardcore.integrations._evaluating import Evaluating
 from shardcore.integrations._replicas import beside, sharded_in
+from shardcore.integrations._trl import Given, made_ready
 from shardcore.integrations.accelerate import adopt
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.nn.behaviour import once
@@ -27,6 +28,12 @@ class _Sharded(Evaluating, Checkpoints):
 
     control: Any
     current_flos: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = Given(super().__init__, args, kwargs)
+        complete = made_ready(type(self), given)
+        super().__init__(*given.args, **given.kwargs)
+        complete(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator one that knows the model."""

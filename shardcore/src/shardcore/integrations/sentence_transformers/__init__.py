@@ -1,0 +1,1 @@
+"""sentence-transformers: what `shard` says of a whole `SentenceTransformer`."""

@@ -1,0 +1,114 @@
+"""Sentence transformers, sharded or not, that need no download: what tests of them compare."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import sentence_transformers
+import torch
+import torch.distributed as dist
+from sentence_transformers.base.modules.transformer import Transformer
+from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
+from sentence_transformers.sentence_transformer.modules.pooling import Pooling
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import shardcore
+from trainings_by_clients import parameters  # from support/
+
+WORDS = [f"w{number}" for number in range(90)]
+SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # masks are no part of the comparison
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(3, 12))) for _ in range(count)]
+
+
+def folder_of_bert(folder: Path) -> Path:
+    """Write a small BERT and its tokenizer, as a checkpoint holds them."""
+    import transformers
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
+    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **SIZES, **STILL)
+    transformers.BertModel(config).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    return folder
+
+
+def built(folder: str, mesh: Mapping[str, Any] | None) -> Any:
+    if dist.get_rank() == 0:
+        folder_of_bert(Path(folder, "bert"))
+    dist.barrier()
+    body = Transformer(str(Path(folder, "bert")), max_seq_length=32)
+    model = sentence_transformers.SentenceTransformer(
+        modules=[body, Pooling(SIZES["hidden_size"], pooling_mode="mean")], device="cpu"
+    ).double()
+    if mesh:
+        shardcore.shard(model[0].auto_model, **mesh)  # in place
+    return model
+
+
+def encoded(folder: str, mesh: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return embeddings, of the model and of what it has saved."""
+    model = built(folder, mesh)
+    found = model.encode(sentences(9), batch_size=4, convert_to_tensor=True)
+    model.save(str(Path(folder, "saved")))
+    dist.barrier()
+    alone = sentence_transformers.SentenceTransformer(str(Path(folder, "saved")), device="cpu").double()
+    return {"embeddings": found, "reloaded": alone.encode(sentences(9), batch_size=4, convert_to_tensor=True)}
+
+
+def trained(folder: str, mesh: Mapping[str, Any] | None, **options: Any) -> dict[str, Any]:
+    """Train by pairs and a number for each, and return what was logged and the parameters."""
+    from shardcore.integrations.trainer import sharded
+
+    model = built(folder, mesh)
+    draw = random.Random(1)
+    rows = {"one": sentences(16, 1), "other": sentences(16, 2), "score": [draw.random() for _ in range(16)]}
+    data = datasets.Dataset.from_dict(rows)
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        **{
+            "output_dir": str(Path(folder, "run")),
+            "max_steps": 4,
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "learning_rate": 1e-3,
+            "optim_args": "eps=1e-3",
+            "dataloader_pin_memory": False,
+            "use_cpu": True,
+            **options,
+        }
+    )
+    trainer = sharded(sentence_transformers.SentenceTransformerTrainer)(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data.select(range(8)),
+        loss=CosineSimilarityLoss(model),
+    )
+    trainer.train()
+    trainer.evaluate()
+    return {"history": trainer.state.log_history, "steps": trainer.state.global_step, "parameters": parameters(model)}
+
+
+def refused(folder: str) -> str:
+    """Return the words with which `shardcore.shard` refuses the whole pipeline."""
+    try:
+        shardcore.shard(built(folder, None), tp=2)
+    except shardcore.NotSupportedError as error:
+        return str(error)
+    return "it is not refused"
