@@ -173,12 +173,13 @@ def add_clients(stack: str, environment: Environment) -> None:
     """Make the session that tests the integrations with one stack of the software that trains models."""
 
     def test(session: nox.Session) -> None:
-        places = [CORE / "src", ROOT / "tests" / "clients", *(pack.folder / "src" for pack in PACKS)]
-        requirements = [f"{CORE}[testing]", *(str(pack.folder) for pack in PACKS)]
+        packs = [pack.folder for pack in PACKS if pack.is_tested_with(environment.pins)]
+        places = [CORE / "src", ROOT / "tests" / "clients", *(folder / "src" for folder in packs)]
+        requirements = [f"{CORE}[testing]", *map(str, packs)]
         tests = ROOT / "tests" / "clients"
         Suite(session, environment, "clients", tests, requirements, places, against=stack, alone=False).run()
 
-    test.__doc__ = f"Test Trainer, Accelerate, PEFT and others, the {stack} releases, with all packs."
+    test.__doc__ = f"Test Trainer, Accelerate, PEFT and others, the {stack} releases, with the packs for them."
     tags = ["matrix", "clients", *(["tests"] if stack == "newest" else [])]
     nox.session(venv_backend="none", name=f"clients-{stack}", tags=tags, default=False)(test)
     ENVIRONMENT_OF[f"clients-{stack}"] = environment.name

@@ -117,6 +117,16 @@ def test_releases_of_torch_itself(tmp_path):
     assert newest_of(packs) == {}  # every environment has one already
 
 
+def test_packs_for_pins(packs):
+    def fit(*pins):
+        return [pack.name for pack in packs if pack.is_tested_with(pins)]
+
+    assert fit("transformers==4.57.6", "peft==0.18.0") == ["shard-a", "shard-b"]
+    assert fit("transformers==5.10.4") == ["shard-a"]
+    assert fit("transformers==5.5.4", "timm==1.0.31") == ["shard-a"]
+    assert fit("peft==0.18.0") == ["shard-a", "shard-b"]
+
+
 def test_limits(packs):
     assert newest_of(packs) == {"transformers": "5.10.4"}
     assert lowest(packs[0].dependencies, "torch") == "torch==2.11"

@@ -43,6 +43,11 @@ class Pack:
         matrix = self._metadata["tool"]["shardcore"]["matrix"]
         return {library: sorted(releases, key=Version) for library, releases in matrix.items()}
 
+    def is_tested_with(self, pins: Iterable[str]) -> bool:
+        """Tell whether its matrix has the releases that ``pins`` name of its libraries."""
+        named = dict(pin.split("==") for pin in pins)
+        return all(named.get(library, releases[-1]) in releases for library, releases in self.matrix.items())
+
     @property
     def data(self) -> Sequence[str]:
         """Distributions that its tests read as files, such as pretrained weights."""
