@@ -67,7 +67,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "model.decoder.layers",
         "collectives": (3, 3),
         "sharded": ("q_proj", "out_proj", "fc1", "fc2", "embed_tokens"),
-        "refuses": (dict.fromkeys(_HEADS, 3),),
+        "refuses": (dict.fromkeys(_HEADS, 1),),
         "supports": Supports(sequence=True, captured=_BOTH),
         **fields,
     }

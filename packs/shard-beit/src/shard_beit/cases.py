@@ -79,14 +79,21 @@ def cases() -> list[Case]:
     shared = {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}
     return [
         _case("image_classification", "ForImageClassification", outputs=("logits",), options=ways),
-        _case("shared", "ForImageClassification", outputs=("logits",), with_=shared),
+        _case(
+            "shared",
+            "ForImageClassification",
+            outputs=("logits",),
+            with_=shared,
+            # The bias is computed once, and each reentrant checkpoint would go back through it.
+            supports=Supports(captured=("attentions", "hidden_states"), reentrant=False),
+        ),
         _case("masked_image_modeling", "ForMaskedImageModeling", outputs=("logits",), with_={"use_mask_token": True}),
         _case("model", "Model", loss=hidden_loss, outputs=("last_hidden_state", "pooler_output")),
         _case(
             "semantic_segmentation",
             "ForSemanticSegmentation",
             outputs=("logits",),
-            with_={"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [1, 2]},
+            with_={"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [2, 3]},
             pipeline=False,
         ),
         _case("backbone", "Backbone", loss=maps_loss, with_={"out_features": ["stage1", "stage2"]}, pipeline=False),
