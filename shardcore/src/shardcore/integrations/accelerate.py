@@ -30,7 +30,7 @@ from shardcore.nn import reduce_partial_gradients
 
 __all__ = ["Accelerator", "adopt", "clip_grad_norm_"]
 
-#: Optimizers of torch and transformers that do not know DTensors; see "Optimizers" in docs/guide.md.
+#: Optimizers of torch and transformers that do not know DTensors; see docs/optimizers.md.
 _UNABLE = frozenset({"Adafactor", "LBFGS", "Rprop"})
 
 
