@@ -218,8 +218,8 @@ def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
     assert printed[2] == pytest.approx(wanted, abs=2e-3)
 
 
-#: Blocks of Python that `test_code_runs` leaves out: fragments, whose names are the reader's; files of a pack; and those
-#: of `compat.md`, which `shardcore/tests/test_compat.py` runs.
+#: Blocks of Python that `test_code_runs` leaves out: fragments, whose names are the reader's; files of a pack; and
+#: those of `compat.md`, which `shardcore/tests/test_compat.py` runs.
 _SHOWN = {"compat.md": 8, "compile.md": 1, "experts.md": 1, "loading.md": 1, "optimizers.md": 1, "packs.md": 2}
 
 
