@@ -111,7 +111,7 @@ ROOMS = {
 }
 
 #: Rooms on top of the core, which nothing below them may import.
-TOPS = {"cli": set(), "scaffold": {"cli"}, "testing": {"cli"}}
+TOPS = {"cli": {"__main__"}, "scaffold": {"cli"}, "testing": {"cli"}}
 
 
 def imports() -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
 import sys
 
 import pytest
@@ -79,6 +80,20 @@ def install(root, name, plugin, requires=""):
 
 def run(*arguments):
     return CliRunner().invoke(main, list(arguments))
+
+
+def test_the_package_is_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["anything", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("shardcore", run_name="__main__", alter_sys=False)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("shardcore, version ")
+
+
+def test_the_list_of_commands_cuts_no_sentence():
+    listed = CliRunner().invoke(main, ["--help"], terminal_width=80).output.partition("Commands:")[2]
+    assert "packs" in listed
+    assert "..." not in listed
 
 
 def test_help_teaches():

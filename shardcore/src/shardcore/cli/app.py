@@ -52,7 +52,9 @@ def main() -> None:
     """
 
 
-@main.command(epilog="Exit code 1 if a pack is broken.")
+@main.command(
+    short_help="List the installed packs and the classes they serve.", epilog="Exit code 1 if a pack is broken."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Also where each of them is installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def packs(verbose: bool, as_json: bool) -> None:
@@ -69,7 +71,10 @@ def packs(verbose: bool, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-@main.command(epilog="Exit code 1 if the policy does not fit, or if the plans given to --diff differ.")
+@main.command(
+    short_help="Show what would be done to a model.",
+    epilog="Exit code 1 if the policy does not fit, or if the plans given to --diff differ.",
+)
 @click.argument("model", required=False)
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks.")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks.")
@@ -141,7 +146,10 @@ def explain(
         command.show(explained, verbose=verbose, hint="Each module: -v. Other batches and optimizers: shardcore plan.")
 
 
-@main.command(epilog="Exit code 1 if the policy does not fit, or the step does not fit into --memory.")
+@main.command(
+    short_help="Compute memory and traffic of a training step.",
+    epilog="Exit code 1 if the policy does not fit, or the step does not fit into --memory.",
+)
 @click.argument("model")
 @click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks [default: 1].")
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks [default: 1].")
@@ -248,7 +256,7 @@ def plan(
         raise click.exceptions.Exit(1)
 
 
-@main.command(epilog="Exit code 1 if anything differs.")
+@main.command(short_help="Compare a sharded model with the unsharded one.", epilog="Exit code 1 if anything differs.")
 @click.argument("model")
 @click.option("--tp", default=2, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks.")
 @click.option(
@@ -283,7 +291,9 @@ def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-@main.command(epilog="Exit code 1 if the checkpoint is not complete.")
+@main.command(
+    short_help="Print what is in a training checkpoint.", epilog="Exit code 1 if the checkpoint is not complete."
+)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def inspect(checkpoint: Path, as_json: bool) -> None:
@@ -299,7 +309,9 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
     click.echo(json.dumps(found, indent=2)) if as_json else command.show(found)
 
 
-@main.command(epilog="Exit code 1 if nothing could be written.")
+@main.command(
+    short_help="Make a training checkpoint a standard one.", epilog="Exit code 1 if nothing could be written."
+)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
@@ -329,7 +341,7 @@ def convert(checkpoint: Path, out: Path, dtype: str | None, max_shard_size: str)
         click.echo(out / file)
 
 
-@main.command(name="new-pack")
+@main.command(name="new-pack", short_help="Draft a pack for a class that none serves.")
 @click.argument("name")
 @click.option("--model", help="The model class it is for: of transformers, a folder with a config.json, or that file.")
 @click.option(
@@ -369,7 +381,7 @@ def new_pack(name: str, model: str | None, example: str | None, into: Path) -> N
     )
 
 
-@main.command()
+@main.command(short_help="Say what works on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def doctor(as_json: bool) -> None:
     """Say what this machine has, and what will and will not work here, and why."""

@@ -116,7 +116,7 @@ def show(model: str, found: Estimate, memory: int | None) -> None:
         [*rows, ("all", "", in_words(found.peak))],
     )
     click.echo()
-    columns = ("phase", "operation", "axis", "ranks", "collectives", "bytes", "sent by each rank")
+    columns = ("phase", "operation", "axis", "ranks", "count", "bytes", "sent by each rank")
     show_table("collectives of a step", columns, _sent(found))
     click.echo()
     if found.pipeline is not None:

@@ -165,8 +165,9 @@ def _class(name: str) -> Any:
         found = getattr(attempt(lambda: importlib.import_module(module), module), short)
     except Exception as error:
         where = f"module {given!r}" if given else "transformers"
-        hint = _near(short, module)
-        raise ConfigError(f"no class {short!r} in {where} ({in_one_line(error)}){hint}; {_KINDS}") from error
+        known = isinstance(error, AttributeError)  # the module is there: nothing more is to be said of it
+        why = "" if known else f" ({in_one_line(error)})"
+        raise ConfigError(f"no class {short!r} in {where}{why}{_near(short, module) or f'; {_KINDS}'}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(f"{name} is not a model class (a subclass of torch.nn.Module)")
     return found
