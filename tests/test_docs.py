@@ -41,7 +41,7 @@ def _site() -> types.ModuleType:
 
 
 def _name(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
+    return page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT).as_posix()
 
 
 def _text(page: Path) -> str:
@@ -160,7 +160,7 @@ def test_code_parses(page):
             ast.parse(code)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=_name)
 def test_links_lead_somewhere(page):
     for target in _LINK.findall(_text(page)):
         path, _, anchor = target.partition("#")
@@ -180,11 +180,15 @@ def _anchor(heading: str) -> str:
 
 
 #: What code of a page imports besides transformers.
-_NEEDS = {"trainer.md": "accelerate", "peft.md": "peft"}
+_NEEDS = {"README.md": "accelerate", "trainer.md": "accelerate", "peft.md": "peft"}
 
 
 #: Pages whose code is run, on each number of ranks that one of its blocks names. What `start.md` prints is compared.
-_RUN = [(page, world) for page in PAGES for world in sorted(set().union(*(worlds for *_, worlds in _blocks(page))))]
+_RUN = [
+    (page, world)
+    for page in (*PAGES, ROOT / "README.md")
+    for world in sorted(set().union(*(worlds for *_, worlds in _blocks(page))))
+]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +203,15 @@ def test_code_runs(pool, page, world, tmp_path):
         pytest.importorskip(needed, reason=f"the page is of {needed}, which is not installed")
     code = [code for _, code, worlds in _blocks(page) if world in worlds]
     pool.run(_run, code, str(tmp_path), world=world, timeout=100)
+
+
+def test_the_readme_shows_what_its_first_script_prints(pool, tmp_path):
+    pytest.importorskip("transformers")
+    first, shown = [code for language, code, _ in _blocks(ROOT / "README.md") if language in ("python", "text")][:2]
+    printed = pool.run(_printed, [first], str(tmp_path), world=2, timeout=100)[0]
+    numbers = [[float(n) for n in re.findall(r"\d+\.\d+", text)] for text in (shown, printed)]
+    assert len(numbers[0]) == 6
+    assert numbers[1] == pytest.approx(numbers[0], abs=2e-3)
 
 
 def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
