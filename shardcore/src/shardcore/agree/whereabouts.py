@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
@@ -12,7 +14,9 @@ import torch.distributed as dist
 __all__ = ["Whereabouts"]
 
 #: Packages whose lines tell a user little.
-_LIBRARIES = ("torch", "shardcore", "transformers", "accelerate", "threading", "queue")
+_LIBRARIES = ("torch", "transformers", "accelerate", "threading", "queue")
+#: Those of shardcore are told by their files: what stands beside the package may bear its name.
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 #: Collectives of torch that end when every rank of the group has come.
 _OF_ALL = ("all_", "barrier", "monitored_barrier", "reduce_scatter", "_all_gather_base", "_reduce_scatter_base")
@@ -48,8 +52,9 @@ class Whereabouts:
             if not waits_in:
                 waits_in, waits_for = _waits(frame, module, name)
             ended = ended or (module, name) == ("threading", "_shutdown")
-            if not place and module.partition(".")[0] not in _LIBRARIES:
-                place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            file = frame.f_code.co_filename
+            if not place and module.partition(".")[0] not in _LIBRARIES and not file.startswith(_OWN):
+                place = f"{file}:{frame.f_lineno}"
             frame = frame.f_back
         return cls(place, waits_in, waits_for, ended)
 
