@@ -41,9 +41,8 @@ class Whereabouts:
     @classmethod
     def of(cls, thread: int) -> Whereabouts:
         """Return those of a ``thread``; of the main one, if that is not there any more."""
-        frames = sys._current_frames()
-        main = threading.main_thread().ident
-        frame = frames.get(thread) or frames.get(main or 0)
+        # Not kept: it has the frame that this is, and with that would live on as a cycle, with all that they hold.
+        frame = sys._current_frames().get(thread) or sys._current_frames().get(threading.main_thread().ident or 0)
         place, waits_in = "", ""
         waits_for: tuple[int, ...] = ()
         ended = frame is None
@@ -60,13 +59,16 @@ class Whereabouts:
 
 
 def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ...]]:
-    inside = frame.f_locals
+    # Only of these: the values of a frame that were read stay with it, though its variables have others by then.
     if module == "torch.distributed.distributed_c10d" and name.startswith(_OF_ALL):
-        group = inside.get("group")
+        group = frame.f_locals.get("group")
         return f"torch.distributed.{name}", tuple(dist.get_process_group_ranks(group))
     if module == "shardcore.agree.meeting" and name == "hold":
+        inside = frame.f_locals
         call = str(inside.get("call"))
         return "a sharded model" if call in ("call", "forward") else call, tuple(inside.get("ranks", ()))
-    if module == "shardcore.comm.channel" and name == "_wait" and inside.get("channel") is not None:
-        return "a sharded model", tuple(dist.get_process_group_ranks(inside["channel"].group))
+    if module == "shardcore.comm.channel" and name == "_wait":
+        channel = frame.f_locals.get("channel")
+        if channel is not None:
+            return "a sharded model", tuple(dist.get_process_group_ranks(channel.group))
     return "", ()
