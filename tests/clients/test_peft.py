@@ -102,6 +102,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_before(pool, name):
     config, options, *rest = CASES[name]
+    if rest:
+        pytest.importorskip(f"shard_{rest[0]}", reason="the pack does not serve this release of transformers")
     more = rest.pop() if len(rest) > 2 else {}
     pool.run(trains, config, options, *rest, **more, world=options["tp"] * options.get("dp", 1))
 

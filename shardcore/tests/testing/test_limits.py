@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardcore.testing.pool
-from shardcore.testing.pool import slowness
+from shardcore.testing.pool import WorkerPool, slowness
 
 TESTS = """
 import threading
@@ -88,3 +88,10 @@ def test_the_limit_of_a_call_grows(pool, monkeypatch):
     with pytest.raises(shardcore.testing.WorkerTimeout, match="within 6 s"):
         pool.run(os.getpid, world=1, timeout=2.0, process_group=False)
     assert asked[-1] == 6.0
+
+
+def test_the_limit_of_a_start_grows(monkeypatch):
+    monkeypatch.setattr(shardcore.testing.pool, "slowness", lambda: 3.0)
+    monkeypatch.setattr(shardcore.testing.pool, "_START_LIMIT", 1e-3)
+    with WorkerPool(1) as workers, pytest.raises(shardcore.testing.WorkerTimeout, match=r"not start within 0\.003 s"):
+        workers.run(os.getpid, world=1, process_group=False)

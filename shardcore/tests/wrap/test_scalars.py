@@ -72,6 +72,8 @@ def trains(fields):
     assert model.blocks[0].shift is model.blocks[1].shift
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True) for net in (reference, model)]
     for step in range(3):
+        if step == 1:
+            model.to("cpu")  # as trainers do; torch puts new tensors into the parameters, without their hooks
         if step == 2:  # trained later
             for net in (reference, model):
                 net.blocks[0].scale.requires_grad_(True)

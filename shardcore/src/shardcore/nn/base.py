@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -216,6 +216,15 @@ class SwappedModule(ParallelModule):
         new = cls.swap_class(module, context, **options)
         take_full_tensors(new)
         return new
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        for parameter in self._parameters.values():
+            # torch puts a new tensor into a DTensor parameter, also where nothing moves, and only the parameter's list
+            # of hooks stays. Those that average its gradient over replicas have to run on: this gives it the list.
+            if parameter is not None and parameter._backward_hooks:
+                parameter._backward_hooks = parameter._backward_hooks
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))

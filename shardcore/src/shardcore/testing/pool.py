@@ -263,8 +263,9 @@ class _Handle:
         theirs.close()  # else its death would not end our input
 
     def wait_until_ready(self) -> None:
-        if not self.connection.poll(_START_LIMIT):
-            raise WorkerTimeout(f"rank {self.rank} did not start within {_START_LIMIT:g} s")
+        limit = _START_LIMIT * slowness()
+        if not self.connection.poll(limit):
+            raise WorkerTimeout(f"rank {self.rank} did not start within {limit:g} s")
         try:
             self.port = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
