@@ -30,6 +30,8 @@ def taken():
         "bool": lambda: bool(grad.isnan().any()),
         "penalty": lambda: sum(p.pow(2).sum() for p in model.parameters()).item(),
     }
+    if not any(way.is_partial() for way in grad.isnan().any().placements):
+        del lines["bool"]  # torch 2.14 asks the other ranks
     for name, line in lines.items():
         with pytest.warns(ShardcoreWarning, match=WORDS) as caught:
             line()

@@ -68,5 +68,5 @@ class ShardedModel(RngScope):
                 "(nccl for cuda) and shard() moves each part by itself. To get the weights elsewhere, save them with "
                 "save_pretrained or torch.distributed.checkpoint."
             )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        super()._apply(fn, recurse)
         return self
