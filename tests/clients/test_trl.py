@@ -121,10 +121,11 @@ def test_dpo(pool, tmp_path, name):
     [
         {"kind": "completion", "evaluate": 8},
         {"adapters": lora(), "before": True},
+        {"adapters": lora(), "drawn": 3},
         {"method": "DPO", "kind": "preference", "reference": 1.1, "evaluate": 8},
         {"method": "DPO", "kind": "preference", "reference": 1.1, "adapters": lora(), "before": True},
     ],
-    ids=["sft", "sft-adapters", "dpo", "dpo-adapters"],
+    ids=["sft", "sft-adapters", "sft-adapters-after", "dpo", "dpo-adapters"],
 )
 def test_two_replicas(pool, tmp_path, case):
     if case.get("method") == "DPO" and "before" in case and not FUSED:

@@ -16,6 +16,7 @@ import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import shardcore
+from shardcore.testing.parity import whole
 from trainings_by_clients import llama, parameters  # from support/
 
 WORDS = [f"w{number}" for number in range(90)]
@@ -104,6 +105,7 @@ def trained(
     *,
     adapters: Any = None,
     before: bool = False,
+    drawn: int | None = None,
     reference: float | None = None,
     saved: float | None = None,
     rewards: Any = None,
@@ -119,6 +121,8 @@ def trained(
         options: of its configuration.
         adapters: their settings, given to the trainer.
         before: attached before `shardcore.shard`, and not given to the trainer.
+        drawn: seed of the values that the trainer's adapters get; None: what they were made with, which is not the same
+            on data-parallel replicas as in one process.
         reference: by what the parameters of the reference model are multiplied that it gets; None: it gets none.
         saved: the same, of one in a folder, which the configuration of the model names.
         rewards: a function.
@@ -164,6 +168,15 @@ def trained(
         processing_class=tokenizer(),
         **given,
     )
+    if drawn is not None:
+        draw = torch.Generator().manual_seed(drawn)
+        values = {
+            name: 0.1 * torch.randn(whole(p.detach()).shape, generator=draw, dtype=p.dtype)
+            for name, p in trainer.model.named_parameters()
+            if "lora_" in name
+        }
+        assert values
+        assert not trainer.model.load_state_dict(values, strict=False).unexpected_keys
     trainer.train()
     if evaluate:
         trainer.evaluate()
