@@ -184,6 +184,8 @@ _NEEDS = {"README.md": "accelerate", "trainer.md": "accelerate", "peft.md": "pef
 
 
 #: Pages whose code is run, on each number of ranks that one of its blocks names. What `start.md` prints is compared.
+#: Run by `test_the_losses_of_the_first_page_are_those_that_it_shows`, and by `tests/clients/test_pages.py`.
+_ELSEWHERE = {"start.md", "trl.md", "sentence-transformers.md", "pipelines.md"}
 _RUN = [
     (page, world)
     for page in (*PAGES, ROOT / "README.md")
@@ -193,7 +195,7 @@ _RUN = [
 
 @pytest.mark.parametrize(
     ("page", "world"),
-    [(page, world) for page, world in _RUN if page.name != "start.md"],
+    [(page, world) for page, world in _RUN if page.name not in _ELSEWHERE],
     ids=lambda value: value.name if isinstance(value, Path) else str(value),
 )
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # the Trainer's, on a CPU
@@ -233,7 +235,15 @@ def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
 
 #: Blocks of Python that `test_code_runs` leaves out: fragments, whose names are the reader's; files of a pack; and
 #: those of `compat.md`, which `shardcore/tests/test_compat.py` runs.
-_SHOWN = {"compat.md": 8, "compile.md": 1, "experts.md": 1, "loading.md": 1, "optimizers.md": 1, "packs.md": 2}
+_SHOWN = {
+    "compat.md": 8,
+    "compile.md": 1,
+    "experts.md": 1,
+    "loading.md": 1,
+    "optimizers.md": 1,
+    "packs.md": 2,
+    "timm.md": 1,
+}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=_name)
