@@ -48,7 +48,9 @@ def test_two_at_a_time(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_an_interruption_ends_what_runs_and_starts_nothing_more(tmp_path):
-    code = "import lanes; lanes.run([['61'], ['62'], ['63']], ['sleep'], lanes=2)"
+    # Where tests run in the background, signals of the keyboard are ignored, in what they start too.
+    code = "import signal, lanes; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "lanes.run([['61'], ['62'], ['63']], ['sleep'], lanes=2)"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
     process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
     time.sleep(5)
