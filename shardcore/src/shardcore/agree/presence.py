@@ -201,6 +201,8 @@ class Presence:
         # Of two that find out at the same time, both have their own words.
         self._store.set(f"{self._base}/verdict", json.dumps([message, sorted(certain)]))
         self._failed = message, sorted(certain)
+        # The others look for it when they are asked, and may have heard the last question before it was there.
+        self._asked = self._store.add(f"{self._base}/asked", 1)
 
     def _begin(self) -> str:
         ranks = ", ".join(map(str, self._ranks))
