@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import shardcore
-from shardcore.testing.islands import no_float32_islands
 
 pytest.importorskip("accelerate")
 
@@ -27,10 +25,7 @@ TP2DP2 = {"tp": 2, "dp": 2}
 MESHES = [TP2, DP2, TP2DP2]
 
 
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def ranks(mesh: dict[str, Any]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
-from shardcore.testing.islands import no_float32_islands
 from shardcore.testing.parity import equal_on_ranks, whole
 
 pytest.importorskip("transformers")
@@ -39,11 +37,7 @@ from adapters import (  # from support/
     trains_after,
 )
 
-
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 #: (settings, options of shard, family, case, options of the model)

@@ -7,7 +7,6 @@ import importlib
 import json
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
-from shardcore.testing.islands import no_float32_islands
 from shardcore.testing.parity import whole
 
 pytest.importorskip("transformers")
@@ -42,11 +40,7 @@ from adapters import (  # from support/
     shaken,
 )
 
-
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def files(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.testing.islands import no_float32_islands
 from shardcore.testing.parity import whole
 
 pytest.importorskip("transformers")
@@ -40,11 +38,7 @@ from adapters import (  # from support/
     trains_after,
 )
 
-
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def dora(**more: Any) -> Any:

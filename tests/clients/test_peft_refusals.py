@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.testing.islands import no_float32_islands
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")
@@ -31,11 +29,7 @@ from adapters import (  # from support/
     peft_room,
 )
 
-
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def refused(config: Any, options: dict[str, Any], error: str, words: str, when: str = "before") -> None:

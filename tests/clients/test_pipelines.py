@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.testing.islands import no_float32_islands
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,10 +27,7 @@ PROMPTS = ["w3 w14 w15", "w9", "w26 w5 w35 w8 w9 w7"]  # of three lengths: a bat
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def tokenizer() -> Any:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from shardcore.testing.islands import no_float32_islands
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
@@ -28,10 +25,7 @@ MESHES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def ranks(mesh: dict[str, Any]) -> int:

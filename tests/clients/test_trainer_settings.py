@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from packaging.version import Version
 
 import shardcore
-from shardcore.testing.islands import no_float32_islands
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
@@ -26,10 +24,7 @@ TP2 = {"tp": 2}
 TP2DP2 = {"tp": 2, "dp": 2}
 
 
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def both(pool: Any, folder: Path, mesh: dict[str, Any], settings: dict[str, Any], **more: Any) -> list[Any]:

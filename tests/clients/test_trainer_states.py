@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-from shardcore.testing.islands import no_float32_islands
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
@@ -24,10 +21,7 @@ DP2 = {"tp": 1, "dp": 2}
 TP2DP2 = {"tp": 2, "dp": 2}
 
 
-@pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
-    with no_float32_islands():
-        yield
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def ranks(mesh: dict[str, Any]) -> int:

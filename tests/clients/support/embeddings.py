@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.modules.pooling import Pooling
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import shardcore
-from trainings_by_clients import parameters  # from support/
+from trainings_by_clients import SETTINGS, parameters  # from support/
 
 WORDS = [f"w{number}" for number in range(90)]
 SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -80,15 +80,7 @@ def trained(folder: str, mesh: Mapping[str, Any] | None, **options: Any) -> dict
         **{
             "output_dir": str(Path(folder, "run")),
             "max_steps": 4,
-            "report_to": [],
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4,
-            "learning_rate": 1e-3,
-            "optim_args": "eps=1e-3",
-            "dataloader_pin_memory": False,
+            **SETTINGS,
             "use_cpu": True,
             **options,
         }

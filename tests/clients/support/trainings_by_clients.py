@@ -58,24 +58,26 @@ def llama(**config: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).double()
 
 
+#: Of every trainer: each step is logged, nothing else is written, and Adam's epsilon keeps tiny gradients from deciding.
+SETTINGS: dict[str, Any] = {
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 1e-3,
+    "optim_args": "eps=1e-3",
+    "dataloader_pin_memory": False,
+}
+
+
 def arguments(folder: str, kind: str = "TrainingArguments", **more: Any) -> Any:
     import transformers
 
-    settings: dict[str, Any] = {
-        "output_dir": folder,
-        "num_train_epochs": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-3,
-        "optim_args": "eps=1e-3",
-        "include_num_input_tokens_seen": "all",
-        "dataloader_pin_memory": False,
-    }
-    settings |= more
+    settings = {
+        **SETTINGS, "output_dir": folder, "num_train_epochs": 1, "include_num_input_tokens_seen": "all", **more
+    }  # fmt: skip
     # Renamed in transformers 5.
     known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     if recompute := settings.pop("recompute", None):

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import shardcore
 from shardcore.testing.parity import whole
-from trainings_by_clients import llama, parameters  # from support/
+from trainings_by_clients import SETTINGS, llama, parameters  # from support/
 
 WORDS = [f"w{number}" for number in range(90)]
 #: Every other message is an answer; the marks let the tokenizer tell words that are trained from the rest.
@@ -74,15 +74,7 @@ def settings(kind: Any, folder: str, **more: Any) -> Any:
         **{
             "output_dir": folder,
             "max_steps": 4,
-            "report_to": [],
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4,
-            "learning_rate": 1e-3,
-            "optim_args": "eps=1e-3",
-            "dataloader_pin_memory": False,
+            **SETTINGS,
             "bf16": False,
             "gradient_checkpointing": False,
             "use_cpu": True,
