@@ -42,6 +42,7 @@ class _Handing(Optimizer):
         self._stand_ins: dict[Tensor, nn.Parameter] = {
             p: self._stand_in(p) for group in groups for p in group["params"]
         }
+        self._owners: dict[Tensor, Tensor] = {stand_in: p for p, stand_in in self._stand_ins.items()}
         # For each: the optimizer, and which of our groups each of its groups is a part of.
         self._inner: list[tuple[Optimizer, list[int]]] = []
         if apart:
@@ -87,7 +88,7 @@ class _Handing(Optimizer):
         self._set_options()
         loss = None
         for inner, _ in self._inner:
-            mine = [p for p in self._stand_ins if self._stand_ins[p] in _members(inner)]
+            mine = self._stepped_by(inner)
             self._lend(mine)
             try:
                 loss = inner.step() if closure is None else inner.step(self._around(closure, mine))
@@ -110,11 +111,15 @@ class _Handing(Optimizer):
         super().load_state_dict(state_dict)
         for inner, _ in self._inner:
             inner.state.clear()
-            for p, stand_in in self._stand_ins.items():
-                if stand_in in _members(inner) and p in self.state:
-                    inner.state[stand_in] = {k: self._state_in(v, p) for k, v in self.state[p].items()}
+            for p in self._stepped_by(inner):
+                if p in self.state:
+                    inner.state[self._stand_ins[p]] = {k: self._state_in(v, p) for k, v in self.state[p].items()}
             inner.state.update({k: v for k, v in self.state.items() if not isinstance(k, Tensor)})
         self._set_options()
+
+    def _stepped_by(self, inner: Optimizer) -> list[Tensor]:
+        """Return our parameters whose stand-ins an inner optimizer has, in its order, which is that of all ranks."""
+        return [self._owners[stand_in] for group in inner.param_groups for stand_in in group["params"]]
 
     def _around(self, closure: Callable[[], Any], mine: list[Tensor]) -> Callable[[], Any]:
         def run() -> Any:
@@ -142,11 +147,10 @@ class _Handing(Optimizer):
 
     def _get_state(self) -> None:
         ours: dict[Any, Any] = self.state
-        owners: dict[Any, Tensor] = {stand_in: p for p, stand_in in self._stand_ins.items()}
         for inner, _ in self._inner:
             for key, values in inner.state.items():
                 if isinstance(key, Tensor):
-                    p = owners[key]
+                    p = self._owners[key]
                     ours[p] = {name: self._state_out(value, p) for name, value in values.items()}
                 else:
                     ours[key] = values
@@ -323,10 +327,6 @@ def _mean(loss: Tensor, parameters: list[Tensor]) -> Tensor:
     ways = [Partial("avg")] * spec.mesh.ndim
     local = loss.full_tensor() if isinstance(loss, DTensor) else loss
     return DTensor.from_local(local.detach(), spec.mesh, ways, run_check=False).full_tensor()
-
-
-def _members(optimizer: Optimizer) -> set[Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def _listed(params: Any) -> list[Tensor]:

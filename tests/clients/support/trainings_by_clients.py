@@ -58,7 +58,7 @@ def llama(**config: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).double()
 
 
-#: Of every trainer: each step is logged, nothing else is written, and Adam's epsilon keeps tiny gradients from deciding.
+#: Of every trainer: each step is logged, nothing else is written; Adam's epsilon keeps tiny gradients from deciding.
 SETTINGS: dict[str, Any] = {
     "report_to": [],
     "disable_tqdm": True,
