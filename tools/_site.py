@@ -8,6 +8,7 @@ A page may hold these lines, which are replaced by what the sources say, read wi
     {{ names shardcore.nn }}            a table of everything in ``__all__`` of a module: the name, what it is
     {{ planned shardcore._planned }}    a table of what this release lacks
     {{ file PATH LANGUAGE }}            a file of the repository, as a block of code
+    {{ page PATH }}                     a page that is not in docs/, without its title
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SOURCE = ROOT / "shardcore" / "src"
 # A warning of this logger is an error of `mkdocs build --strict`.
 log = logging.getLogger("mkdocs.plugins.shardcore")
 
-_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|planned|file) ([^{}]+) \}\}$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|planned|file|page) ([^{}]+) \}\}$", re.MULTILINE)
 _REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 
 
@@ -72,6 +73,16 @@ def verbatim(module: str) -> str:
 def file(path: str, language: str) -> str:
     """Return a file of the repository in a block of code."""
     return f"```{language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n```"
+
+
+def page(path: str) -> str:
+    """Return a Markdown file of the repository without its title; of its links, those to pages of the site stay."""
+    text = re.sub(r"\A# .*\n+", "", (ROOT / path).read_text(encoding="utf-8")).rstrip()
+    return re.sub(r"\[([^]]+)\]\((?!https?:|#)([^)]+)\)", lambda link: _link(*link.groups()), text)
+
+
+def _link(text: str, target: str) -> str:
+    return f"[{text}]({target.removeprefix('docs/')})" if target.startswith("docs/") else text
 
 
 def words(module: str) -> str:
@@ -171,4 +182,5 @@ _KINDS: dict[str, Callable[..., str]] = {
     "names": names,
     "planned": planned,
     "file": file,
+    "page": page,
 }

@@ -46,7 +46,7 @@ a parameter, norm of all gradients, and parameter after a step of AdamW. Where m
 * **replicas**: two replicas of one rank each, with batches of their own.
 * **experts**: two replicas of two tensor-parallel ranks each, which share the experts of a mixture.
 
-An empty cell is what a family does not have or does not support: `MODELS.md` of the repository says which.
+An empty cell is what a family does not have or does not support: [Models](models.md) says which.
 """
 _COLUMNS = ("family", "tp 2", "tp 3", "tp 4", "sequence", "split loss", "replicas", "experts")
 _SIZES = (2, 3, 4)

@@ -40,7 +40,7 @@ Every class that the packs of this repository serve, with what the conformance k
 * **collectives**: the most that one more block costs, forward + backward; one more each way where ranks share KV heads.
 
 Everything else that the kit checks (gradients, optimizer steps, clipping, data parallelism, checkpoints, loading) holds
-for every class: [docs/reference/testing.md](docs/reference/testing.md).
+for every class: [Testing](docs/reference/testing.md).
 """
 _COLUMNS = ("class", "tp", "sequence", "split loss", "generation", "recomputation", "outputs", "collectives")
 

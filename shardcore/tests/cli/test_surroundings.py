@@ -40,9 +40,11 @@ def test_a_class_with_a_policy_for_each_release_of_its_library_is_listed_once(ta
 def test_a_library_that_is_optional_is_not_outside_of_a_range(target):
     requires = ["needed-library>=1", *(f"{name}-library>=1; extra == 'tested'" for name in ("needed", "other"))]
     install(target, "one", offers("shardcore_policies"), requires=requires)
-    assert checks()["pack one (shard-one 1.0)"]["why"] == (
-        "0 classes; needed-library is not installed; other-library is optional, not installed"
-    )
+    assert checks()["pack one (shard-one 1.0)"] == {
+        "what": "pack one (shard-one 1.0)",
+        "state": "missing",
+        "why": "0 classes; needed-library is not installed; other-library is optional, not installed",
+    }
 
 
 def test_no_pack_at_all_is_said_with_what_to_do(monkeypatch):

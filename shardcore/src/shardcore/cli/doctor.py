@@ -110,7 +110,8 @@ def _pack(row: dict[str, Any]) -> dict[str, str]:
         return _finding(name, "missing", "blocked by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS")
     count = len(row["classes"])
     notes = [note for t in row["tested"] if (note := _note(t))]
-    return _finding(name, "works", "; ".join([f"{count} class{'es' * (count != 1)}", *notes]))
+    lacks = any(t["installed"] is None and not t["optional"] for t in row["tested"])
+    return _finding(name, "missing" if lacks else "works", "; ".join([f"{count} class{'es' * (count != 1)}", *notes]))
 
 
 def _note(found: dict[str, Any]) -> str | None:
