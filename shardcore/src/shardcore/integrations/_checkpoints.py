@@ -63,6 +63,12 @@ class Checkpoints:
         if sharded_in(self.model) is None:  # else they are in the checkpoint
             super()._save_rng_state(output_dir)  # type: ignore[misc]  # of the Trainer
 
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train with the batch size of the arguments: transformers 4 takes that of other replicas from a checkpoint."""
+        if sharded_in(self.model) is not None and not self.args.auto_find_batch_size:
+            batch_size = self.args.train_batch_size
+        return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights, unless they come with the optimizer's state afterwards."""
         if not self._has_own(resume_from_checkpoint):

@@ -33,6 +33,7 @@ OVERRIDDEN = {"_get_files_timestamps": "4", "_upload_modified_files": "4", "shou
 #: The methods of `transformers.Trainer` that are done in another way for sharded models.
 _TRAINER = (
     "_get_num_items_in_batch",
+    "_inner_training_loop",
     "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
