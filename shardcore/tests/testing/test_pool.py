@@ -10,6 +10,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from shardcore.mesh import Sizes, build_mesh
 from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
 
 QUICK = 15.0  # seconds: a failure is reported long before the 30 s of a collective
+HELD = []  # on the ranks
 
 
 @dataclass
@@ -175,6 +177,29 @@ def make_a_mesh(size):
 def test_groups_of_earlier_tasks_have_no_threads_left(pool):
     counts = [pool.run(make_a_mesh, size, world=world)[0] for size, world in enumerate((2, 1) * 5, 4)]
     assert max(counts[-4:]) <= max(counts[:4]), counts
+
+
+def hold_a_mesh(number):
+    HELD.clear()  # the cycle of the task before, which is garbage from now on
+    cycle = [build_mesh(Sizes(tp=dist.get_world_size()))]
+    HELD.append([*cycle, cycle])
+    cycle.append(HELD[0])
+    many = {f"imported_by_a_task_{number}_{i}": ModuleType("imported") for i in range(300)}
+    sys.modules.update(many)  # what the pool keeps out of collections from now on, and the cycle with it
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_groups_have_no_threads_left_where_garbage_that_holds_them_was_frozen(pool):
+    counts = [pool.run(hold_a_mesh, number, world=world)[0] for number, world in enumerate((2, 2, 1, 1) * 5)]
+    pool.run(forget_what_was_held)
+    assert max(counts[-4:]) <= max(counts[:4]), counts
+
+
+def forget_what_was_held():
+    HELD.clear()
+    for name in [name for name in sys.modules if name.startswith("imported_by_a_task_")]:
+        del sys.modules[name]
 
 
 def test_a_task_may_destroy_the_default_group(pool):

@@ -21,6 +21,7 @@ __all__ = [
     "default_group",
     "device_type_here",
     "device_type_of",
+    "forget_shared",
     "group_of",
     "host_group",
     "mesh_of_group",
@@ -114,6 +115,11 @@ def time_limit(group: ProcessGroup | None = None) -> datetime.timedelta | None:
 def _limit(group: ProcessGroup, limit: datetime.timedelta | None) -> None:
     if limit is not None and group is not default_group() and dist.get_backend(group) in ("gloo", "nccl"):
         set_timeout(limit, group)
+
+
+def forget_shared() -> None:
+    """Drop the meshes that `build_mesh` keeps: they hold groups with their threads, for a process that goes on."""
+    _shared.of(default_group()).clear()
 
 
 def shared_groups() -> set[ProcessGroup]:

@@ -21,11 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in the stubs
 
-from shardcore.mesh import shared_groups
+from shardcore.mesh import forget_shared, shared_groups
 from shardcore.testing._protocol import Failure, Join, Reply, Task
 from shardcore.testing.islands import no_float32_islands
 
 __all__ = ["Worker"]
+
+# So many new modules, those of a library, are frozen at once; fewer wait until there is no process group.
+_MANY_MODULES = 200
+# After so many process groups, garbage is looked for among what is frozen too.
+_LEFT = 16
 
 
 class Worker:
@@ -37,6 +42,8 @@ class Worker:
         self.store: TCPStore | None = None
         self.joined: dist.ProcessGroup | None = None
         self.frozen = 0  # number of modules whose objects are frozen
+        self.frozen_in_group = False  # objects that hold a process group may be among them
+        self.left = 0  # number of process groups that this rank has left
 
     def serve(self) -> None:
         """Say that this rank is ready, and on rank 0 where the store is; answer until the parent closes the connection.
@@ -82,7 +89,9 @@ class Worker:
     def _run(self, task: Task) -> Any:
         function = task.function.load()
         args, kwargs, filters, without_islands = pickle.loads(task.call)
-        self._freeze()
+        if len(sys.modules) - self.frozen >= _MANY_MODULES:
+            self._freeze()
+            self.frozen_in_group = dist.is_initialized()
         with _isolated(task.env):
             if not task.grouped:
                 self._leave()
@@ -100,10 +109,9 @@ class Worker:
 
     def _freeze(self) -> None:
         """Keep what modules hold out of collections and searches of the heap; a million objects of torch otherwise."""
-        if len(sys.modules) != self.frozen:
-            gc.collect()  # first, else garbage of earlier tasks would never be freed
-            gc.freeze()
-            self.frozen = len(sys.modules)
+        gc.collect()  # first, else garbage of earlier tasks would not be freed
+        gc.freeze()
+        self.frozen = len(sys.modules)
 
     def _join(self, join: Join) -> None:
         self._leave()
@@ -118,9 +126,17 @@ class Worker:
 
     def _leave(self) -> None:
         self.joined = None
-        if dist.is_initialized():
-            _forget_meshes()
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            return
+        _forget_meshes()
+        forget_shared()
+        dist.destroy_process_group()
+        self.left += 1
+        # A frozen cycle that holds a group keeps its threads, of which some wake a hundred times a second.
+        if self.frozen_in_group or self.left % _LEFT == 0:
+            gc.unfreeze()
+            self.frozen_in_group = False
+        self._freeze()
 
     def _is_joined(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self.joined
