@@ -263,9 +263,9 @@ class ShardFormer:
     def optimize(
         self, model: Model, policy: Policy | type[Policy] | None = None
     ) -> tuple[Model, list[dict[int, nn.Parameter]]]:
-        """Shard ``model`` and return it with the parameters that pipeline stages share, by stage.
+        """Shard ``model`` and return it with an empty list, where Shardformer has what pipeline stages share.
 
-        Without a pipeline no stage shares anything, and the list is empty: tied weights of one rank are one parameter.
+        Nobody has to care for those parameters: a training step of the pipeline keeps them equal.
 
         Raises:
             ShardcoreError: what `shard` raises.
