@@ -17,7 +17,8 @@ from shardcore import _planned
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
 from shardcore.hooks import PolicySpec
-from shardcore.plugins.registry import GROUP, first_party
+from shardcore.plugins.registry import GROUP
+from shardcore.plugins.unserved import first_party
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shardcore" / "src" / "shardcore"

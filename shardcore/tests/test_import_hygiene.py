@@ -21,6 +21,7 @@ REGISTRY = {
     "shardcore.plugins.registry",
     "shardcore.plugins.isolation",
     "shardcore.plugins.loading",
+    "shardcore.plugins.unserved",
     "shardcore.plugins.versions",
     "shardcore.hooks",
     "shardcore.errors",

@@ -8,7 +8,8 @@ import pytest
 from sites import Site, model, plugin, serves, status
 
 from shardcore.errors import AmbiguousPolicyError, NoPolicyError, PackError
-from shardcore.plugins.registry import _FIRST_PARTY, Registry
+from shardcore.plugins.registry import Registry
+from shardcore.plugins.unserved import FIRST_PARTY
 
 
 def test_the_policy_is_imported_by_load_only(site: Site) -> None:
@@ -125,7 +126,7 @@ def test_no_policy_without_any_pack() -> None:
     ]
 
 
-@pytest.mark.parametrize(("start", "pack"), _FIRST_PARTY.items())
+@pytest.mark.parametrize(("start", "pack"), FIRST_PARTY.items())
 def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
     served = model("Model", f"{start}modeling")
     with pytest.raises(NoPolicyError) as caught:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import importlib_metadata
-from packaging.requirements import Requirement
 
 from shardcore import _env
 from shardcore.errors import (
@@ -31,69 +29,12 @@ from shardcore.errors import (
 from shardcore.hooks import ParallelModuleSpec, PolicySpec
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.plugins.loading import GROUP, Pack, as_text, complaint, load_packs
-from shardcore.plugins.versions import Tested, installed, is_met, tested
+from shardcore.plugins.unserved import full_name, unserved
+from shardcore.plugins.versions import Tested, is_met, tested
 
-__all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry", "first_party"]
+__all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry"]
 
 Spec = TypeVar("Spec", PolicySpec, ParallelModuleSpec)
-
-# Start of a class's full name -> the pack of this project that serves the family.
-_FIRST_PARTY = {
-    "transformers.models.llama.": "shard-llama",
-    "transformers.models.mistral.": "shard-mistral",
-    "transformers.models.mixtral.": "shard-mistral",
-    "transformers.models.bert.": "shard-bert",
-    "transformers.models.gpt2.": "shard-gpt2",
-    "transformers.models.vit.": "shard-vit",
-    "transformers.models.beit.": "shard-beit",
-    "transformers.models.dinov2.": "shard-dinov2",
-    "transformers.models.dinov2_with_registers.": "shard-dinov2",
-    "transformers.models.swin.": "shard-swin",
-    "transformers.models.swinv2.": "shard-swin",
-    "transformers.models.whisper.": "shard-whisper",
-    "transformers.models.t5.": "shard-t5",
-    "transformers.models.mt5.": "shard-t5",
-    "transformers.models.umt5.": "shard-t5",
-    "transformers.models.bart.": "shard-bart",
-    "transformers.models.mbart.": "shard-bart",
-    "transformers.models.marian.": "shard-bart",
-    "transformers.models.pegasus.": "shard-bart",
-    "transformers.models.qwen2.": "shard-qwen",
-    "transformers.models.qwen3.": "shard-qwen",
-    "transformers.models.qwen2_moe.": "shard-qwen",
-    "transformers.models.qwen3_moe.": "shard-qwen",
-    "transformers.models.gemma.": "shard-gemma",
-    "transformers.models.gemma2.": "shard-gemma",
-    "transformers.models.gemma3.": "shard-gemma",
-    "transformers.models.phi.": "shard-phi",
-    "transformers.models.phi3.": "shard-phi",
-    "transformers.models.glm.": "shard-glm",
-    "transformers.models.glm4.": "shard-glm",
-    "transformers.models.opt.": "shard-opt",
-    "transformers.models.gpt_neo.": "shard-gpt-neo",
-    "transformers.models.gptj.": "shard-gpt-neo",
-    "transformers.models.gpt_neox.": "shard-gpt-neo",
-    "transformers.models.gpt_neox_japanese.": "shard-gpt-neo",
-    "transformers.models.roberta.": "shard-roberta",
-    "transformers.models.xlm_roberta.": "shard-roberta",
-    "transformers.models.modernbert.": "shard-modernbert",
-    "transformers.models.albert.": "shard-albert",
-    "transformers.models.ernie.": "shard-ernie",
-    "transformers.models.deberta.": "shard-deberta",
-    "transformers.models.deberta_v2.": "shard-deberta",
-    "transformers.models.deepseek_v2.": "shard-deepseek",
-    "transformers.models.deepseek_v3.": "shard-deepseek",
-    "transformers.models.bloom.": "shard-bloom",
-    "transformers.models.falcon.": "shard-falcon",
-    "transformers.models.clip.": "shard-clip",
-    "transformers.models.siglip.": "shard-clip",
-    "transformers.models.sam.": "shard-sam",
-    "transformers.models.blip_2.": "shard-blip2",
-    "transformers.models.wav2vec2.": "shard-wav2vec2",
-    "timm.": "shard-vit",
-    "torch.nn.modules.transformer.": "shard-torch",
-    "torch.nn.modules.activation.MultiheadAttention": "shard-torch",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +127,7 @@ class Registry:
             NoPolicyError: no loaded pack serves the class.
         """
         for base in cls.__mro__:
-            offers = [offer for offer in self._offers.get(_full_name(base), ()) if is_met(offer[0].requires)]
+            offers = [offer for offer in self._offers.get(full_name(base), ()) if is_met(offer[0].requires)]
             if not offers:
                 continue
             best = _highest(offers)
@@ -194,7 +135,7 @@ class Registry:
                 raise AmbiguousPolicyError(_ambiguous("policies serve", cls, [(s, s.policy, p) for s, p in best]))
             spec, pack = best[0]
             return Match(spec=spec, pack=pack, cls=base, tested=self._tested)
-        raise NoPolicyError("\n".join(self._nothing_found(cls)))
+        raise NoPolicyError("\n".join(unserved(cls, self.packs, self._offers)))
 
     def policy_for(self, cls: type) -> tuple[Any, str]:
         """Return a new instance of the policy for a model class, and the distribution and version that it is from.
@@ -226,7 +167,7 @@ class Registry:
         for base in native.__mro__:
             offers = [
                 (spec, pack)
-                for spec, pack in self._brought.get((_full_name(base), replaces.__name__), ())
+                for spec, pack in self._brought.get((full_name(base), replaces.__name__), ())
                 if (spec.option is None or enabled(spec.option)) and is_met(spec.requires)
             ]
             if not offers or getattr(base, "forward", None) is not forward:
@@ -277,47 +218,10 @@ class Registry:
         found = self._classes[spec.module]
         if not issubclass(found, replaces):
             raise PackError(
-                f"pack {pack}: parallel module {spec.module!r} is no subclass of {_full_name(replaces)}, which it "
+                f"pack {pack}: parallel module {spec.module!r} is no subclass of {full_name(replaces)}, which it "
                 f"replaces for {spec.target}; derive it from that class, or correct replaces="
             )
         return found
-
-    def _nothing_found(self, cls: type) -> Iterator[str]:
-        """Yield the lines of a `NoPolicyError`."""
-        names = [_full_name(base) for base in cls.__mro__ if base is not object]
-        yield f"no installed pack serves {names[0]}."
-        yield f"  looked for: {', '.join([names[0], *(name for name in names[1:] if _is_of_a_model(name))])}"
-        yield "  installed packs:" if self.packs else "  installed packs: none"
-        for status, by in (("loaded", ""), ("blocked", " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS")):
-            if found := [pack.name for pack in self.packs if pack.status == status and not pack.error]:
-                yield f"    {status}{by}: {', '.join(found)}"
-        yield from (f"    {pack}: {pack.status}: {in_one_line(pack.error)}" for pack in self.packs if pack.error)
-        for spec, pack in (offer for name in names for offer in self._offers.get(name, ())):
-            if spec.requires is not None:
-                have = installed(Requirement(spec.requires).name) or "not installed"
-                yield f"  left out: {spec.policy} of pack {pack} requires {spec.requires} (here: {have})"
-        yield from self._ways_out(names)
-        yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
-
-    def _ways_out(self, names: Sequence[str]) -> Iterator[str]:
-        first_party = (pack for name in names for start, pack in _FIRST_PARTY.items() if name.startswith(start))
-        family = next(first_party, None)
-        here = next((pack for pack in self.packs if pack.distribution == family), None)
-        if family and here is None:
-            yield f"  the first-party pack for this family is {family}"
-            yield f"  way out: install it, from a checkout of shardcore: python -m pip install ./packs/{family}"
-            return
-        if here is not None and here.status == "blocked":
-            yield f"  the first-party pack for this family, {family}, is installed and blocked"
-            yield f"  way out: let {here.name} into SHARDCORE_PACKS, or out of SHARDCORE_DISABLE_PACKS"
-            return
-        if here is not None and here.error is None:
-            yield f"  the first-party pack for this family, {family}, is installed and serves other classes of it"
-        if names[0].startswith("transformers."):
-            yield '  way out: policy="infer", which infers one and proves it on a small copy of the class'
-            yield f"  way out: have a pack drafted: shardcore new-pack {_drafted(names[0])} --model {names[0]}"
-        else:
-            yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
 
 
 @functools.cache
@@ -329,28 +233,6 @@ def default_registry() -> Registry:
     again.
     """
     return Registry.discover()
-
-
-def first_party() -> frozenset[str]:
-    """Return the names of the packs of this project."""
-    return frozenset(_FIRST_PARTY.values())
-
-
-def _is_of_a_model(name: str) -> bool:
-    """Tell bases that a policy may be for from what every model of torch and transformers derives from."""
-    package, _, rest = name.partition(".")
-    return package != "torch" and (package != "transformers" or rest.startswith("models."))
-
-
-def _drafted(name: str) -> str:
-    """Return what a pack for a class of transformers would be called."""
-    family = re.match(r"transformers\.models\.(\w+)\.", name)
-    taken = family is None or f"shard-{family[1].replace('_', '-')}" in first_party()
-    return "shard-mine" if family is None or taken else f"shard-{family[1].replace('_', '-')}"
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _load_class(pack: Pack, what: str, reference: str, tested: Callable[[str], list[Tested]]) -> type:
@@ -394,7 +276,7 @@ def _switch(pack: Pack) -> str:
 def _ambiguous(what: str, cls: type, offers: list[tuple[PolicySpec | ParallelModuleSpec, str, Pack]]) -> str:
     """Say who offers what for a class, and how to choose."""
     target, priority = offers[0][0].target, offers[0][0].priority
-    lines = [f"several {what} {_full_name(cls)}, all for {target} with priority {priority}:"]
+    lines = [f"several {what} {full_name(cls)}, all for {target} with priority {priority}:"]
     lines += [f"  {reference} of pack {pack}" for _, reference, pack in offers]
     names = list(dict.fromkeys(_switch(pack) for _, _, pack in offers))
     lines.append("  way out: pass policy= (a Policy class or an instance)")

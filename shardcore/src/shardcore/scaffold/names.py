@@ -10,7 +10,7 @@ import sys
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore.plugins.registry import first_party
+from shardcore.plugins.unserved import first_party
 from shardcore.plugins.versions import installed
 
 __all__ = ["check_model", "check_name"]
