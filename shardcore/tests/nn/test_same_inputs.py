@@ -93,6 +93,17 @@ def test_every_so_often(pool):
     pool.run(goes_on)
 
 
+def one_number():
+    reference, model = twins(fields={"tp": 2})
+    one = batch(length=8)[:1, :1]  # contiguous, with a stride of 8 between what would be the next numbers
+    column = torch.as_strided(one, (1, 1), (1, 8))
+    assert_close(reference(column), model(column), "a batch of one token")
+
+
+def test_a_batch_of_one_number_has_any_strides(pool):
+    pool.run(one_number)
+
+
 def of_replicas():
     reference, model = twins(fields={"tp": 2, "dp": 2})
     part = context_of(model).replica

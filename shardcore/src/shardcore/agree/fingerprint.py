@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardcore
+from shardcore.comm.raw import as_bytes
 from shardcore.plan import ShardPlan
 
 __all__ = [
@@ -230,7 +231,7 @@ def checksum(tensor: Tensor) -> str:
         return "on the meta device"
     if tensor.numel() == 0:
         return "empty"
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    raw = as_bytes(tensor.detach().contiguous())
     aligned = raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0
     words = raw.view(torch.int32) if aligned else raw
     squares = words[: words.numel() // _SIDE**2 * _SIDE**2].view(-1, _SIDE, _SIDE)

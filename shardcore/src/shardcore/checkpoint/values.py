@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.raw import as_bytes
 from shardcore.errors import CheckpointError
 
 __all__ = ["decoded", "encoded"]
@@ -91,7 +92,7 @@ def _tensor(value: Tensor, where: str) -> list[Any]:
             "can be stored beside a model. Gather it with full_tensor(). Nothing was written."
         )
     data = value.detach().cpu().contiguous()
-    raw = _bytes(data.reshape(-1).view(torch.uint8).numpy().tobytes(), where)
+    raw = _bytes(as_bytes(data).numpy().tobytes(), where)
     return [str(value.dtype).removeprefix("torch."), list(value.shape), raw]
 
 

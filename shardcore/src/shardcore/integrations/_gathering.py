@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import spec_of
 from shardcore.comm.parts import Block, blocks_of, split_dim
+from shardcore.comm.raw import as_bytes
 from shardcore.mesh import device_type_of
 
 __all__ = ["Transport"]
@@ -45,7 +46,7 @@ class Transport:
                 for owner, block in _parts(tensor, self.writer):
                     if owner == dist.get_rank():
                         part = tensor.to_local().detach()[block.in_local]
-                        dist.send(_bytes(part.to(self.device).contiguous()), self.writer)
+                        dist.send(as_bytes(part.to(self.device).contiguous()), self.writer)
 
     def gather(self, names: Iterable[str], ready: Callable[[], None]) -> dict[str, Any]:
         """On the writer: return the whole tensors ``names``, on the CPU.
@@ -91,7 +92,7 @@ class Transport:
                 continue
             direct = part.is_contiguous() and self.device.type == "cpu"
             buffer = part if direct else torch.empty(part.shape, dtype=part.dtype, device=self.device)
-            dist.recv(_bytes(buffer), owner)
+            dist.recv(as_bytes(buffer), owner)
             if not direct:
                 part.copy_(buffer)
 
@@ -110,11 +111,6 @@ class _Memory:
 
 def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64  # bytes, so that every tensor starts where its dtype may
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as bytes: backends differ in the dtypes they carry."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _parts(tensor: DTensor, writer: int) -> Iterator[tuple[int, Block]]:

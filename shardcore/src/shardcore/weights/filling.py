@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.parts import blocks_of
+from shardcore.comm.raw import as_bytes
 from shardcore.weights.boxes import Reader
 from shardcore.weights.recipes import Recipe, reads_files, whole_box
 from shardcore.weights.scattering import Need, Place, Slices
@@ -97,7 +98,7 @@ def _by_itself(part: Tensor) -> Tensor:
 
     A DTensor takes the offset of its part for its own, and pickles write whole storages.
     """
-    flat = torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy())  # numpy keeps the mapping alive
+    flat = torch.from_numpy(as_bytes(part.contiguous()).numpy())  # numpy keeps the mapping alive
     return flat.view(part.dtype).view(part.shape)
 
 

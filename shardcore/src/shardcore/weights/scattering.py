@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from shardcore.comm.raw import as_bytes
 from shardcore.errors import AgreementError, ConfigError
 from shardcore.mesh import device_type_of
 from shardcore.weights.boxes import Reader
@@ -165,7 +166,7 @@ class Scatter(Slices):
             _wait(sent)  # one box is made while another is on its way
             for rank in receivers:
                 self._peers[rank].left -= 1
-                sent += [(dist.isend(message, rank), message) for message in (self._number(0), _as_bytes(part))]
+                sent += [(dist.isend(message, rank), message) for message in (self._number(0), as_bytes(part))]
             if box in own:
                 local[own[box]].copy_(part)
         _wait(sent)
@@ -187,7 +188,7 @@ class Scatter(Slices):
                 f"rank {self._reader}, which reads the files for the ranks of its host, failed. Its error: "
                 f"{bytes(message.tolist()).decode()}"
             )
-        dist.recv(_as_bytes(part), self._reader)
+        dist.recv(as_bytes(part), self._reader)
 
     def _number(self, value: int) -> Tensor:
         return torch.tensor([value], dtype=torch.int64, device=self._device)
@@ -215,8 +216,3 @@ def _wait(sent: list[Any]) -> None:
     while sent:
         work, _ = sent.pop(0)
         work.wait()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as bytes: backends differ in the dtypes they carry."""
-    return tensor.view(-1).view(torch.uint8)
