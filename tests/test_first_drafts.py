@@ -132,6 +132,17 @@ def test_widths_are_equal_where_they_are_in_the_configuration() -> None:
     assert not any(name.endswith("embeddings_project") for name, _ in small.model.named_modules())
 
 
+@pytest.mark.parametrize("name", ["EsmForMaskedLM", "HunYuanDenseV1ForCausalLM", "NemotronForCausalLM"])
+def test_what_the_configuration_leaves_open_is_chosen(name: str) -> None:
+    small = small_model(getattr(transformers, name))  # without a number of words, of heads, or a token that pads
+    assert torch.isfinite(small.model(**small.inputs)["loss"])
+
+
+def test_a_class_that_translates_learns_from_tokens() -> None:
+    small = small_model(transformers.MarianMTModel)
+    assert small.inputs["labels"].shape == small.inputs["input_ids"].shape
+
+
 def test_a_class_that_generates_is_a_decoder() -> None:
     given = transformers.ElectraConfig()
     assert small_model(transformers.ElectraForCausalLM, given, generating=True).settings["is_decoder"] is True

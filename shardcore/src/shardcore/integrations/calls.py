@@ -26,6 +26,7 @@ _LABELS_OF_TOKENS = (
     "LMHeadModel",
     "PreTraining",
     "ConditionalGeneration",
+    "MTModel",
     "TokenClassification",
 )
 _LABELS_OF_SAMPLES = (

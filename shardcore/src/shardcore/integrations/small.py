@@ -94,18 +94,19 @@ def small_model(model_class: type[Any], config: Any = None, seed: int = 0, *, ge
         raise ConfigError(f"{model_class.__name__} has no class of configurations, so that no small model can be built")
     reasons = []
     # With fewer key/value heads than heads if the class has them, and widths that differ where they do in ``config``;
-    # sizes that may not be small stay as they are.
-    for kv, keep, apart in (
-        (2, (), True),
-        (2, (), False),
-        (4, (), True),
-        (4, (), False),
-        (4, ("head_dim",), False),
-        (4, ("hidden_size", "d_model"), False),
-        (4, ("image_size", "patch_size"), False),
+    # sizes without a default get one where the class wants it; those that may not be small stay as they are.
+    for kv, keep, apart, unset in (
+        (2, (), True, False),
+        (2, (), False, False),
+        (4, (), True, False),
+        (4, (), False, False),
+        (2, (), False, True),
+        (4, ("head_dim",), False, False),
+        (4, ("hidden_size", "d_model"), False, False),
+        (4, ("image_size", "patch_size"), False, False),
     ):
         try:
-            settings, dropouts = _settings(config or config_class(), kv, keep)
+            settings, dropouts = _settings(config or config_class(), kv, keep, unset)
             settings |= _widths(config or config_class(), settings) if apart else {}
             settings |= _of_head(model_class, settings, config or config_class(), generating)
             model = _built(model_class, config_class(**settings), seed)
@@ -147,8 +148,15 @@ def _differing(settings: Mapping[str, Any], default: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(config: Any, kv: int, keep: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of ``config`` that make a small one, with its switches, and the names of its dropouts."""
+def _settings(config: Any, kv: int, keep: tuple[str, ...], unset: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of ``config`` that make a small one, with its switches, and the names of its dropouts.
+
+    Args:
+        config: the configuration.
+        kv: the number of key/value heads.
+        keep: fields that stay as they are.
+        unset: give sizes that are None a value, and the token that pads.
+    """
     found: dict[str, Any] = {}
     dropouts = []
     for name, value in vars(config).items():
@@ -156,16 +164,17 @@ def _settings(config: Any, kv: int, keep: tuple[str, ...]) -> tuple[dict[str, An
             continue
         small = next((size for pattern, size in _SMALL if re.fullmatch(pattern, name)), None)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found[name] = {**_settings(value, kv, keep)[0], "model_type": value.model_type}
+            found[name] = {**_settings(value, kv, keep, unset)[0], "model_type": value.model_type}
         elif (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout")):
             found[name] = 0.0
             dropouts.append(name)
-        elif name.endswith("_token_id") and isinstance(value, int | list):
+        elif (name.endswith("_token_id") and isinstance(value, int | list)) or (unset and name == "pad_token_id"):
             found[name] = _TOKENS_OF.get(name.removesuffix("_token_id"), 3)
         elif isinstance(value, bool | str):
             found[name] = value
-        elif isinstance(value, int) and value and small is not None:
-            found[name] = min(kv if re.fullmatch(_KV_HEADS, name) else small, value)
+        elif small is not None and ((isinstance(value, int) and value) or (value is None and unset)):
+            size = kv if re.fullmatch(_KV_HEADS, name) else small
+            found[name] = size if value is None else min(size, value)
     if getattr(config, "is_encoder_decoder", False):
         found.setdefault("decoder_start_token_id", _TOKENS_OF["decoder_start"])
     if "num_labels" in dir(config):
