@@ -56,6 +56,23 @@ def test_trains_as_unsharded(pool, mesh, more):
             torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9)
 
 
+def compiles(mesh: dict[str, Any] | None) -> tuple[Any, ...]:
+    accelerator = fresh(gradient_accumulation_steps=2, dynamo_backend="aot_eager" if mesh else None)
+    model, optimizer, loader, scheduler = prepared(mesh, accelerator)
+    said = loop(accelerator, model, optimizer, loader, scheduler)
+    return said, parameters(accelerator.unwrap_model(model, keep_torch_compile=False)), hasattr(model, "_orig_mod")
+
+
+def test_trains_compiled(pool):
+    ((wanted, values, _),) = pool.run(compiles, None, world=1)
+    for said, got, is_compiled in pool.run(compiles, TP2, world=2):
+        assert is_compiled
+        for mine, other in zip(said, wanted, strict=True):
+            assert mine == pytest.approx(other, rel=1e-9)
+        for name, value in values.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9)
+
+
 def counts(mesh: dict[str, Any]) -> dict[str, Any]:
     accelerator = fresh()
     model = shardcore.shard(llama(), **mesh)
