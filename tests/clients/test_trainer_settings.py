@@ -36,6 +36,7 @@ from trainings_by_clients import (  # from support/
 )
 
 TP2 = {"tp": 2}
+DP2 = {"tp": 1, "dp": 2}
 TP2DP2 = {"tp": 2, "dp": 2}
 
 
@@ -99,11 +100,63 @@ def test_bf16(pool, tmp_path):
         assert got["parameters"]["model.embed_tokens.weight"].dtype == torch.float32
 
 
-def test_fp16_needs_a_device_and_is_refused_alike(pool, tmp_path):
-    """Accelerate computes in float16 on accelerators alone, sharded or not; the CPU goes on in float32."""
+def test_fp16_needs_a_device_and_is_left_out_alike(pool, tmp_path):
+    """Accelerate computes in float16 on accelerators alone, sharded or not; the CPU goes on in float32, unscaled."""
     wanted, *found = both(pool, tmp_path, TP2, {"fp16": True}, build=single)
     for got in found:
         same(got, wanted, bound=1e-5, said=1e-5)
+
+
+# What is counted
+
+
+def padded(count: int) -> Rows:
+    """Rows of other lengths, so that replicas count other numbers of tokens."""
+    rows = words(count)
+    for row in range(count):
+        rows.columns["attention_mask"][row, : row % 7] = 0
+        rows.columns["labels"][row, : row % 7 + 1] = -100
+    return rows
+
+
+def counts_tokens(folder: str, mesh: dict[str, Any] | None, kind: str) -> dict[str, Any]:
+    """What a training and an evaluation count: totals, and what they say in a second times the seconds."""
+    from shardcore.integrations.trainer import Trainer
+
+    model = shardcore.shard(llama(), **mesh) if mesh else llama()
+    size = 4 // (mesh or {}).get("dp", 1)
+    settings = {"include_num_input_tokens_seen": kind, "max_steps": 12, "gradient_accumulation_steps": 2}
+    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    args = arguments(folder, **settings, **sizes)
+    trainer = Trainer(model=model, args=args, train_dataset=padded(16), eval_dataset=words(10))
+    train = trainer.train().metrics
+    evaluation = trainer.evaluate()
+    last = next(row for row in reversed(trainer.state.log_history) if "train_tokens_per_second" in row)
+    return {
+        "seen": [row["num_input_tokens_seen"] for row in trainer.state.log_history],
+        "total": trainer.state.num_input_tokens_seen,
+        "in all": {
+            "tokens": last["train_tokens_per_second"] * last["train_runtime"],
+            "samples": train["train_samples_per_second"] * train["train_runtime"],
+            "steps": train["train_steps_per_second"] * train["train_runtime"],
+            "evaluated samples": evaluation["eval_samples_per_second"] * evaluation["eval_runtime"],
+            "evaluated steps": evaluation["eval_steps_per_second"] * evaluation["eval_runtime"],
+        },
+    }
+
+
+@pytest.mark.parametrize("kind", ["all", "non_padding"])
+@pytest.mark.parametrize("mesh", [TP2, DP2, TP2DP2], ids=str)
+def test_tokens_and_samples_are_those_of_replicas(pool, tmp_path, mesh, kind):
+    if kind == "non_padding" and Version(version("transformers")) < Version("5"):
+        pytest.skip("that Trainer counts all tokens")
+    (wanted,) = pool.run(counts_tokens, str(tmp_path / "one"), None, kind, world=1)
+    assert wanted["total"] == 12 * 2 * 4 * 12 if kind == "all" else wanted["total"] < 12 * 2 * 4 * 12
+    truth = {"samples": 96, "steps": 12, "evaluated samples": 10, "evaluated steps": 3, "tokens": wanted["total"]}
+    for got in pool.run(counts_tokens, str(tmp_path / "more"), mesh, kind, world=mesh["tp"] * mesh.get("dp", 1)):
+        assert got["seen"] == wanted["seen"]
+        assert got["total"] == wanted["total"]
+        assert got["in all"] == pytest.approx(truth, rel=0.25)  # seconds are rounded
 
 
 # Compilation
