@@ -1,4 +1,4 @@
-"""Accelerate with sharded models: its loops train, count and save as they do with the unsharded model."""
+"""Accelerate with sharded models: its loops train, count and export as they do with the unsharded model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ pytest.importorskip("accelerate")
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
+from loops_by_accelerate import fresh, loop, prepared  # from support/
+
 from trainings_by_clients import llama, parameters, words  # from support/
 
 TP2 = {"tp": 2}
@@ -30,45 +32,6 @@ pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 def ranks(mesh: dict[str, Any]) -> int:
     return mesh["tp"] * mesh.get("dp", 1)
-
-
-def fresh(**settings: Any) -> Any:
-    """An Accelerator of a process in which no other was made."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    from shardcore.integrations.accelerate import Accelerator
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    return Accelerator(**settings)
-
-
-def prepared(mesh: dict[str, Any] | None, accelerator: Any, rows: int = 16, **more: Any) -> tuple[Any, ...]:
-    """What Accelerate makes of a model, its optimizer, a shuffled loader and a schedule."""
-    model = shardcore.shard(llama(), **mesh, **more) if mesh else llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    # Every replica steps it once, as Accelerate has it for processes.
-    replicas = mesh.get("dp", 1) if mesh else 1
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / replicas))
-    loader = DataLoader(words(rows), batch_size=4 // replicas, shuffle=True, generator=torch.Generator().manual_seed(3))
-    return accelerator.prepare(model, optimizer, loader, scheduler)
-
-
-def loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> list[tuple[float, float, float]]:
-    """Accelerate's own example: one pass, with accumulation, clipping and a schedule."""
-    said = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            # A mean over the labels of a replica would be an average of averages; every row has as many here.
-            loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), 0.3) if accelerator.sync_gradients else 0.0
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        mean = accelerator.gather_for_metrics(loss.detach().repeat(len(batch["input_ids"]))).mean()
-        said.append((float(mean), float(norm), scheduler.get_last_lr()[0]))
-    return said
 
 
 def trains(mesh: dict[str, Any] | None, more: dict[str, Any]) -> tuple[Any, ...]:
@@ -87,6 +50,23 @@ def test_trains_as_unsharded(pool, mesh, more):
     for rank, (said, got, processes, is_main) in enumerate(pool.run(trains, mesh, more, world=ranks(mesh))):
         assert processes == mesh.get("dp", 1)
         assert is_main == (rank == 0)
+        for mine, other in zip(said, wanted, strict=True):
+            assert mine == pytest.approx(other, rel=1e-9)
+        for name, value in values.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9)
+
+
+def compiles(mesh: dict[str, Any] | None) -> tuple[Any, ...]:
+    accelerator = fresh(gradient_accumulation_steps=2, dynamo_backend="aot_eager" if mesh else None)
+    model, optimizer, loader, scheduler = prepared(mesh, accelerator)
+    said = loop(accelerator, model, optimizer, loader, scheduler)
+    return said, parameters(accelerator.unwrap_model(model, keep_torch_compile=False)), hasattr(model, "_orig_mod")
+
+
+def test_trains_compiled(pool):
+    ((wanted, values, _),) = pool.run(compiles, None, world=1)
+    for said, got, is_compiled in pool.run(compiles, TP2, world=2):
+        assert is_compiled
         for mine, other in zip(said, wanted, strict=True):
             assert mine == pytest.approx(other, rel=1e-9)
         for name, value in values.items():
@@ -167,48 +147,6 @@ def test_ranks_of_a_replica_get_the_same_batches_however_they_are_seeded(pool, m
 
 
 # Saving
-
-
-def saves(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
-    """One pass, a save, and a second pass."""
-    accelerator = fresh()
-    model, optimizer, loader, scheduler = prepared(mesh, accelerator)
-    loop(accelerator, model, optimizer, loader, scheduler)
-    accelerator.save_state(folder)
-    accelerator.save_state(folder)  # over the first one
-    fixed = prepared_rows(accelerator, mesh)
-    said = loop(accelerator, model, optimizer, fixed, scheduler)
-    return {"said": said, "parameters": parameters(model)}
-
-
-def prepared_rows(accelerator: Any, mesh: dict[str, Any] | None) -> Any:
-    return accelerator.prepare(DataLoader(words(16, seed=5), batch_size=4 // (mesh or {}).get("dp", 1)))
-
-
-def loads(folder: str, mesh: dict[str, Any]) -> dict[str, Any]:
-    accelerator = fresh()
-    model, optimizer, loader, scheduler = prepared(mesh, accelerator)
-    loop(accelerator, model, optimizer, loader, scheduler)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    accelerator.load_state(folder)
-    said = loop(accelerator, model, optimizer, prepared_rows(accelerator, mesh), scheduler)
-    return {"said": said, "parameters": parameters(model)}
-
-
-@pytest.mark.parametrize(("before", "after"), [(TP2, TP2), (TP2, TP2DP2), (TP2DP2, TP2DP2)], ids=str)
-def test_state_is_taken_up_on_the_same_and_on_another_mesh(pool, tmp_path, before, after):
-    (wanted,) = pool.run(saves, str(tmp_path / "one"), None, world=1)
-    folder = str(tmp_path / "more")
-    for got in pool.run(saves, folder, before, world=ranks(before)):
-        for name, value in wanted["parameters"].items():
-            torch.testing.assert_close(got["parameters"][name], value, rtol=1e-9, atol=1e-9)
-    for got in pool.run(loads, folder, after, world=ranks(after)):
-        if before.get("dp") == after.get("dp"):  # else the schedule has made other steps
-            for name, value in wanted["parameters"].items():
-                torch.testing.assert_close(got["parameters"][name], value, rtol=1e-9, atol=1e-9)
-        assert all(value.abs().sum() for value in got["parameters"].values())
 
 
 def exports(folder: str, mesh: dict[str, Any]) -> list[int]:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -31,6 +32,12 @@ class Rows(Dataset[dict[str, Tensor]]):
 def case_of(family: str, name: str) -> Any:
     cases = importlib.import_module(f"shard_{family}.cases").cases()
     return next(case for case in cases if case.name == name)
+
+
+def of_case(family: str, name: str, model: Any, count: int = 4) -> Rows:
+    parts = [case_of(family, name).inputs(model, seed) for seed in range(count)]
+    rows = {key: torch.cat([part[key] for part in parts]) for key, value in parts[0].items() if value.ndim}
+    return Rows({key: value.double() if value.is_floating_point() else value for key, value in rows.items()})
 
 
 def words(count: int, seed: int = 0, length: int = 12) -> Rows:
@@ -116,6 +123,23 @@ def trained(
         "parameters": parameters(model),
         "total_flos": trainer.state.total_flos,
     }
+
+
+def both(pool: Any, folder: Any, mesh: dict[str, Any], settings: dict[str, Any], **more: Any) -> list[Any]:
+    """Return the unsharded training, and those of all ranks."""
+    parts = mesh.get("dp", 1)
+    found = pool.run(trained, str(folder / "one"), None, settings, world=1, **more)
+    settings = {**settings, "per_device_train_batch_size": settings.get("per_device_train_batch_size", 4) // parts}
+    return found + pool.run(trained, str(folder / "more"), mesh, settings, world=mesh["tp"] * parts, **more)
+
+
+def same(got: dict[str, Any], wanted: dict[str, Any], bound: float = 1e-9, said: float = 1e-6) -> None:
+    assert got["steps"] == wanted["steps"]
+    for mine, other in zip(got["history"], wanted["history"], strict=True):
+        for name in mine.keys() & {"loss", "grad_norm", "epoch", "train_loss", "eval_loss", "num_input_tokens_seen"}:
+            assert mine[name] == pytest.approx(other[name], rel=said), (name, mine, other)
+    for name, parameter in wanted["parameters"].items():
+        torch.testing.assert_close(got["parameters"][name], parameter, rtol=bound, atol=bound)
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

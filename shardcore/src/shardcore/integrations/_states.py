@@ -11,13 +11,18 @@ from typing import Any
 from torch import nn
 
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
+from shardcore.checkpoint.generators import generators_of, set_generators
 from shardcore.errors import ConfigError
 from shardcore.integrations._replicas import sharded_in
+from shardcore.integrations._schedules import made_in_steps_of, refuse_unable_to_change, steps_of
 
 __all__ = ["FOLDER", "load_states", "native_optimizer", "save_states"]
 
 #: The folder of shardcore's checkpoint inside of one of Accelerate's or the Trainer's.
 FOLDER = "shardcore"
+
+#: What is kept in a checkpoint about schedules: how many steps each made with one of the optimizer.
+_STEPS = "steps_of_schedulers"
 
 
 def native_optimizer(optimizer: Any) -> Any:
@@ -32,8 +37,9 @@ def save_states(accelerator: Any, native: Callable[..., Any], output_dir: str | 
     pairs = _pairs(accelerator)
     with _without(accelerator, pairs):
         location = native(output_dir, *args, **kwargs)
+    extra = {_STEPS: steps_of(accelerator._schedulers)}
     for number, (model, optimizer) in enumerate(pairs):
-        save_checkpoint(Path(location) / FOLDER / str(number), model, optimizer, keep_last=1)
+        save_checkpoint(Path(location) / FOLDER / str(number), model, optimizer, extra=extra, keep_last=1)
     return location
 
 
@@ -43,10 +49,20 @@ def load_states(
     """Load what `save_states` saved, on the same mesh or on another; every rank calls it."""
     pairs = _pairs(accelerator)
     folder = _folder(accelerator, input_dir)
+    saved: list[int] = []
     for number, (model, optimizer) in enumerate(pairs):
-        load_checkpoint(folder / FOLDER / str(number), model, optimizer)
+        found = load_checkpoint(folder / FOLDER / str(number), model, optimizer)
+        saved = (found.extra or {}).get(_STEPS, [])
+    refuse_unable_to_change(accelerator._schedulers, saved)
+    generators = [(model, generators_of(model)) for model, _ in pairs]
     with _without(accelerator, pairs):
         native(str(folder), *args, **kwargs)
+    made_in_steps_of(accelerator._schedulers, saved)
+    # Accelerate's files are one for each rank of the mesh that saved: this rank may have none, or that of a rank of
+    # another replica.
+    accelerator.step = accelerator._replicas.first(lambda: accelerator.step, "all")
+    for model, states in generators:
+        set_generators(model, states)
 
 
 def _folder(accelerator: Any, input_dir: str | None) -> Path:

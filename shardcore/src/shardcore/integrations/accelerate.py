@@ -23,6 +23,7 @@ from typing_extensions import override
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._replicas import Replicas, sharded_in
+from shardcore.integrations._schedules import SteppedByReplicas
 from shardcore.integrations._states import load_states, native_optimizer, save_states
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.mesh import context_of
@@ -143,7 +144,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         """Prepare a scheduler, which makes one step for each replica."""
         prepared = super().prepare_scheduler(scheduler)
         if self._replicas is not None and type(prepared) is AcceleratedScheduler:
-            prepared.__class__ = _Scheduler
+            prepared.__class__ = SteppedByReplicas
             prepared.steps = self._replicas.count
         return prepared
 
@@ -296,26 +297,6 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     for some in by_mesh.values():
         clip_grads_with_norm_(some, max_norm, total)
     return total
-
-
-class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not followed
-    """Makes one step for each replica, as Accelerate does for each process: schedules count samples of one."""
-
-    steps: int
-    split_batches: bool
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Make the steps that belong to one step of the optimizer."""
-        times = 1 if self.split_batches or not self.step_with_optimizer else self.steps
-        before, self.split_batches = self.split_batches, True  # one step at a time
-        try:
-            for _ in range(times):
-                total = getattr(self.scheduler, "total_steps", None)
-                # Not after the end of a schedule that has one, if not all batches were left out at the end.
-                if times == 1 or total is None or self.scheduler._step_count <= total:
-                    super().step(*args, **kwargs)
-        finally:
-            self.split_batches = before
 
 
 class _Processes:

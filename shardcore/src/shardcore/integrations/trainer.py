@@ -11,6 +11,7 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._checkpoints import Checkpoints
 from shardcore.integrations._evaluating import Evaluating
+from shardcore.integrations._losses import Losses
 from shardcore.integrations._replicas import beside, sharded_in
 from shardcore.integrations._trl import Given, made_ready
 from shardcore.integrations.accelerate import adopt
@@ -23,7 +24,7 @@ __all__ = ["Seq2SeqTrainer", "Trainer", "sharded"]
 _WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class _Sharded(Evaluating, Checkpoints):
+class _Sharded(Losses, Evaluating, Checkpoints):
     """What a Trainer does in its own way if its model was sharded; it stands before the class of the Trainer."""
 
     control: Any
