@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib
 import logging
@@ -301,6 +302,22 @@ def _odd() -> Any:
 
 def test_a_process_that_fails_is_an_error_on_all_ranks(pool: WorkerPool) -> None:
     pool.run(_refused, _odd, "could be inferred: OSError: gone", policy="infer", world=2)
+
+
+def _impatient() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardcore.inferred.time_limit", lambda group: datetime.timedelta(seconds=1))
+        _refused(_stablelm, "could be inferred: it took more than 1 s", policy="infer")
+
+
+def test_it_ends_before_the_other_ranks_stop_waiting(pool: WorkerPool) -> None:
+    pool.run(_impatient, world=2)
+
+
+def test_what_would_split_nothing_is_refused() -> None:
+    config = transformers.SegformerConfig().to_json_string(use_diff=False)
+    with pytest.raises(ConfigError, match="nothing of a small SegformerModel could be split: .*left whole"):
+        infer.answer("transformers", "SegformerModel", config, proved=False)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardcore import _env
 from shardcore.errors import ConfigError
+from shardcore.mesh import time_limit
 from shardcore.policy import Policy
 
 __all__ = ["Inference", "inferred"]
@@ -22,7 +23,8 @@ __all__ = ["Inference", "inferred"]
 #: How far an inferred policy is trusted: after a proof on a small copy of the class, or as it was drafted.
 Inference = Literal["proved", "drafted"]
 
-_LIMIT = 600  # seconds
+_LIMIT = 600.0  # seconds
+_SHARE = 0.8  # of the time that the other ranks wait, so that they hear of it
 
 
 def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> type[Policy]:
@@ -34,7 +36,7 @@ def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> ty
     together = dist.is_initialized() and dist.get_world_size(group) > 1
     found: list[Any] = [None]
     if not together or dist.get_rank(group) == 0:
-        found = [_asked(model, how)]
+        found = [_asked(model, how, _limit(group) if together else _LIMIT)]
     if together:
         dist.broadcast_object_list(found, group=group, group_src=0)
     told = found[0]
@@ -45,7 +47,13 @@ def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> ty
     return _policy(type(model).__name__, told["source"])
 
 
-def _asked(model: nn.Module, how: Inference) -> Mapping[str, Any]:
+def _limit(group: ProcessGroup | None) -> float:
+    """Return the seconds that the first rank has: the others wait for its answer."""
+    waits = time_limit(group)
+    return _LIMIT if waits is None else min(_LIMIT, _SHARE * waits.total_seconds())
+
+
+def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
     """Return what the process says, or an ``error``: nothing is raised on one rank alone."""
     cls, config = type(model), getattr(model, "config", None)
     if how not in ("proved", "drafted"):
@@ -56,15 +64,15 @@ def _asked(model: nn.Module, how: Inference) -> Mapping[str, Any]:
             "transformers. Draft a policy from an example: shardcore new-pack NAME --example module:function"
         }
     try:
-        return _answer(cls, config, proved=how == "proved")
+        return _answer(cls, config, limit, proved=how == "proved")
     except subprocess.TimeoutExpired:
-        why = f"it took more than {_LIMIT} s"
+        why = f"it took more than {limit:.0f} s; draft it once with the command, and pass the policy"
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     return {"error": f"no policy for {cls.__name__} could be inferred: {why}. See: shardcore new-pack --help"}
 
 
-def _answer(cls: type[nn.Module], config: Any, *, proved: bool) -> Mapping[str, Any]:
+def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) -> Mapping[str, Any]:
     asked = {"module": cls.__module__, "name": cls.__name__, "config": config.to_json_string(use_diff=False)}
     done = subprocess.run(
         [sys.executable, "-m", "shardcore.cli.infer"],
@@ -72,7 +80,7 @@ def _answer(cls: type[nn.Module], config: Any, *, proved: bool) -> Mapping[str, 
         env=_env.of_a_child(sys.path),
         capture_output=True,
         text=True,
-        timeout=_LIMIT,
+        timeout=limit,
         check=False,
     )
     if done.returncode:

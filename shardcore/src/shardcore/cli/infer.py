@@ -41,7 +41,7 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     """Return what the module's docstring says.
 
     Raises:
-        ShardcoreError: no policy fits, or the proof failed.
+        ShardcoreError: no policy fits, nothing can be split, or the proof failed.
     """
     small = _small(module, name, config)
 
@@ -50,6 +50,8 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
 
     draft = guess(small.model, call)
     share, proof = _share(small.model, draft), ""
+    if not share:
+        raise ConfigError(f"nothing of a small {name} could be split: {'; '.join(dict.fromkeys(draft.doubts))}")
     if proved:
         proof, problem = _proof(module, name, config, draft)
         if problem:  # the same without sequence parallelism

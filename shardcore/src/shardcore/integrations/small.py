@@ -95,18 +95,19 @@ def small_model(model_class: type[Any], config: Any = None, seed: int = 0, *, ge
     reasons = []
     # With fewer key/value heads than heads if the class has them, and widths that differ where they do in ``config``;
     # sizes without a default get one where the class wants it; those that may not be small stay as they are.
-    for kv, keep, apart, unset in (
-        (2, (), True, False),
-        (2, (), False, False),
-        (4, (), True, False),
-        (4, (), False, False),
-        (2, (), False, True),
-        (4, ("head_dim",), False, False),
-        (4, ("hidden_size", "d_model"), False, False),
-        (4, ("image_size", "patch_size"), False, False),
+    for kv, own, apart, unset in (
+        (2, {}, True, False),
+        (2, {}, False, False),
+        (4, {}, True, False),
+        (4, {}, False, False),
+        (2, {}, False, True),
+        (4, {"head_dim": None}, False, False),
+        (4, {"hidden_size": None, "d_model": None}, False, False),
+        (4, {"image_size": 64}, False, False),
+        (4, {"image_size": None, "patch_size": None}, False, False),
     ):
         try:
-            settings, dropouts = _settings(config or config_class(), kv, keep, unset)
+            settings, dropouts = _settings(config or config_class(), kv, own, unset)
             settings |= _widths(config or config_class(), settings) if apart else {}
             settings |= _of_head(model_class, settings, config or config_class(), generating)
             model = _built(model_class, config_class(**settings), seed)
@@ -148,23 +149,23 @@ def _differing(settings: Mapping[str, Any], default: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(config: Any, kv: int, keep: tuple[str, ...], unset: bool) -> tuple[dict[str, Any], list[str]]:
+def _settings(config: Any, kv: int, own: Mapping[str, int | None], unset: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of ``config`` that make a small one, with its switches, and the names of its dropouts.
 
     Args:
         config: the configuration.
         kv: the number of key/value heads.
-        keep: fields that stay as they are.
+        own: fields with another size than the usual one; None leaves it as it is.
         unset: give sizes that are None a value, and the token that pads.
     """
     found: dict[str, Any] = {}
     dropouts = []
     for name, value in vars(config).items():
-        if name in keep or name.startswith("_") or name == "transformers_version":
+        if own.get(name, 0) is None or name.startswith("_") or name == "transformers_version":
             continue
-        small = next((size for pattern, size in _SMALL if re.fullmatch(pattern, name)), None)
+        small = own.get(name) or next((size for pattern, size in _SMALL if re.fullmatch(pattern, name)), None)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found[name] = {**_settings(value, kv, keep, unset)[0], "model_type": value.model_type}
+            found[name] = {**_settings(value, kv, own, unset)[0], "model_type": value.model_type}
         elif (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout")):
             found[name] = 0.0
             dropouts.append(name)
