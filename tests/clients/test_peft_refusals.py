@@ -51,11 +51,30 @@ def refused(config: Any, options: dict[str, Any], error: str, words: str, when: 
 
 
 REFUSED = {
-    "prompts and a classifier": (
+    "an encoder of prompts that is an LSTM, and a head": (
+        peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=3,
+            modules_to_save=["lm_head"],
+            encoder_reparameterization_type="LSTM",
+        ),
+        {"tp": 2},
+        "NotSupportedError",
+        "those of an LSTM have to be",
+    ),
+    "later, prompts and a head": (
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, modules_to_save=["lm_head"]),
         {"tp": 2},
         "NotSupportedError",
-        "no parameters of both kinds",
+        "attach it before shard",
+        "after",
+    ),
+    "later, deferred gradients of replicas": (
+        lora(),
+        {"tp": 2, "dp": 2, "partial_gradients": "deferred"},
+        "NotSupportedError",
+        "deferred.*Attach it before shard",
+        "after",
     ),
     "another method": (peft.LoHaConfig(target_modules=["q_proj"]), {"tp": 2}, "NotSupportedError", "is LOHA"),
     "a pipeline": (lora(), {"pp": 2}, "NotSupportedError", "divided among the ranks of a pipeline"),

@@ -75,6 +75,11 @@ class Intact:
         self._first = {owner: self._first[owner] for owner in modules if owner in self._first}
         self._inside = [module for module in self._inside if module in self._first]
 
+    def accept(self, model: nn.Module) -> None:
+        """Take what the model has now for what it had when it was sharded: whoever has added it looks after it."""
+        self._first |= {owner: frozenset(owner._parameters) for owner in model.modules()}
+        self._remember(model)
+
     def _now(self) -> tuple[list[nn.Module | None], int]:
         children = itertools.chain.from_iterable(map(dict.values, self._children_of))
         return list(children), sum(map(len, self._parameters_of))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peft import PeftType
+from peft import PeftType, PromptEncoderReparameterizationType
 from peft.tuners.ia3.layer import Linear as IA3Linear
 from peft.tuners.lora.layer import Conv1d, Conv2d, Embedding, Linear
 from peft.tuners.lora.variants import (
@@ -19,7 +19,7 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["check_layer", "check_method", "check_new"]
+__all__ = ["check_layer", "check_method", "check_new", "trains_beside"]
 
 _MERGE = "merge the adapter before shard() (merge_and_unload() in PEFT), or train it unsharded"
 
@@ -55,13 +55,12 @@ def check_method(config: Any, name: str, *, ranks: int, replicas: int) -> None:
         raise NotSupportedError(
             f"the adapter {name!r} is {method}; of prompts that are outside of the model these are known: {known}"
         )
-    trained = getattr(config, "modules_to_save", None) or (
-        config.task_type if config.task_type in _CLASSIFIES else None
-    )
-    if several and trained:
+    lstm = getattr(config, "encoder_reparameterization_type", None) == PromptEncoderReparameterizationType.LSTM
+    if several and lstm and (trained := trains_beside(config)):
         raise NotSupportedError(
-            f"the adapter {name!r} is {method}, whose parameters are outside of the model, and trains a part of the "
-            f"sharded model too ({trained}): one optimizer takes no parameters of both kinds. Use LORA"
+            f"the adapter {name!r} is {method} and trains a part of the sharded model too ({trained}): one optimizer "
+            "takes no plain parameters, which those of an LSTM have to be, beside them. Leave "
+            "encoder_reparameterization_type='LSTM' out, or use LORA"
         )
     if ranks > 1 and config.is_prompt_learning and getattr(config, "encoder_dropout", 0):
         raise NotSupportedError(
@@ -73,12 +72,28 @@ def check_method(config: Any, name: str, *, ranks: int, replicas: int) -> None:
         raise NotSupportedError(f"the adapter {name!r} is {method}, and these can be sharded: {known}; {_MERGE}")
 
 
-def check_new(config: Any, name: str) -> None:
+def trains_beside(config: Any) -> Any:
+    """Return what prompts train of the model beside themselves, by its names or the task; None if that is nothing."""
+    task = config.task_type if config.task_type in _CLASSIFIES else None
+    return (config.is_prompt_learning and (getattr(config, "modules_to_save", None) or task)) or None
+
+
+def check_new(config: Any, name: str, *, several: bool) -> None:
     """Refuse settings that make an adapter of the values of the base, which no rank has.
+
+    Args:
+        config: the settings of the adapter.
+        name: of the adapter.
+        several: whether the model has several ranks.
 
     Raises:
         NotSupportedError: they do.
     """
+    if several and (trained := trains_beside(config)):
+        raise NotSupportedError(
+            f"the adapter {name!r} has prompts, and trains a copy of a part of the model ({trained}): attach it before "
+            "shard(), as shard(get_peft_model(model, config))"
+        )
     way = getattr(config, "init_lora_weights", True)
     if way not in _BLIND:
         raise NotSupportedError(

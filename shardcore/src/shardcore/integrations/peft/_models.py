@@ -39,6 +39,8 @@ _ADDING = "_shard_adding"  # on a model that an adapter is being added to
 #: Where PEFT finds an adapter that is not in a folder.
 _HUB = ("revision", "token", "cache_dir", "subfolder")
 
+_PREFIX = "base_model.model."  # of the names in a saved adapter
+
 
 class ShardedPeft(SwappedModule):
     """A ``PeftModel`` around a sharded model: adapters that are added get their forms, and are saved whole, once."""
@@ -207,6 +209,7 @@ def load_into(
         peft_config = peft.get_peft_config(dict(peft_config))
     peft_config.inference_mode = not is_trainable
     state = adapter_state_dict or peft.load_peft_weights(peft_model_id, device="cpu", **hub)
+    state = {key.removeprefix(_PREFIX): value for key, value in state.items()}  # this model is no PeftModel
     model.add_adapter(peft_config, name)
     found = peft.set_peft_model_state_dict(model, state, name)
     if not is_trainable:
@@ -298,7 +301,7 @@ def _check(inner: nn.Module, config: Any, name: str, context: ShardContext) -> N
             "an adapter is added to a model that is divided among the ranks of a pipeline: leave pp out"
         )
     check_method(config, name, ranks=sizes.tp, replicas=sizes.replicas)
-    check_new(config, name)
+    check_new(config, name, several=sizes.tp * sizes.replicas > 1)
 
 
 def _new_parameters(outer: nn.Module, inner: nn.Module) -> dict[str, nn.Parameter]:

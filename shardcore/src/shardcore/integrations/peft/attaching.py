@@ -97,6 +97,8 @@ class AttachedAdapters:
             site.parent._modules[site.name] = site.layer
             if context.size > 1:
                 place(site.layer, context, site.path)
+        if context.size == 1:  # FSDP2 divides them with the model
+            self.model.__dict__["_shard_intact"].accept(self.model)
         serve(self.outer, context)
 
     def _methods(self) -> Mapping[str, Any]:
