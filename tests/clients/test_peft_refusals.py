@@ -124,3 +124,33 @@ def differs_between_ranks() -> None:
 
 def test_ranks_that_differ(pool):
     pool.run(differs_between_ranks, world=2)
+
+
+def of_experts(when: str, more: dict[str, Any]) -> None:
+    """Adapters of experts are refused before anything is changed; without them the model goes on."""
+    model = ("qwen", "qwen3moe_causal_lm")
+    one = base(*model)
+    listed = not hasattr(one.model.layers[0].mlp.experts, "gate_up_proj")
+    if listed:  # each expert is a module
+        settings = lora(target_modules=["q_proj", "down_proj"])
+        words = r"experts\.0\.down_proj.*Leave it out of target_modules"
+    else:
+        settings = lora(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+        words = "target_parameters adapts weights.*Leave it out"
+    inputs = batch(*model, one)(0, 0)
+    if when == "before":
+        adapted_one = adapted(one, settings)
+        wanted = adapted_one(**inputs).loss
+        with pytest.raises(shardcore.NotSupportedError, match=words):
+            shardcore.shard(adapted_one, **more)
+        assert torch.equal(adapted_one(**inputs).loss, wanted)
+        return
+    sharded = shardcore.shard(one, **more)
+    with pytest.raises(shardcore.NotSupportedError, match=words):
+        peft_room().get_peft_model(sharded, settings)
+    close(sharded(**inputs).loss.detach(), base(*model)(**inputs).loss.detach(), "the model goes on")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_of_experts(pool, when):
+    pool.run(of_experts, when, {"tp": 2}, world=2)

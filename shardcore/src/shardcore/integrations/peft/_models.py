@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardcore.agree.agreement import Report, agree
 from shardcore.apply.together import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
-from shardcore.integrations.peft._checks import check_method, check_new
+from shardcore.integrations.peft._checks import check_method, check_new, check_targets
 from shardcore.integrations.peft._dora import begin_with_norms
 from shardcore.integrations.peft._layers import is_new, keep_on_replicas, place
 from shardcore.integrations.peft._prompts import keep_own_heads, place_prompts
@@ -302,6 +302,8 @@ def _check(inner: nn.Module, config: Any, name: str, context: ShardContext) -> N
         )
     check_method(config, name, ranks=sizes.tp, replicas=sizes.replicas)
     check_new(config, name, several=sizes.tp * sizes.replicas > 1)
+    if sizes.tp > 1:
+        check_targets(inner, config, name)
 
 
 def _new_parameters(outer: nn.Module, inner: nn.Module) -> dict[str, nn.Parameter]:
