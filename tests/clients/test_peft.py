@@ -107,6 +107,20 @@ def test_before(pool, name):
     pool.run(trains, config, options, *rest, **more, world=options["tp"] * options.get("dp", 1))
 
 
+def trains_experts() -> None:
+    """Replicas alone train adapters of all experts, in whichever form a release of transformers has these."""
+    of = ("qwen", "qwen3moe_causal_lm")
+    stacked = hasattr(base(*of).model.layers[0].mlp.experts, "gate_up_proj")
+    targets = {"target_modules": ["q_proj"] if stacked else ["q_proj", "gate_proj", "down_proj"]}
+    if stacked:
+        targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    trains(lora(**targets), {"tp": 1, "dp": 2}, *of)
+
+
+def test_adapters_of_experts_on_replicas(pool):
+    pool.run(trains_experts, world=2)
+
+
 WHOLE = {"dp_shard_size": 1, "dp_replicate_size": 2}
 
 AFTER = {

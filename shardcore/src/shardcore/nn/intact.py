@@ -100,6 +100,13 @@ class Intact:
                     f"{_kind(module)}: it would compute with what one rank has, and gradients would be wrong. "
                     f"{_WAY_OUT}"
                 )
+            if found is module and (name_of := _normed(module)):
+                raise WrapError(
+                    f"{path}.{name_of} of this sharded {type(model).__name__} has a weight_norm now, which would "
+                    "divide by norms of what one rank has. A sharded linear has none, whether it comes before shard() "
+                    "or after it: build the model anew, and leave it out there (other parametrizations, of single "
+                    "values, work)"
+                )
         new = list(self._new_parameters(model))
         for path, why, trainable in new:
             if trainable:
@@ -129,6 +136,15 @@ class Intact:
         if self._replicas > 1:
             return f"nobody averages its gradient over the {self._replicas} data-parallel replicas"
         return None
+
+
+def _normed(module: nn.Module) -> str | None:
+    """Return the parameter of ``module`` that torch's ``weight_norm`` computes, or None."""
+    lists = module._modules.get("parametrizations")
+    for name, each in lists.named_children() if isinstance(lists, nn.ModuleDict) else ():
+        if any(type(one).__name__ == "_WeightNorm" for one in each.children()):
+            return name
+    return None
 
 
 def _kind(module: nn.Module) -> str:

@@ -44,7 +44,7 @@ def inner_name(layer: nn.Module) -> str:
 
 
 def nested(layer: nn.Module) -> list[nn.Module]:
-    """Return ``layer`` and those of PEFT inside of it, one for each adapted parameter; the last has the native module."""
+    """Return ``layer`` and those of PEFT inside of it, one for each parameter; the last has the native module."""
     found = [layer]
     while isinstance(inner := found[-1]._modules[inner_name(found[-1])], BaseTunerLayer | AuxiliaryTrainingWrapper):
         found.append(inner)

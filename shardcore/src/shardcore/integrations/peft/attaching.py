@@ -17,7 +17,6 @@ from shardcore.integrations.peft._models import serve
 from shardcore.integrations.peft._sites import base_of, inner_name, nested, own_children, sites
 from shardcore.mesh import ShardContext
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Swap
 
 __all__ = ["AttachedAdapters", "attached_to"]
 
@@ -59,8 +58,8 @@ class AttachedAdapters:
         if ranks > 1:
             made: dict[str, list[type]] = {}
             for step in plan.steps:
-                if isinstance(step, Swap):
-                    made.setdefault(step.path, []).append(step.target)
+                for path, kind in step.behaviours:
+                    made.setdefault(path, []).append(kind)
             for site in self._sites:
                 check_layer(site.layer, site.path)
                 if not isinstance(site.layer, AuxiliaryTrainingWrapper):
