@@ -316,7 +316,7 @@ def test_it_ends_before_the_other_ranks_stop_waiting(pool: WorkerPool) -> None:
 
 def test_what_would_split_nothing_is_refused() -> None:
     config = transformers.SegformerConfig().to_json_string(use_diff=False)
-    with pytest.raises(ConfigError, match="nothing of a small SegformerModel could be split: .*left whole"):
+    with pytest.raises(ConfigError, match=r"nothing of a small SegformerModel could be split: .*left whole"):
         infer.answer("transformers", "SegformerModel", config, proved=False)
 
 

@@ -9,17 +9,18 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import batch, twins
+from tiny import batch, shard, twins
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
 from shardcore._torch import CAN_TRACE
-from shardcore.errors import NotSupportedError, WrapError
+from shardcore.errors import NotSupportedError, PlanError, WrapError
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 TP2 = {"tp": 2}
@@ -205,7 +206,31 @@ def refused(models):
     assert_close(loss(models[0]), loss(model), "loss after that")
 
 
-WAYS = [averaged, called_with_others, parametrized, steered, scaled, penalised, edited, stated, watched, refused]
+def normed(models):
+    """A weight_norm of a sharded linear divides by norms of parts: it is refused in the next call, or by the plan."""
+    for name in ("up", "down"):  # of rows, and of columns
+        reference, model = twins(fields=TP2)
+        weight_norm(getattr(model.model.layers[0].mlp, name))
+        with pytest.raises(WrapError, match=rf"layers\.0\.mlp\.{name}\.weight .*has a weight_norm now"):
+            loss(model)
+        weight_norm(getattr(reference.model.layers[0].mlp, name))
+        with pytest.raises(PlanError, match=rf"mlp\.{name}: .*Parametrized"):
+            shard(reference, **TP2)
+
+
+WAYS = [
+    averaged,
+    called_with_others,
+    parametrized,
+    normed,
+    steered,
+    scaled,
+    penalised,
+    edited,
+    stated,
+    watched,
+    refused,
+]
 
 
 def every_way():

@@ -26,6 +26,7 @@ from adapters import (  # from support/
     SP,
     UNEVEN,
     adapted,
+    attached_after,
     base,
     batch,
     close,
@@ -47,6 +48,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "sequence": (lora(), {"tp": 2, **SP}),
     "data": (lora(), {"tp": 2, "dp": 2}),
     "data alone": (lora(), {"tp": 1, "dp": 2}),
+    "data alone, beside the blocks": (
+        lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"]),
+        {"tp": 1, "dp": 2},
+    ),
     "data and sequence": (lora(), {"tp": 2, "dp": 2, **SP}),
     "shared KV heads": (lora(), {"tp": 4}, "llama", "tied_shared_kv"),
     "uneven parts": (lora(), {"tp": 3}, "llama", "causal_lm", UNEVEN),
@@ -100,6 +105,20 @@ def test_before(pool, name):
         pytest.importorskip(f"shard_{rest[0]}", reason="the pack does not serve this release of transformers")
     more = rest.pop() if len(rest) > 2 else {}
     pool.run(trains, config, options, *rest, **more, world=options["tp"] * options.get("dp", 1))
+
+
+def trains_experts() -> None:
+    """Replicas alone train adapters of all experts, in whichever form a release of transformers has these."""
+    of = ("qwen", "qwen3moe_causal_lm")
+    stacked = hasattr(base(*of).model.layers[0].mlp.experts, "gate_up_proj")
+    targets = {"target_modules": ["q_proj"] if stacked else ["q_proj", "gate_proj", "down_proj"]}
+    if stacked:
+        targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    trains(lora(**targets), {"tp": 1, "dp": 2}, *of)
+
+
+def test_adapters_of_experts_on_replicas(pool):
+    pool.run(trains_experts, world=2)
 
 
 WHOLE = {"dp_shard_size": 1, "dp_replicate_size": 2}
@@ -230,3 +249,52 @@ def steps_a_given_optimizer() -> None:
 
 def test_an_optimizer_that_was_made_before(pool):
     pool.run(steps_a_given_optimizer, world=2)
+
+
+def defers(config: Any, options: dict[str, Any], when: str) -> None:
+    """Gradients of two batches that ranks, and replicas, sum once are those of the unsharded model."""
+    if when == "before":
+        reference = adapted(base(), config)
+        model = shardcore.shard(copy.deepcopy(reference), **options)
+    else:
+        model, reference = attached_after(config, options, "get_peft_model", "llama", "causal_lm")
+    inputs = batch("llama", "causal_lm", reference.get_base_model())
+    replica, replicas = dist.get_rank() // options["tp"], options.get("dp", 1)
+    for step in range(2):
+        for number in range(replicas):
+            (reference(**inputs(step, number)).loss / replicas).backward()
+        if replicas > 1:
+            model.set_requires_gradient_sync(step == 1)
+        model(**inputs(step, replica)).loss.backward()
+    if "partial_gradients" in options:
+        # FSDP2 adds what is partial before it averages.
+        assert replicas > 1 or any(map(is_partial, model.parameters())), "nothing is summed later"
+        shardcore.reduce_partial_gradients(model)
+    assert not any(map(is_partial, model.parameters()))
+    for name, parameter in named(reference).items():
+        if parameter.grad is not None:
+            close(whole(named(model)[name].grad), parameter.grad, name)
+
+
+def is_partial(parameter: Any) -> bool:
+    return parameter.grad is not None and any(placement.is_partial() for placement in parameter.grad.placements)
+
+
+LATER = {"partial_gradients": "deferred"}
+DEFERRED = {
+    "every linear": (lora(), {"tp": 2, **LATER}, "before"),
+    "attached later": (lora(), {"tp": 2, **LATER}, "after"),
+    "shared KV heads, magnitudes": (lora(use_dora=True), {"tp": 4, **LATER}, "before"),
+    "sequence": (lora(use_dora=True), {"tp": 2, **SP, **LATER}, "before"),
+    "data": (lora(), {"tp": 2, "dp": 2, **LATER}, "before"),
+    "data and sequence": (lora(modules_to_save=["norm"]), {"tp": 2, "dp": 2, **SP, **LATER}, "before"),
+    "scales, data": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2, "dp": 2, **LATER}, "before"),
+    "summed at once, data": (lora(), {"tp": 2, "dp": 2}, "before"),
+    "summed at once, attached later to data": (lora(), {"tp": 2, "dp": 2}, "after"),
+}
+
+
+@pytest.mark.parametrize("name", DEFERRED)
+def test_deferred_gradients(pool, name):
+    config, options, when = DEFERRED[name]
+    pool.run(defers, config, options, when, world=options["tp"] * options.get("dp", 1))

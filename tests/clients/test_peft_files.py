@@ -119,17 +119,85 @@ def test_saving(pool, tmp_path, options, how):
     pool.run(saves_and_loads, str(tmp_path), options, how, world=2 * options.get("dp", 1))
 
 
-def merges(config: Any, options: dict[str, Any], safely: bool, family: str, case: str) -> None:
+def saves_by_the_model(folder: str, options: dict[str, Any], when: str, saved: list[str] | None) -> None:
+    """Adapters of transformers' own `add_adapter` are written as one process writes them, and load in one."""
+    place = Path(folder)
+    config = lora(target_modules=["q_proj", "down_proj"], modules_to_save=saved)
+    reference = base()
+    reference.add_adapter(copy.deepcopy(config))
+    shaken(reference)
+    if when == "before":
+        model = shardcore.shard(copy.deepcopy(reference), **options)
+    else:
+        model = shardcore.shard(base(), **options)
+        model.add_adapter(config)
+        state = {name: p.detach() for name, p in named(reference).items() if p.requires_grad}
+        assert not model.load_state_dict(state, strict=False).unexpected_keys
+    model.save_pretrained(place / "ours")
+    if dist.get_rank() == 0:
+        reference.save_pretrained(place / "theirs")
+    dist.barrier()
+    assert {p.name for p in (place / "ours").iterdir()} == {p.name for p in (place / "theirs").iterdir()}
+    ours, theirs = files(place / "ours"), files(place / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    configs = [json.loads((place / at / "adapter_config.json").read_text()) for at in ("ours", "theirs")]
+    for found in configs:
+        found["target_modules"].sort()
+    assert configs[0] == configs[1], configs
+    inputs = batch("llama", "causal_lm", base())
+    wanted = outputs(reference, inputs)
+    close(outputs(model, inputs), wanted, "sharded")
+    alone = base()
+    alone.load_adapter(str(place / "ours"))
+    close(outputs(alone, inputs), wanted, "in one process")
+    if saved and "dp" in options:
+        return  # a copy of what FSDP2 has divided already is refused
+    again = shardcore.shard(base(), **options)
+    again.load_adapter(str(place / "theirs"))
+    close(outputs(again, inputs), wanted, "in a sharded model")
+
+
+#: (options of shard, when adapters are attached, what is saved beside them)
+BY_THE_MODEL = {
+    "before": ({"tp": 2}, "before", None),
+    "after": ({"tp": 2}, "after", None),
+    "before, a head": ({"tp": 2}, "before", ["lm_head"]),
+    "after, a head": ({"tp": 2}, "after", ["lm_head"]),
+    "before, data": ({"tp": 2, "dp": 2}, "before", ["lm_head"]),
+    "after, data": ({"tp": 2, "dp": 2}, "after", None),
+}
+
+
+@pytest.mark.parametrize("name", BY_THE_MODEL)
+def test_adapters_of_the_model_itself(pool, tmp_path, name):
+    options, *rest = BY_THE_MODEL[name]
+    pool.run(saves_by_the_model, str(tmp_path), options, *rest, world=2 * options.get("dp", 1))
+
+
+def merges(config: Any, options: dict[str, Any], safely: bool, when: str, family: str, case: str) -> None:
     """Merged weights are those of the unsharded model, and what is trained beside the adapters is saved and loaded."""
     reference = adapted(base(family, case), config)
-    model = shardcore.shard(copy.deepcopy(reference), **options)
+    if when == "before":
+        model = shardcore.shard(copy.deepcopy(reference), **options)
+    else:
+        model = peft_room().get_peft_model(shardcore.shard(base(family, case), **options), config)
+        state = {name: p.detach() for name, p in named(reference).items() if p.requires_grad}
+        assert not model.load_state_dict(state, strict=False).unexpected_keys
     for one in (reference, model):
         one.merge_adapter(safe_merge=safely)
     for name, parameter in named(reference).items():
         close(whole(named(model)[name].detach()), parameter.detach(), ("merged", name))
+    if safely:
+        for one in (reference, model):
+            one.unmerge_adapter()
+        for name, parameter in named(reference).items():
+            close(whole(named(model)[name].detach()), parameter.detach(), ("unmerged", name))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")
         merged, wanted = model.merge_and_unload(), reference.merge_and_unload()
+    for name, parameter in named(wanted).items():
+        close(whole(named(merged)[name].detach()), parameter.detach(), ("unloaded", name))
     inputs = batch(family, case, wanted)
     close(outputs(merged, inputs), outputs(wanted, inputs), "merged and unloaded")
     loss = merged.requires_grad_(True)(**inputs(0, 0)).loss
@@ -160,7 +228,13 @@ MERGED = {
 @pytest.mark.parametrize("name", MERGED)
 def test_merging(pool, name, safely):
     config, options, *model = MERGED[name]
-    pool.run(merges, config, options, safely, *model, world=2)
+    pool.run(merges, config, options, safely, "before", *model, world=2)
+
+
+@pytest.mark.parametrize("name", ["LoRA", "magnitudes", "magnitudes of a table", "a head", "fused"])
+def test_merging_what_came_after(pool, name):
+    config, options, *model = MERGED[name]
+    pool.run(merges, config, options, True, "after", *model, world=2)
 
 
 def generates() -> None:

@@ -33,6 +33,7 @@ from adapters import (  # from support/
     equal_training,
     lora,
     named,
+    outputs,
     peft_room,
     trains,
     trains_after,
@@ -112,7 +113,7 @@ def trains_prompts(config: Any, when: str, options: dict[str, Any], *model: str)
         sharded.prompt_encoder.load_state_dict(reference.prompt_encoder.state_dict())
     place = {"replica": dist.get_rank() // options.get("tp", 1), "replicas": options.get("dp", 1)}
     equal_training(sharded, reference, batch(*(model or ("llama", "causal_lm")), base(*model)), **place)
-    if "dp" in options or "enable_sequence_parallelism" in options:
+    if "dp" in options:
         return
     ids = batch(*(model or ("llama", "causal_lm")), base(*model))(0, 0)["input_ids"]
     settings = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
@@ -143,3 +144,50 @@ def test_prompts(pool, name, when, on):
 def test_prefixes_of_shared_heads(pool, on):
     options = {**ON[on], "tp": 4}
     pool.run(trains_prompts, PROMPTS["prefixes"], "before", options, "llama", "tied_shared_kv", world=4)
+
+
+def classifies(kind: str, **more: Any) -> Any:
+    return getattr(peft, kind)(task_type="SEQ_CLS", num_virtual_tokens=3, **more)
+
+
+BERT = ("bert", "sequence_classification")
+LLAMA = ("llama", "sequence_classification")
+
+#: Prompts beside a head that is trained: (settings, options of shard, family, case)
+BESIDE = {
+    "prompts": (classifies("PromptTuningConfig"), {"tp": 2}, *BERT),
+    "prompts, sequence": (classifies("PromptTuningConfig"), {"tp": 2, **SP}, *BERT),
+    "prompts, data": (classifies("PromptTuningConfig"), {"tp": 2, "dp": 2}, *BERT),
+    "prompts, data alone": (classifies("PromptTuningConfig"), {"tp": 1, "dp": 2}, *BERT),
+    "prompts, score": (classifies("PromptTuningConfig"), {"tp": 2}, *LLAMA),
+    "p-tuning": (classifies("PromptEncoderConfig", encoder_hidden_size=8), {"tp": 2}, *BERT),
+    "prefixes": (classifies("PrefixTuningConfig"), {"tp": 2}, *LLAMA),
+    "the head of a language model": (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, modules_to_save=["lm_head"]),
+        {"tp": 2, **SP},
+        "llama",
+        "causal_lm",
+    ),
+}
+
+
+def trains_beside_a_head(folder: str, config: Any, options: dict[str, Any], *of: str) -> None:
+    """Prompts and a head are clipped and stepped together, and saved for one process."""
+    reference = adapted(base(*of), config).double()  # PEFT makes prompts in float32
+    model = shardcore.shard(copy.deepcopy(reference), **options)
+    inputs = batch(*of, base(*of))
+    place = {"replica": dist.get_rank() // options["tp"], "replicas": options.get("dp", 1)}
+    equal_training(model, reference, inputs, **place)
+    model.save_pretrained(folder)
+    dist.barrier()
+    alone = peft.PeftModel.from_pretrained(base(*of), folder).double()
+    close(outputs(alone, inputs), outputs(reference, inputs), "saved", 1e-6)
+    again = shardcore.shard(peft.PeftModel.from_pretrained(base(*of), folder).double(), **options)
+    close(outputs(again, inputs), outputs(alone, inputs), "loaded, and sharded")
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_prompts_beside_a_head(pool, tmp_path, name):
+    config, options, *of = BESIDE[name]
+    world = options["tp"] * options.get("dp", 1)
+    pool.run(trains_beside_a_head, str(tmp_path), config, options, *of, world=world)

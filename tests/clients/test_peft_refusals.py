@@ -51,11 +51,30 @@ def refused(config: Any, options: dict[str, Any], error: str, words: str, when: 
 
 
 REFUSED = {
-    "prompts and a classifier": (
+    "an encoder of prompts that is an LSTM, and a head": (
+        peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=3,
+            modules_to_save=["lm_head"],
+            encoder_reparameterization_type="LSTM",
+        ),
+        {"tp": 2},
+        "NotSupportedError",
+        "those of an LSTM have to be",
+    ),
+    "later, prompts and a head": (
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, modules_to_save=["lm_head"]),
         {"tp": 2},
         "NotSupportedError",
-        "no parameters of both kinds",
+        "attach it before shard",
+        "after",
+    ),
+    "later, deferred gradients of replicas": (
+        lora(),
+        {"tp": 2, "dp": 2, "partial_gradients": "deferred"},
+        "NotSupportedError",
+        "deferred.*Attach it before shard",
+        "after",
     ),
     "another method": (peft.LoHaConfig(target_modules=["q_proj"]), {"tp": 2}, "NotSupportedError", "is LOHA"),
     "a pipeline": (lora(), {"pp": 2}, "NotSupportedError", "divided among the ranks of a pipeline"),
@@ -105,3 +124,33 @@ def differs_between_ranks() -> None:
 
 def test_ranks_that_differ(pool):
     pool.run(differs_between_ranks, world=2)
+
+
+def of_experts(when: str, more: dict[str, Any]) -> None:
+    """Adapters of experts are refused before anything is changed; without them the model goes on."""
+    model = ("qwen", "qwen3moe_causal_lm")
+    one = base(*model)
+    listed = not hasattr(one.model.layers[0].mlp.experts, "gate_up_proj")
+    if listed:  # each expert is a module
+        settings = lora(target_modules=["q_proj", "down_proj"])
+        words = r"experts\.0\.down_proj.*Leave it out of target_modules"
+    else:
+        settings = lora(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+        words = "target_parameters adapts weights.*Leave it out"
+    inputs = batch(*model, one)(0, 0)
+    if when == "before":
+        adapted_one = adapted(one, settings)
+        wanted = adapted_one(**inputs).loss
+        with pytest.raises(shardcore.NotSupportedError, match=words):
+            shardcore.shard(adapted_one, **more)
+        assert torch.equal(adapted_one(**inputs).loss, wanted)
+        return
+    sharded = shardcore.shard(one, **more)
+    with pytest.raises(shardcore.NotSupportedError, match=words):
+        peft_room().get_peft_model(sharded, settings)
+    close(sharded(**inputs).loss.detach(), base(*model)(**inputs).loss.detach(), "the model goes on")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_of_experts(pool, when):
+    pool.run(of_experts, when, {"tp": 2}, world=2)

@@ -135,6 +135,26 @@ def test_text_generation(pool):
     assert len(set(first)) > 8  # no two prompts are answered alike
 
 
+def asked_for_other_texts(every: int, unnoticed: int) -> None:
+    """Ranks whose texts differ get an error when the call that is compared is one with a text, not a token after it."""
+    words = tokenizer()
+    model = case_of("llama", "causal_lm").build(vocab_size=len(words)).double().eval()
+    model = shardcore.shard(model, tp=2, check_inputs_every=every)
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=words)
+    asked = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True}  # six calls of the model
+    pipe("w1 w2 w3", **asked)
+    other = ["w3 w14 w15", "w9 w8 w7"][dist.get_rank()]  # as long, so that nothing else fails
+    for _ in range(unnoticed):
+        pipe(other, **asked)
+    with pytest.raises(shardcore.AgreementError, match="different inputs: input_ids"):
+        pipe(other, **asked)
+
+
+@pytest.mark.parametrize(("every", "unnoticed"), [(1, 0), (6, 0), (8, 3)])
+def test_other_texts_on_other_ranks(pool, every, unnoticed):
+    pool.run(asked_for_other_texts, every, unnoticed)
+
+
 def classified() -> None:
     words = tokenizer()
     words.padding_side = "right"

@@ -13,7 +13,9 @@ pytest.importorskip("sentence_transformers", reason="sentence-transformers is no
 # The workers of the pool inherit the path.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from embeddings import encoded, refused, trained  # from support/
+from embeddings import encoded, refused, trained, words_of  # from support/
+
+OF_TORCH = pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is depr:FutureWarning")
 
 MESHES = [({"tp": 2}, 2), ({"tp": 2, "dp": 2}, 4)]
 
@@ -27,15 +29,28 @@ def test_encodes_and_saves(pool, tmp_path, mesh, world):
         torch.testing.assert_close(got["reloaded"], wanted["embeddings"], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("mesh", "world"), MESHES, ids=["tp2", "tp2dp2"])
-def test_trains_as_unsharded(pool, tmp_path, mesh, world):
-    (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1)
-    rows = 4 * 2 // world
-    options = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
-    for got in pool.run(trained, str(tmp_path / "more"), mesh, world=world, **options):
+#: (loss, mesh): a loss of rows with other rows of the batch sees that of one replica.
+TRAININGS = [
+    ("scores", {"tp": 2}),
+    ("scores", {"tp": 2, "dp": 2}),
+    ("ranking", {"tp": 2}),
+    ("cached", {"tp": 2}),
+    ("gathered", {"tp": 1, "dp": 2}),
+]
+
+
+@OF_TORCH
+@pytest.mark.parametrize(("loss", "mesh"), TRAININGS, ids=str)
+def test_trains_as_unsharded(pool, tmp_path, loss, mesh):
+    alone = "ranking" if loss in ("cached", "gathered") else loss
+    (wanted,) = pool.run(trained, str(tmp_path / "one"), None, alone, world=1)
+    replicas = mesh.get("dp", 1)
+    options = {f"per_device_{what}_batch_size": 4 // replicas for what in ("train", "eval")}
+    for got in pool.run(trained, str(tmp_path / "more"), mesh, loss, world=mesh["tp"] * replicas, **options):
         assert len(got["history"]) == len(wanted["history"])
         for mine, other in zip(got["history"], wanted["history"], strict=True):
-            for name in other.keys() & {"loss", "grad_norm", "eval_loss"}:
+            assert mine.keys() == other.keys()
+            for name in other.keys() & {"loss", "grad_norm", "eval_loss", "eval_pairs_spearman_cosine"}:
                 assert mine[name] == pytest.approx(other[name], rel=1e-6), name
         for name, parameter in wanted["parameters"].items():
             torch.testing.assert_close(got["parameters"][name], parameter, rtol=1e-9, atol=1e-9)
@@ -44,3 +59,21 @@ def test_trains_as_unsharded(pool, tmp_path, mesh, world):
 def test_a_whole_pipeline_is_refused_and_says_what_to_shard(pool, tmp_path):
     for message in pool.run(refused, str(tmp_path), world=2):
         assert "shardcore.shard(model[0].auto_model" in message
+
+
+#: (loss, mesh, rows to evaluate, words)
+REFUSED = {
+    "gathered": ({"tp": 2}, 8, "each sentence would be a wrong answer to itself"),
+    "both gathered": ({"tp": 2, "dp": 2}, 8, "CachedMultipleNegativesRankingLoss"),
+    "gathered, unfilled": ({"tp": 1, "dp": 2}, 5, "divides their number"),
+}
+
+
+@OF_TORCH
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loss_that_gathers_over_ranks_is_refused(pool, tmp_path, name):
+    mesh, evaluated, words = REFUSED[name]
+    world = mesh["tp"] * mesh.get("dp", 1)
+    loss = name.partition(",")[0]
+    for message in pool.run(words_of, str(tmp_path), mesh, loss, evaluated, world=world):
+        assert words in message

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import shardcore
 from shardcore.errors import NotSupportedError, WrapError
@@ -76,6 +77,54 @@ def test_its_optimizers_step_as_unsharded(pool):
     pool.run(optimizers, world=2, timeout=120)
 
 
+def clips_adaptively() -> None:
+    """Norms of whole rows need whole tensors: torch refuses parts, and `docs/timm.md` has the loop."""
+    from timm.utils import dispatch_clip_grad
+    from timm.utils.agc import adaptive_clip_grad
+
+    reference, model = twins()
+    for each in (reference, model):
+        pixels, labels = images()
+        nn.functional.cross_entropy(each(pixels), labels).backward()
+    dispatch_clip_grad(reference.parameters(), 0.001, mode="agc")
+    for p in model.parameters():
+        if p.grad is not None:
+            full = nn.Parameter(p.detach().full_tensor())
+            full.grad = p.grad.full_tensor()
+            adaptive_clip_grad(full, 0.001)
+            p.grad = distribute_tensor(full.grad, p.device_mesh, p.placements)
+    assert_same_gradients(reference, model)
+    with pytest.raises(RuntimeError, match="placement changes"):
+        dispatch_clip_grad(model.parameters(), 0.001, mode="agc")
+
+
+def resumes_an_unsharded_run(folder: str) -> None:
+    """The weights and the optimizer of an unsharded run's file, as `docs/timm.md` has it."""
+    from timm.models import resume_checkpoint
+    from timm.utils import CheckpointSaver
+
+    def split(optimizer: Any) -> None:
+        for p, state in optimizer.state.items():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.shape == p.shape:
+                    state[name] = distribute_tensor(value, p.device_mesh, p.placements)
+
+    reference, model = twins()
+    theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (reference, model))
+    step(reference, theirs, 0)
+    run = Path(folder) / "unsharded"
+    if dist.get_rank() == 0:
+        run.mkdir()
+        args = argparse.Namespace(model="vit")
+        CheckpointSaver(reference, theirs, args=args, checkpoint_dir=str(run)).save_checkpoint(0, metric=1.0)
+    dist.barrier()
+    ours.register_load_state_dict_post_hook(split)
+    resume_checkpoint(model, str(run / "last.pth.tar"), ours, weights_only=False)
+    step(reference, theirs, 1)
+    step(model, ours, 1)
+    assert_same_parameters(reference, model)
+
+
 def tools(folder: str) -> None:
     import numpy as np
     from timm.data import Mixup
@@ -113,6 +162,9 @@ def tools(folder: str) -> None:
     nn.init.zeros_(other.head.weight)
     load_checkpoint(other, plain)
     assert_same_parameters(build(), other)
+
+    clips_adaptively()
+    resumes_an_unsharded_run(folder)
 
     # One folder for each rank goes on exactly; rank 0's file on another rank is refused.
     own = Path(folder) / str(dist.get_rank())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,13 @@ import sentence_transformers
 import torch
 import torch.distributed as dist
 from sentence_transformers.base.modules.transformer import Transformer
-from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    CosineSimilarityLoss,
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
 from sentence_transformers.sentence_transformer.modules.pooling import Pooling
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -68,14 +74,27 @@ def encoded(folder: str, mesh: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"embeddings": found, "reloaded": alone.encode(sentences(9), batch_size=4, convert_to_tensor=True)}
 
 
-def trained(folder: str, mesh: Mapping[str, Any] | None, **options: Any) -> dict[str, Any]:
-    """Train by pairs and a number for each, and return what was logged and the parameters."""
+#: How pairs are trained on, by name; those of rows with other rows of the batch take no score.
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "scores": CosineSimilarityLoss,
+    "ranking": MultipleNegativesRankingLoss,
+    "gathered": lambda model: MultipleNegativesRankingLoss(model, gather_across_devices=True),
+    "cached": lambda model: CachedMultipleNegativesRankingLoss(model, mini_batch_size=1),
+    "both gathered": lambda model: MatryoshkaLoss(model, LOSSES["gathered"](model), [16, 32]),
+}
+
+
+def trainer_of(
+    folder: str, mesh: Mapping[str, Any] | None, loss: str = "scores", evaluated: int = 8, **options: Any
+) -> Any:
+    """Return a trainer by pairs of sentences, for a loss of `LOSSES`."""
     from shardcore.integrations.trainer import sharded
 
     model = built(folder, mesh)
     draw = random.Random(1)
-    rows = {"one": sentences(16, 1), "other": sentences(16, 2), "score": [draw.random() for _ in range(16)]}
-    data = datasets.Dataset.from_dict(rows)
+    rows: dict[str, Any] = {"one": sentences(16, 1), "other": sentences(16, 2)}
+    scores = [draw.random() for _ in range(16)]
+    data = datasets.Dataset.from_dict(rows | ({"score": scores} if loss == "scores" else {}))
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(
         **{
             "output_dir": str(Path(folder, "run")),
@@ -85,22 +104,38 @@ def trained(folder: str, mesh: Mapping[str, Any] | None, **options: Any) -> dict
             **options,
         }
     )
-    trainer = sharded(sentence_transformers.SentenceTransformerTrainer)(
+    return sharded(sentence_transformers.SentenceTransformerTrainer)(
         model=model,
         args=arguments,
         train_dataset=data,
-        eval_dataset=data.select(range(8)),
-        loss=CosineSimilarityLoss(model),
+        eval_dataset=data.select(range(evaluated)),
+        loss=LOSSES[loss](model),
+        evaluator=EmbeddingSimilarityEvaluator(rows["one"], rows["other"], scores, batch_size=4, name="pairs"),
     )
+
+
+def trained(folder: str, mesh: Mapping[str, Any] | None, loss: str = "scores", **options: Any) -> dict[str, Any]:
+    """Train, and return what was logged and the parameters."""
+    trainer = trainer_of(folder, mesh, loss, **options)
     trainer.train()
     trainer.evaluate()
-    return {"history": trainer.state.log_history, "steps": trainer.state.global_step, "parameters": parameters(model)}
+    model, state = trainer.model, trainer.state
+    return {"history": state.log_history, "steps": state.global_step, "parameters": parameters(model)}
 
 
 def refused(folder: str) -> str:
     """Return the words with which `shardcore.shard` refuses the whole pipeline."""
     try:
         shardcore.shard(built(folder, None), tp=2)
+    except shardcore.NotSupportedError as error:
+        return str(error)
+    return "it is not refused"
+
+
+def words_of(folder: str, mesh: Mapping[str, Any], loss: str, evaluated: int) -> str:
+    """Return the words with which a trainer, or its evaluation, is refused; no step was made."""
+    try:
+        trainer_of(folder, mesh, loss, evaluated, per_device_eval_batch_size=2).evaluate()
     except shardcore.NotSupportedError as error:
         return str(error)
     return "it is not refused"

@@ -15,6 +15,7 @@ from shardcore.integrations._losses import Losses
 from shardcore.integrations._replicas import beside, sharded_in
 from shardcore.integrations._trl import Given, made_ready
 from shardcore.integrations.accelerate import adopt
+from shardcore.integrations.sentence_transformers.training import Embedding, trains_embeddings
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.nn.behaviour import once
 
@@ -126,7 +127,8 @@ def sharded(trainer: type[Any]) -> type[Any]:
     if issubclass(trainer, _Sharded):
         return trainer
     namespace = {"__doc__": trainer.__doc__, "__module__": __name__, "__qualname__": trainer.__qualname__}
-    return type(trainer.__name__, (_Sharded, trainer), namespace)
+    own = (Embedding, _Sharded) if trains_embeddings(trainer) else (_Sharded,)
+    return type(trainer.__name__, (*own, trainer), namespace)
 
 
 Trainer = sharded(transformers.Trainer)

@@ -75,6 +75,11 @@ class Intact:
         self._first = {owner: self._first[owner] for owner in modules if owner in self._first}
         self._inside = [module for module in self._inside if module in self._first]
 
+    def accept(self, model: nn.Module) -> None:
+        """Take what the model has now for what it had when it was sharded: whoever has added it looks after it."""
+        self._first |= {owner: frozenset(owner._parameters) for owner in model.modules()}
+        self._remember(model)
+
     def _now(self) -> tuple[list[nn.Module | None], int]:
         children = itertools.chain.from_iterable(map(dict.values, self._children_of))
         return list(children), sum(map(len, self._parameters_of))
@@ -94,6 +99,13 @@ class Intact:
                     f"{path} of this sharded {type(model).__name__} is {_kind(found)} now, where shard() had made "
                     f"{_kind(module)}: it would compute with what one rank has, and gradients would be wrong. "
                     f"{_WAY_OUT}"
+                )
+            if found is module and (name_of := _normed(module)):
+                raise WrapError(
+                    f"{path}.{name_of} of this sharded {type(model).__name__} has a weight_norm now, which would "
+                    "divide by norms of what one rank has. A sharded linear has none, whether it comes before shard() "
+                    "or after it: build the model anew, and leave it out there (other parametrizations, of single "
+                    "values, work)"
                 )
         new = list(self._new_parameters(model))
         for path, why, trainable in new:
@@ -124,6 +136,15 @@ class Intact:
         if self._replicas > 1:
             return f"nobody averages its gradient over the {self._replicas} data-parallel replicas"
         return None
+
+
+def _normed(module: nn.Module) -> str | None:
+    """Return the parameter of ``module`` that torch's ``weight_norm`` computes, or None."""
+    lists = module._modules.get("parametrizations")
+    for name, each in lists.named_children() if isinstance(lists, nn.ModuleDict) else ():
+        if any(type(one).__name__ == "_WeightNorm" for one in each.children()):
+            return name
+    return None
 
 
 def _kind(module: nn.Module) -> str:

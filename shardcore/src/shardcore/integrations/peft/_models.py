@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardcore.agree.agreement import Report, agree
 from shardcore.apply.together import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
-from shardcore.integrations.peft._checks import check_method, check_new
+from shardcore.integrations.peft._checks import check_method, check_new, check_targets
 from shardcore.integrations.peft._dora import begin_with_norms
 from shardcore.integrations.peft._layers import is_new, keep_on_replicas, place
 from shardcore.integrations.peft._prompts import keep_own_heads, place_prompts
@@ -38,6 +38,8 @@ _ADDING = "_shard_adding"  # on a model that an adapter is being added to
 
 #: Where PEFT finds an adapter that is not in a folder.
 _HUB = ("revision", "token", "cache_dir", "subfolder")
+
+_PREFIX = "base_model.model."  # of the names in a saved adapter
 
 
 class ShardedPeft(SwappedModule):
@@ -207,6 +209,7 @@ def load_into(
         peft_config = peft.get_peft_config(dict(peft_config))
     peft_config.inference_mode = not is_trainable
     state = adapter_state_dict or peft.load_peft_weights(peft_model_id, device="cpu", **hub)
+    state = {key.removeprefix(_PREFIX): value for key, value in state.items()}  # this model is no PeftModel
     model.add_adapter(peft_config, name)
     found = peft.set_peft_model_state_dict(model, state, name)
     if not is_trainable:
@@ -298,7 +301,9 @@ def _check(inner: nn.Module, config: Any, name: str, context: ShardContext) -> N
             "an adapter is added to a model that is divided among the ranks of a pipeline: leave pp out"
         )
     check_method(config, name, ranks=sizes.tp, replicas=sizes.replicas)
-    check_new(config, name)
+    check_new(config, name, several=sizes.tp * sizes.replicas > 1)
+    if sizes.tp > 1:
+        check_targets(inner, config, name)
 
 
 def _new_parameters(outer: nn.Module, inner: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,4 +1,7 @@
-"""Prompts and prefixes: parameters outside of the model, which are whole on every rank, and the same on all."""
+"""Prompts and prefixes: parameters outside of the model, which are whole on every rank, and the same on all.
+
+They are plain, but for those that are trained beside a part of the model.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,14 @@ from torch.distributed import ProcessGroup
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.errors import NotSupportedError
+from shardcore.integrations.peft._checks import trains_beside
 from shardcore.mesh import ShardContext
-from shardcore.nn import SwappedModule
+from shardcore.nn import Replicated, ReplicatedLayout, SwappedModule
+from shardcore.nn.layout import distribute
+from shardcore.nn.loading import take_full_tensors
 from shardcore.policy import HeadCounts
+from shardcore.wrap.data_parallel import data_axes
+from shardcore.wrap.scalars import on_replicas
 
 __all__ = ["keep_own_heads", "place_prompts"]
 
@@ -33,12 +41,15 @@ class Prompts(SwappedModule):
 
     #: Whether it makes keys and values, of which each rank uses those of its heads.
     _of_heads: bool
+    #: Whether its parameters average their gradients themselves.
+    _beside: bool
     _shard_context: ShardContext
 
     @classmethod
-    def take(cls, encoder: nn.Module, context: ShardContext, *, of_heads: bool) -> Self:
+    def take(cls, encoder: nn.Module, context: ShardContext, *, of_heads: bool, beside: bool) -> Self:
         """Turn ``encoder`` into this class."""
         new = cls.swap_class(encoder, context)
+        new.__dict__["_beside"] = beside
         new.__dict__["_of_heads"] = of_heads and context.size > 1
         return new
 
@@ -46,7 +57,7 @@ class Prompts(SwappedModule):
         """Return (B, n, d) for the tokens of prompts (B, n), which are the same for each sample."""
         out: Tensor = super().forward(tokens[:1], *args, **kwargs)
         if torch.is_grad_enabled():
-            if groups := self._shard_context.replica_groups:
+            if (groups := self._shard_context.replica_groups) and not self._beside:
                 out = _Averaged.apply(out, groups)  # type: ignore[no-untyped-call]  # untyped in torch
             if self._of_heads:
                 out = copy_to_tp(out, self._shard_context.channel)
@@ -77,8 +88,30 @@ def place_prompts(model: PeftModel, context: ShardContext) -> None:
         return
     encoders = getattr(model, "prompt_encoder", None)
     for name, encoder in encoders.items() if isinstance(encoders, nn.ModuleDict) else ():
-        if not isinstance(encoder, Prompts):
-            Prompts.take(encoder, context, of_heads=model.peft_config[name].peft_type == PeftType.PREFIX_TUNING)
+        if isinstance(encoder, Prompts):
+            continue
+        config = model.peft_config[name]
+        beside = bool(trains_beside(config)) and not config.inference_mode
+        Prompts.take(encoder, context, of_heads=config.peft_type == PeftType.PREFIX_TUNING, beside=beside)
+        if beside:
+            _join(encoder, context)
+
+
+def _join(encoder: nn.Module, context: ShardContext) -> None:
+    """Let the parameters of ``encoder`` be DTensors, as those of the head are that is trained beside them.
+
+    Each rank holds all of them. One optimizer, and one norm, then take both.
+    """
+    several = bool(context.replica_groups)
+    axes = data_axes(context) if several else ()
+    for module in list(encoder.modules()):
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        for name, parameter in own.items():
+            held = distribute(parameter, ReplicatedLayout(), context) if context.size > 1 else parameter
+            module._parameters[name] = on_replicas(held, context, axes) if several else held
+        if own:
+            Replicated.swap_class(module, context)
+            take_full_tensors(module)
 
 
 def keep_own_heads(model: PeftModel, found: Any, context: ShardContext) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["Site", "base_of", "inner_name", "own_children", "sites"]
+__all__ = ["Site", "base_of", "inner_name", "nested", "own_children", "sites"]
 
 
 @dataclass(slots=True)
@@ -41,6 +41,14 @@ def sites(model: nn.Module, prefix: str = "") -> Iterator[Site]:
 def inner_name(layer: nn.Module) -> str:
     """Return the name under which a layer of PEFT keeps its native module."""
     return "original_module" if isinstance(layer, AuxiliaryTrainingWrapper) else "base_layer"
+
+
+def nested(layer: nn.Module) -> list[nn.Module]:
+    """Return ``layer`` and those of PEFT inside of it, one for each parameter; the last has the native module."""
+    found = [layer]
+    while isinstance(inner := found[-1]._modules[inner_name(found[-1])], BaseTunerLayer | AuxiliaryTrainingWrapper):
+        found.append(inner)
+    return found
 
 
 def own_children(layer: nn.Module) -> dict[str, nn.Module]:

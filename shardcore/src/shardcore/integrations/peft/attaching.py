@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from peft import PeftModel
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from shardcore.agree.fingerprint import Item, model_items, tensor_items
 from shardcore.errors import NotSupportedError
-from shardcore.integrations.peft._checks import check_layer, check_method
+from shardcore.integrations.peft._checks import check_base, check_layer, check_method
 from shardcore.integrations.peft._layers import place
 from shardcore.integrations.peft._models import serve
-from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
+from shardcore.integrations.peft._sites import base_of, inner_name, nested, own_children, sites
 from shardcore.mesh import ShardContext
 from shardcore.plan import ShardPlan
 
@@ -55,8 +56,14 @@ class AttachedAdapters:
         for name, settings in self._methods().items():
             check_method(settings, name, ranks=ranks, replicas=replicas)
         if ranks > 1:
+            made: dict[str, list[type]] = {}
+            for step in plan.steps:
+                for path, kind in step.behaviours:
+                    made.setdefault(path, []).append(kind)
             for site in self._sites:
                 check_layer(site.layer, site.path)
+                if not isinstance(site.layer, AuxiliaryTrainingWrapper):
+                    check_base(site.path, made.get(site.path, ()))
 
     def items(self, *, values: bool) -> Iterator[Item]:
         """Yield what has to be the same on every rank: kinds, settings, shapes and ``values`` of all adapters."""
@@ -72,12 +79,19 @@ class AttachedAdapters:
 
     def _held(self) -> nn.ModuleDict:
         """Return all adapters, by the paths of their layers."""
-        return nn.ModuleDict({s.path.replace(".", "/"): nn.ModuleDict(own_children(s.layer)) for s in self._sites})
+        return nn.ModuleDict(
+            {
+                f"{site.path.replace('.', '/')}{f' {depth}' if depth else ''}": nn.ModuleDict(own_children(layer))
+                for site in self._sites
+                for depth, layer in enumerate(nested(site.layer))
+            }
+        )
 
     def take_off(self) -> None:
         """Put the native modules in the places of the layers."""
         for site in self._sites:
-            site.parent._modules[site.name] = site.layer._modules[inner_name(site.layer)]
+            layer = nested(site.layer)[-1]
+            site.parent._modules[site.name] = layer._modules[inner_name(layer)]
 
     def put_back(self) -> None:
         """Undo `take_off`."""
@@ -93,10 +107,13 @@ class AttachedAdapters:
         if receive is not None:
             receive(self._held())
         for site in self._sites:
-            site.layer._modules[inner_name(site.layer)] = site.parent._modules[site.name]
+            layer = nested(site.layer)[-1]
+            layer._modules[inner_name(layer)] = site.parent._modules[site.name]
             site.parent._modules[site.name] = site.layer
             if context.size > 1:
                 place(site.layer, context, site.path)
+        if context.size == 1:  # FSDP2 divides them with the model
+            self.model.__dict__["_shard_intact"].accept(self.model)
         serve(self.outer, context)
 
     def _methods(self) -> Mapping[str, Any]:
