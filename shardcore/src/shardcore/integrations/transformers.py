@@ -25,6 +25,7 @@ from shardcore.mesh import nearest_context
 from shardcore.nn import ParallelModule, SwappedModule
 from shardcore.nn.behaviour import once
 from shardcore.nn.calls import running
+from shardcore.nn.same_inputs import SameInputs
 from shardcore.plan.steps import Step
 from shardcore.policy import Policy
 
@@ -159,6 +160,8 @@ def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
         context = nearest_context(self)
         if context is None:
             return native(self, *args, **kwargs)
+        if isinstance(self, SameInputs):
+            self.compare_generation(args, kwargs)
         with running(self, context):
             return native(self, *args, **kwargs)
 

@@ -54,6 +54,7 @@ class SameInputs(SwappedModule):
 
     _inputs_calls: int
     _inputs_every: int
+    _inputs_begun: int  # the call up to which generations were compared
     _inputs_meet: Meet
     _inputs_checksum: Callable[[Tensor], str]
     _inputs_kind: tuple[bool, bool]  # of the last call: training, with gradients
@@ -95,6 +96,26 @@ class SameInputs(SwappedModule):
             own["_inputs_open"] = False
             self._inputs_presence.leave()
 
+    def compare_generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare the tensors that a generation begins with, if as many calls were made as between comparisons.
+
+        With a cache each of its calls but one brings a token, which ranks with other texts may have alike; and an
+        encoder is not called through the model. Settings may differ: a streamer is for one rank.
+
+        Raises:
+            AgreementError: they do not begin with the same; on every rank.
+            MissingRanksError: some ranks do not generate, and will not.
+        """
+        every, number = self._inputs_every, self._inputs_calls
+        if not every or self._inputs_open or not (number < _FIRST or number - self._inputs_begun >= every):
+            return
+        self.__dict__["_inputs_begun"] = number - number % every
+        self._inputs_presence.enter()
+        try:
+            self._compare(args, {name: value for name, value in kwargs.items() if isinstance(value, Tensor)})
+        finally:
+            self._inputs_presence.leave()
+
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *sorted(kwargs.items())]
         leaves = [leaf for name, value in named for leaf in _leaves(name, value, _DEEP)]
@@ -127,6 +148,7 @@ def compare_inputs(
         _shard_context=context,
         _inputs_calls=0,
         _inputs_every=every,
+        _inputs_begun=0,
         _inputs_meet=meet,
         _inputs_checksum=checksum,
         _inputs_kind=(True, True),
