@@ -339,6 +339,14 @@ def test_one_of_model_and_example(tmp_path):
     assert "give --model for a class of transformers, or --example for any other" in result.output
 
 
+def test_a_folder_that_is_not_there_is_made(tmp_path, monkeypatch):
+    (tmp_path / "models_for_drafts.py").write_text(SMALL_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = new_pack(tmp_path / "drafts", "shard-drafted", "models_for_drafts:example", "--example")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "drafts" / "shard-drafted" / "pyproject.toml").exists()
+
+
 def test_an_example_becomes_the_case(tmp_path, monkeypatch):
     (tmp_path / "plain_models.py").write_text(SMALL_MODEL)
     monkeypatch.syspath_prepend(tmp_path)

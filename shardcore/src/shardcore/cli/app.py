@@ -351,8 +351,8 @@ def convert(checkpoint: Path, out: Path, dtype: str | None, max_shard_size: str)
 @click.option(
     "--into",
     default=Path(),
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the folder is made [default: here].",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the folder is made [default: here]; made too if it is not there.",
 )
 def new_pack(name: str, model: str | None, example: str | None, into: Path) -> None:
     """Write a complete pack NAME for a model class that none serves.

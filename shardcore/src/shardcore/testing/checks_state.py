@@ -177,7 +177,11 @@ def captured(s: Subject, ledger: Ledger) -> None:
             losses.append((named, sum(_weighted(t) for t in named.values())))
         for name in s.case.supports.captured:
             found = any(name in key for key in losses[0][0])
-            ledger.true(found, f"the unsharded model captured no {name}; correct Supports.captured")
+            ledger.true(
+                found,
+                f"the unsharded model captured no {name}: a case with attn_implementation='eager' has them, or correct "
+                "Supports.captured",
+            )
         ledger.true(losses[0][0].keys() == losses[1][0].keys(), f"captured were {list(losses[1][0])}")
         for name in losses[0][0].keys() & losses[1][0].keys():
             ledger.close(name, losses[0][0][name], losses[1][0][name])
