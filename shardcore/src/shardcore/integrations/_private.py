@@ -1,4 +1,4 @@
-"""What shardcore uses of transformers and Accelerate that they do not promise to keep; see `shardcore._private`."""
+"""What shardcore uses of transformers, Accelerate and PEFT that they do not promise to keep; see `shardcore._private`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from shardcore.errors import NotSupportedError
 __all__ = [
     "ACCELERATE",
     "OVERRIDDEN",
+    "PEFT",
     "TESTED",
     "TRANSFORMERS",
     "missing",
     "model_of_auto_class",
     "require",
     "require_accelerate",
+    "require_peft",
 ]
 
 #: The first and the last release of transformers that the tests have passed with.
@@ -26,6 +28,9 @@ TESTED = ("4.57.6", "5.23")
 
 #: The same of accelerate.
 TESTED_ACCELERATE = ("1.12.0", "1.14.0")
+
+#: The same of peft.
+TESTED_PEFT = ("0.18.0", "0.21.2")
 
 #: The methods of `PreTrainedModel` that a save overrides, and the release since which transformers calls them.
 OVERRIDDEN = {"_get_files_timestamps": "4", "_upload_modified_files": "4", "should_save_on_this_rank": "5.17"}
@@ -86,8 +91,13 @@ ACCELERATE: tuple[PrivateName, ...] = (
     PrivateName(f"{_STATE}.AcceleratorState._shared_state", "telling it which ranks there are"),
     PrivateName(f"{_ACCELERATOR}._models", "what was prepared", code=f"{_ACCELERATOR}.free_memory"),
     PrivateName(f"{_ACCELERATOR}._optimizers", "what was prepared", code=f"{_ACCELERATOR}.free_memory"),
+    PrivateName(f"{_ACCELERATOR}._schedulers", "what was prepared", code=f"{_ACCELERATOR}.free_memory"),
     PrivateName(f"{_ACCELERATOR}._is_accelerate_prepared", "what was prepared", code=f"{_ACCELERATOR}.prepare"),
     PrivateName(f"{_SCHEDULER}._step_count", "the end of a schedule", code=f"{_SCHEDULER}.step"),
+)
+
+PEFT: tuple[PrivateName, ...] = (
+    PrivateName("peft.tuners.tuners_utils._maybe_include_all_linear_layers", "which modules 'all-linear' are"),
 )
 
 
@@ -127,3 +137,13 @@ def require_accelerate() -> None:
     """
     if gone := [name for name in ACCELERATE if not name.is_there()]:
         raise NotSupportedError(complaint(gone, "accelerate", TESTED_ACCELERATE))
+
+
+def require_peft() -> None:
+    """Refuse to work with the installed peft if it lacks a private name that is needed.
+
+    Raises:
+        NotSupportedError: it does; names the first one, the installed release and the tested range.
+    """
+    if gone := [name for name in PEFT if not name.is_there()]:
+        raise NotSupportedError(complaint(gone, "peft", TESTED_PEFT))

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from peft import PeftType, PromptEncoderReparameterizationType
+from peft.tuners import tuners_utils
 from peft.tuners.ia3.layer import Linear as IA3Linear
 from peft.tuners.lora.layer import Conv1d, Conv2d, Embedding, Linear, ParamWrapper
 from peft.tuners.lora.variants import (
@@ -15,15 +16,12 @@ from peft.tuners.lora.variants import (
     DoraEmbeddingVariant,
     DoraLinearVariant,
 )
-from peft.tuners.tuners_utils import (
-    BaseTunerLayer,
-    _maybe_include_all_linear_layers,
-    check_target_module_exists,
-)
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from shardcore.errors import NotSupportedError
+from shardcore.integrations import _private
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
 from shardcore.nn.experts.slices import Slices
 
@@ -147,7 +145,8 @@ def check_targets(model: nn.Module, config: Any, name: str) -> None:
         raise NotSupportedError(f"the adapter {name!r} has target_parameters={config.target_parameters}; {_PARAMETERS}")
     if getattr(config, "target_modules", None) is None:
         return
-    wanted = _maybe_include_all_linear_layers(copy.deepcopy(config), model)
+    _private.require_peft()
+    wanted = tuners_utils._maybe_include_all_linear_layers(copy.deepcopy(config), model)
     for path, module in model.named_modules():
         if isinstance(module, Slices) and check_target_module_exists(wanted, path):
             check_base(path, [Slices])
