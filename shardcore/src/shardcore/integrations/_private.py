@@ -1,4 +1,4 @@
-"""What shardcore uses of transformers, Accelerate and PEFT that they do not promise to keep; see `shardcore._private`."""
+"""What shardcore uses of transformers, Accelerate and PEFT without a promise of theirs; see `shardcore._private`."""
 
 from __future__ import annotations
 
