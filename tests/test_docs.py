@@ -242,7 +242,7 @@ _SHOWN = {
     "loading.md": 1,
     "optimizers.md": 1,
     "packs.md": 2,
-    "timm.md": 1,
+    "timm.md": 3,
 }
 
 
