@@ -179,6 +179,7 @@ def compiled(folder: str, mesh: dict[str, Any] | None, settings: dict[str, Any],
     return {**found, "calls": counted["stats"]["calls_captured"], "breaks": sum(counted["graph_break"].values())}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler of torch before 2.14
 @pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
 def test_compiled_by_torch(pool, tmp_path, mesh):
     """Steps, evaluations, and what a checkpoint of it makes of a model that is not compiled."""
@@ -196,6 +197,7 @@ def test_compiled_by_torch(pool, tmp_path, mesh):
             torch.testing.assert_close(got["parameters"][name], parameter, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler of torch before 2.14
 @pytest.mark.skipif(not any(map(shutil.which, compilers())), reason="inductor needs a C++ compiler")
 def test_compiled_by_inductor(pool, tmp_path):
     small = partial(llama, num_hidden_layers=1)
