@@ -234,7 +234,7 @@ def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
 
 
 #: Blocks of Python that `test_code_runs` leaves out: fragments, whose names are the reader's; files of a pack; and
-#: those of `compat.md`, which `shardcore/tests/test_compat.py` runs.
+#: those of `compat.md` and `timm.md`, which `shardcore/tests/test_compat.py` and `tests/clients/test_timm.py` run.
 _SHOWN = {
     "compat.md": 8,
     "compile.md": 1,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 
 import shardcore
 from shardcore.errors import NotSupportedError, WrapError
@@ -19,6 +20,11 @@ from shardcore.optimizers import WholeTensors
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 timm = pytest.importorskip("timm")
+
+# The workers of the pool inherit the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from test_docs import DOCS, _blocks  # noqa: E402
 
 
 def build() -> Any:
@@ -77,37 +83,27 @@ def test_its_optimizers_step_as_unsharded(pool):
     pool.run(optimizers, world=2, timeout=120)
 
 
-def clips_adaptively() -> None:
-    """Norms of whole rows need whole tensors: torch refuses parts, and `docs/timm.md` has the loop."""
+def clips_adaptively(loop: str) -> None:
+    """Norms of whole rows need whole tensors: torch refuses parts, and the page has the ``loop``."""
     from timm.utils import dispatch_clip_grad
-    from timm.utils.agc import adaptive_clip_grad
 
     reference, model = twins()
     for each in (reference, model):
         pixels, labels = images()
         nn.functional.cross_entropy(each(pixels), labels).backward()
-    dispatch_clip_grad(reference.parameters(), 0.001, mode="agc")
-    for p in model.parameters():
-        if p.grad is not None:
-            full = nn.Parameter(p.detach().full_tensor())
-            full.grad = p.grad.full_tensor()
-            adaptive_clip_grad(full, 0.001)
-            p.grad = distribute_tensor(full.grad, p.device_mesh, p.placements)
+    before = [p.grad.clone() for p in reference.parameters() if p.grad is not None]
+    dispatch_clip_grad(reference.parameters(), 0.01, mode="agc")
+    after = [p.grad for p in reference.parameters() if p.grad is not None]
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    exec(loop, {"model": model})
     assert_same_gradients(reference, model)
     with pytest.raises(RuntimeError, match="placement changes"):
-        dispatch_clip_grad(model.parameters(), 0.001, mode="agc")
+        dispatch_clip_grad(model.parameters(), 0.01, mode="agc")
 
 
-def resumes_an_unsharded_run(folder: str) -> None:
-    """The weights and the optimizer of an unsharded run's file, as `docs/timm.md` has it."""
-    from timm.models import resume_checkpoint
+def resumes_an_unsharded_run(folder: str, code: str) -> None:
+    """The weights and the optimizer of an unsharded run's file, as the page has it."""
     from timm.utils import CheckpointSaver
-
-    def split(optimizer: Any) -> None:
-        for p, state in optimizer.state.items():
-            for name, value in state.items():
-                if torch.is_tensor(value) and value.shape == p.shape:
-                    state[name] = distribute_tensor(value, p.device_mesh, p.placements)
 
     reference, model = twins()
     theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (reference, model))
@@ -118,14 +114,14 @@ def resumes_an_unsharded_run(folder: str) -> None:
         args = argparse.Namespace(model="vit")
         CheckpointSaver(reference, theirs, args=args, checkpoint_dir=str(run)).save_checkpoint(0, metric=1.0)
     dist.barrier()
-    ours.register_load_state_dict_post_hook(split)
-    resume_checkpoint(model, str(run / "last.pth.tar"), ours, weights_only=False)
+    with contextlib.chdir(run):
+        exec(code, {"model": model, "optimizer": ours, "torch": torch, "timm": timm})
     step(reference, theirs, 1)
     step(model, ours, 1)
     assert_same_parameters(reference, model)
 
 
-def tools(folder: str) -> None:
+def tools(folder: str, made: str, loop: str, resume: str) -> None:
     import numpy as np
     from timm.data import Mixup
     from timm.loss import SoftTargetCrossEntropy
@@ -163,8 +159,9 @@ def tools(folder: str) -> None:
     load_checkpoint(other, plain)
     assert_same_parameters(build(), other)
 
-    clips_adaptively()
-    resumes_an_unsharded_run(folder)
+    exec(made, {"model": build(), "timm": timm})
+    clips_adaptively(loop)
+    resumes_an_unsharded_run(folder, resume)
 
     # One folder for each rank goes on exactly; rank 0's file on another rank is refused.
     own = Path(folder) / str(dist.get_rank())
@@ -183,4 +180,5 @@ def tools(folder: str) -> None:
 
 
 def test_its_tools_work_as_unsharded(pool, tmp_path):
-    pool.run(tools, str(tmp_path), world=2, timeout=120)
+    shown = [code for language, code, _ in _blocks(DOCS / "timm.md") if language == "python"]
+    pool.run(tools, str(tmp_path), *shown, world=2, timeout=120)
