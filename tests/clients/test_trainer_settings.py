@@ -171,6 +171,8 @@ def compiled(folder: str, mesh: dict[str, Any] | None, settings: dict[str, Any],
         with warnings.catch_warnings():
             # torch looks at the activations on which a graph begins that FSDP2 has broken.
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+            # Models of transformers 4 have casts that break graphs of torch before 2.14.
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
             found = resumed(folder, mesh, settings, **more)
     finally:
         # TrainingArguments tell Accelerate by these.
@@ -190,7 +192,8 @@ def test_compiled_by_torch(pool, tmp_path, mesh):
     world, folder, eager = mesh["tp"] * parts, str(tmp_path / "more"), {"torch_compile_backend": "aot_eager"}
     for got in pool.run(compiled, folder, mesh, {**settings, **eager}, world=world, timeout=200):
         assert got["calls"] > 100
-        assert parts > 1 or not got["breaks"]  # FSDP2 breaks the graph where it gathers
+        # FSDP2 breaks the graph where it gathers, and the models of transformers 4 do.
+        assert parts > 1 or Version(version("transformers")) < Version("5") or not got["breaks"]
         same(got, wanted)
     for got in pool.run(resumed, folder, mesh, settings, f"{folder}/checkpoint-2", world=world):
         for name, parameter in wanted["parameters"].items():
