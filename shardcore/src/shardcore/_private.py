@@ -168,6 +168,8 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "seeing what a step allocates and sends", PLANNING),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "running a step that allocates nothing", PLANNING),
     PrivateName("torch._dynamo.reset", _FRESH, KIT),
+    PrivateName("torch._dynamo.guards.CheckFunctionManager", _FRESH, KIT),
+    PrivateName("torch._dynamo.utils.CleanupManager", _FRESH, KIT),
     PrivateName("torch._dynamo.trace_rules.clear_lru_cache", _FRESH, KIT),
     PrivateName(f"{_C10D}._world", _FRESH, KIT),
     PrivateName("torch.distributed.tensor.debug._clear_sharding_prop_cache", _FRESH, KIT),

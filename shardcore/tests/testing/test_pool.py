@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardcore.testing.pool
+from shardcore.comm import Channel
 from shardcore.mesh import Sizes, build_mesh
 from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
 
@@ -193,6 +194,23 @@ def hold_a_mesh(number):
 def test_groups_have_no_threads_left_where_garbage_that_holds_them_was_frozen(pool):
     counts = [pool.run(hold_a_mesh, number, world=world)[0] for number, world in enumerate((2, 2, 1, 1) * 5)]
     pool.run(forget_what_was_held)
+    assert max(counts[-4:]) <= max(counts[:4]), counts
+
+
+def compile_a_sum(number):
+    channel = Channel(build_mesh(Sizes(tp=dist.get_world_size()))["tp"].get_group())
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x):
+        return channel.all_reduce(number * x)
+
+    step(torch.ones(2))
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_groups_have_no_threads_left_where_they_were_compiled_in(pool):
+    counts = [pool.run(compile_a_sum, number, world=world)[0] for number, world in enumerate((2, 2, 1, 1) * 4)]
     assert max(counts[-4:]) <= max(counts[:4]), counts
 
 

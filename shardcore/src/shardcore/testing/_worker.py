@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in the stubs
 
 from shardcore.mesh import forget_shared, shared_groups
+from shardcore.testing._forgetting import forget_compiled, forget_meshes
 from shardcore.testing._protocol import Failure, Join, Reply, Task
 from shardcore.testing.islands import no_float32_islands
 
@@ -101,7 +102,7 @@ class Worker:
                     random.seed(0)
                     return function(*args, **kwargs)
             finally:
-                _forget_compiled()
+                forget_compiled()
                 if task.grouped:
                     _destroy_subgroups()
                 else:
@@ -128,7 +129,7 @@ class Worker:
         self.joined = None
         if not dist.is_initialized():
             return
-        _forget_meshes()
+        forget_meshes()
         forget_shared()
         dist.destroy_process_group()
         self.left += 1
@@ -150,32 +151,9 @@ def _destroy_subgroups() -> None:
     # torch has no public list of the groups there are.
     made = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
     if made:
-        _forget_meshes()
+        forget_meshes()
     for group in made:
         dist.destroy_process_group(group)
-
-
-def _forget_compiled() -> None:
-    """Drop what was compiled: it holds groups by name, and ends the process if they are gone when it is used again."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-
-
-def _forget_meshes() -> None:
-    """Drop what DTensor remembers of its operations: it holds meshes, equal to later ones, whose groups end now.
-
-    As long as they live, what is remembered saves much time.
-    """
-    if "torch.distributed.tensor" in sys.modules:
-        # None of them is public.
-        from torch.distributed.tensor import _redistribute
-        from torch.distributed.tensor._collective_utils import MeshTopoInfo
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-        _redistribute.clear_redistribute_planner_cache()
-        _redistribute._gen_transform_infos.cache_clear()
-        MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _prefer_loopback() -> None:
