@@ -315,9 +315,9 @@ def test_it_ends_before_the_other_ranks_stop_waiting(pool: WorkerPool) -> None:
 
 
 def test_what_would_split_nothing_is_refused() -> None:
-    config = transformers.SegformerConfig().to_json_string(use_diff=False)
-    with pytest.raises(ConfigError, match=r"nothing of a small SegformerModel could be split: .*left whole"):
-        infer.answer("transformers", "SegformerModel", config, proved=False)
+    config = transformers.PoolFormerConfig().to_json_string(use_diff=False)
+    with pytest.raises(ConfigError, match=r"nothing of a small PoolFormerModel could be split: .*no list of blocks"):
+        infer.answer("transformers", "PoolFormerModel", config, proved=False)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -96,7 +97,7 @@ def shard(
         AlreadyShardedError: the model was sharded before.
         PartlyShardedError: a policy's own code, or FSDP2, failed on a rank after models were changed, all unusable now.
     """
-    old = {id(p): name for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
+    old = {name: weakref.ref(p) for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
     shard_new(
         model,
         config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -67,14 +68,12 @@ def repoint(
         group["params"][:] = [parameters[name] for name in old if name in parameters]
 
 
-def warn_of_stale_optimizers(names: dict[int, str], model: nn.Module, stacklevel: int) -> None:
-    """Warn of every optimizer that still holds one of the old parameters, ``names`` by identity.
-
-    What an optimizer holds is alive, so that no parameter that ``model`` has now can be in its place.
-    """
+def warn_of_stale_optimizers(old: dict[str, weakref.ref[nn.Parameter]], model: nn.Module, stacklevel: int) -> None:
+    """Warn of every optimizer that still holds one of the ``old`` parameters, by their names."""
     now = {id(parameter) for parameter in model.parameters()}
-    names = {key: name for key, name in names.items() if key not in now}
-    if not names:
+    alive = [(parameter, name) for name, found in old.items() if (parameter := found()) is not None]
+    names = {id(parameter): name for parameter, name in alive if id(parameter) not in now}
+    if not names:  # nobody holds one: no need to look through all objects of the process
         return
     kinds = _subclasses(Optimizer)
     # An object refers to its class, and the collector finds that faster than we could look through all objects.
