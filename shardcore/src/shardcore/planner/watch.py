@@ -86,7 +86,7 @@ class Watch(TorchDispatchMode):
         found: Counter[str] = Counter()
         for key, storage in self._storages():
             kind = "gradients" if key in own else self._kinds.get(key, "activations")
-            found[kind] += storage.nbytes()
+            found[kind] += self._measure(key, storage)
         found["all"] = found.total()
         return found
 
@@ -116,10 +116,11 @@ class Watch(TorchDispatchMode):
             self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
         self._measure(key, storage)
 
-    def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
+    def _measure(self, key: int, storage: torch.UntypedStorage) -> int:
         size = storage.nbytes()
         self._total += size - self._sizes.get(key, 0)
         self._sizes[key] = size
+        return size
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
@@ -136,10 +137,8 @@ class Watch(TorchDispatchMode):
         peak = self.peaks[self.phase, self.place, "all"]
         if self._total <= peak:
             return
-        for key, storage in self._storages():
-            self._measure(key, storage)
-        if self._total > peak:
-            alive = self.now()
+        alive = self.now()
+        if alive["all"] > peak:
             for kind in (*KINDS, "all"):
                 self.peaks[self.phase, self.place, kind] = alive[kind]
 
