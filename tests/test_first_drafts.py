@@ -171,6 +171,22 @@ def test_modules_that_only_the_whole_model_has_are_named() -> None:
     assert unseen(whole, small) == ["blocks.{i}.gate (Sequential)", "head (Linear)"]
 
 
+def test_a_model_may_keep_what_it_computed() -> None:
+    small = small_model(transformers.StableLmForCausalLM)
+
+    def keep(module: nn.Module, args: object, out: torch.Tensor) -> None:
+        module.kept = out  # what autograd made cannot be copied
+
+    small.model.lm_head.register_forward_hook(keep)
+    found = guess(small.model, lambda model: model(**small.inputs))
+    assert found.regions == draft("StableLmForCausalLM")[1].regions
+
+
+def test_a_small_model_was_never_called() -> None:
+    model = small_model(transformers.LevitModel).model  # keeps the biases of its attention that it looked up
+    assert not any(module.attention_bias_cache for module in model.modules() if hasattr(module, "attention_bias_cache"))
+
+
 def test_what_cannot_be_split_is_said() -> None:
     _, found = draft("CodeGenForCausalLM")  # its features lie in four blocks that were one for each device of a TPU
     assert any("attn.out_proj is left whole" in doubt for doubt in found.doubts)

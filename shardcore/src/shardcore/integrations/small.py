@@ -112,7 +112,7 @@ def small_model(model_class: type[Any], config: Any = None, seed: int = 0, *, ge
             settings |= _of_head(model_class, settings, config or config_class(), generating)
             model = _built(model_class, config_class(**settings), seed)
             inputs = small_inputs(model, seed)
-            model(**inputs)
+            copy.deepcopy(model)(**inputs)  # what it keeps of a call, the model does not have
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
         else:

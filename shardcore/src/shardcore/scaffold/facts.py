@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -30,6 +31,7 @@ class Facts:
 
     Attributes:
         model: the model.
+        fresh: a copy of it that was never called: a model may keep what it computed, which cannot be copied.
         call: calls it.
         dependence: what depends on what in it.
         numbers: the numbers that its forwards read.
@@ -43,6 +45,7 @@ class Facts:
 
     def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
         self.model, self.call = model, call
+        self.fresh = copy.deepcopy(model)
         with reading(model) as numbers:
             self.dependence: Dependence = dependence_of(model, call)
         self.numbers: Numbers = numbers

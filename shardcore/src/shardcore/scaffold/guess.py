@@ -94,7 +94,7 @@ def _with_sequences(facts: Facts) -> Draft:
 
 
 def _misfit(facts: Facts, draft: Draft, **fields: Any) -> str:
-    return misfit(facts.model, policy_of(type(facts.model), draft), facts.call, **fields)
+    return misfit(facts.fresh, policy_of(type(facts.model), draft), facts.call, **fields)
 
 
 class _Drafting:
