@@ -251,14 +251,14 @@ def test_an_optimizer_that_was_made_before(pool):
     pool.run(steps_a_given_optimizer, world=2)
 
 
-def defers(config: Any, options: dict[str, Any], when: str) -> None:
+def defers(config: Any, options: dict[str, Any], when: str, case: str = "causal_lm") -> None:
     """Gradients of two batches that ranks, and replicas, sum once are those of the unsharded model."""
     if when == "before":
-        reference = adapted(base(), config)
+        reference = adapted(base("llama", case), config)
         model = shardcore.shard(copy.deepcopy(reference), **options)
     else:
-        model, reference = attached_after(config, options, "get_peft_model", "llama", "causal_lm")
-    inputs = batch("llama", "causal_lm", reference.get_base_model())
+        model, reference = attached_after(config, options, "get_peft_model", "llama", case)
+    inputs = batch("llama", case, reference.get_base_model())
     replica, replicas = dist.get_rank() // options["tp"], options.get("dp", 1)
     for step in range(2):
         for number in range(replicas):
@@ -284,7 +284,7 @@ LATER = {"partial_gradients": "deferred"}
 DEFERRED = {
     "every linear": (lora(), {"tp": 2, **LATER}, "before"),
     "attached later": (lora(), {"tp": 2, **LATER}, "after"),
-    "shared KV heads, magnitudes": (lora(use_dora=True), {"tp": 4, **LATER}, "before"),
+    "shared KV heads, magnitudes": (lora(use_dora=True), {"tp": 4, **LATER}, "before", "tied_shared_kv"),
     "sequence": (lora(use_dora=True), {"tp": 2, **SP, **LATER}, "before"),
     "data": (lora(), {"tp": 2, "dp": 2, **LATER}, "before"),
     "data and sequence": (lora(modules_to_save=["norm"]), {"tp": 2, "dp": 2, **SP, **LATER}, "before"),
@@ -296,5 +296,5 @@ DEFERRED = {
 
 @pytest.mark.parametrize("name", DEFERRED)
 def test_deferred_gradients(pool, name):
-    config, options, when = DEFERRED[name]
-    pool.run(defers, config, options, when, world=options["tp"] * options.get("dp", 1))
+    config, options, *rest = DEFERRED[name]
+    pool.run(defers, config, options, *rest, world=options["tp"] * options.get("dp", 1))
