@@ -147,6 +147,7 @@ def test_counts_of_a_report(tmp_path):
     result = Result.of(report, success=False, seconds=61, name="n", suite="s", against="transformers 5.0.0")
     assert str(result) == "1 passed, 1 failed, 1 skipped"
     assert result.skipped == {"closed: dropout": 1}
+    assert result.failures == {"a::fails": "x"}
 
 
 DIES = """
@@ -180,10 +181,26 @@ def test_a_run_that_died_keeps_what_had_passed(tmp_path):
     result = Result.of(report, success=False, seconds=1, lines=lines, name="n", suite="s")
     assert str(result) == "1 passed, 3 failed, 1 skipped"
     assert result.skipped == {"closed: dropout": 1}
+    assert {test.partition("::")[2]: why for test, why in result.failures.items()} == {
+        "test_two": "assert False",
+        "test_four": "ZeroDivisionError",
+        "test_five": "the process died while it ran",
+    }
 
 
 def test_a_run_without_a_report_is_a_failure(tmp_path):
-    assert Result.of(tmp_path / "none.xml", success=False, seconds=0, name="n", suite="s").failed == 1
+    result = Result.of(tmp_path / "none.xml", success=False, seconds=0, name="n", suite="s")
+    assert (result.failed, list(result.failures)) == (1, ["the run itself"])
+
+
+def test_what_failed_is_named_last(tmp_path):
+    results = Results(tmp_path)
+    failures = {"tests.test_a::test_one": "AssertionError: 1e-3"}
+    results.write(Result(name="core", suite="shardcore", failed=1, failures=failures, skipped={"closed": 1}))
+    assert results.table().splitlines()[-2:] == [
+        "- shardcore, 1 skipped: closed",
+        "- core FAILED tests.test_a::test_one: AssertionError: 1e-3",
+    ]
 
 
 def test_results_are_kept_and_a_run_is_resumed(tmp_path):

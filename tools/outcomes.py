@@ -38,7 +38,10 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the outcome of a phase."""
-        reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2]
+        else:
+            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
         outcome = report.outcome if report.when == "call" or report.outcome != "passed" else report.when
         self._write(test=report.nodeid, outcome=outcome, reason=reason.removeprefix("Skipped: "))
 

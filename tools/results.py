@@ -16,6 +16,9 @@ from packaging.version import InvalidVersion, Version
 
 # The conformance kit names the case and the size, which are too many for a table.
 _CASE = re.compile(r"^closed for .+? at tp \d+:")
+# As much of an error as the list of failures shows; the whole is where it was printed first, many pages above.
+_SHOWN = 300
+_AT_IT = "the process died while it ran"
 
 __all__ = ["Result", "Results", "digest_of"]
 
@@ -30,6 +33,7 @@ class Result:
         against: library and release, such as ``transformers 5.0.0``; ``""`` for none.
         passed: number of tests that passed.
         failed: number of tests that failed; a run that ended without naming one counts as one.
+        failures: the tests that failed -> the first line of why.
         skipped: reason -> number of tests that were skipped for it.
         seconds: how long the tests ran, without installation.
         sources: digest of what was tested.
@@ -40,6 +44,7 @@ class Result:
     against: str = ""
     passed: int = 0
     failed: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     sources: str = ""
@@ -56,14 +61,17 @@ class Result:
             **fields: the others.
         """
         if report.exists():
-            outcomes = list(_outcomes(report))
+            outcomes = _outcomes(report)
         else:
-            outcomes = list(_written(lines)) if lines is not None and lines.exists() else []
-        failed = sum(outcome == "failed" for outcome, _ in outcomes)
+            outcomes = _written(lines) if lines is not None and lines.exists() else {}
+        failures = {test: _first_line(reason) for test, (outcome, reason) in outcomes.items() if outcome == "failed"}
+        if not success and not failures:
+            failures = {"the run itself": "it ended with an error and names no test"}
         return cls(
-            passed=sum(outcome == "passed" for outcome, _ in outcomes),
-            failed=failed if success else max(failed, 1),
-            skipped=dict(Counter(reason for outcome, reason in outcomes if outcome == "skipped")),
+            passed=sum(outcome == "passed" for outcome, _ in outcomes.values()),
+            failed=len(failures),
+            failures=failures,
+            skipped=dict(Counter(reason for outcome, reason in outcomes.values() if outcome == "skipped")),
             seconds=round(seconds, 1),
             **fields,  # type: ignore[arg-type]  # the strings
         )
@@ -115,7 +123,7 @@ class Results:
         )
 
     def table(self) -> str:
-        """Return suites x releases in markdown, with the reasons of what was skipped below it."""
+        """Return suites x releases in markdown, with the reasons of what was skipped, and what failed, below it."""
         found = self.all()
         columns = sorted({r.against for r in found}, key=_release)
         suites = sorted({r.suite for r in found})
@@ -123,7 +131,7 @@ class Results:
         lines = [["", *(column or "alone" for column in columns)], ["---"] * (len(columns) + 1)]
         lines += [[suite, *(cells.get((suite, column), "") for column in columns)] for suite in suites]
         table = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([*table, "", *_reasons(found)]) + "\n"
+        return "\n".join([*table, "", *_reasons(found), *_failures(found)]) + "\n"
 
 
 def _replace(file: Path, text: str) -> None:
@@ -170,8 +178,19 @@ def _reasons(results: Sequence[Result]) -> Iterator[str]:
             yield f"- {suite}, {count} skipped: {reason}"
 
 
-def _written(lines: Path) -> Iterator[tuple[str, str]]:
-    """Yield what tests came to until the process died; the test that it was at has failed."""
+def _failures(results: Sequence[Result]) -> Iterator[str]:
+    for result in results:
+        for test, reason in result.failures.items():
+            yield f"- {result.name} FAILED {test}: {reason}"
+
+
+def _first_line(reason: str) -> str:
+    line = next(iter(reason.strip().splitlines()), "no reason given")
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
+
+
+def _written(lines: Path) -> dict[str, tuple[str, str]]:
+    """Return test -> what it came to until the process died, and why; the test that it was at has failed."""
     outcomes: dict[str, tuple[str, str]] = {}
     for text in lines.read_text().splitlines():
         try:
@@ -180,24 +199,27 @@ def _written(lines: Path) -> Iterator[tuple[str, str]]:
             continue  # the last one, cut off
         test, outcome = line["test"], line["outcome"]
         if outcome == "started":
-            outcomes[test] = ("failed", "")
-        elif outcome in ("passed", "failed", "skipped") and outcomes[test] != ("failed", "it failed"):
-            outcomes[test] = (outcome, "it failed" if outcome == "failed" else line["reason"])
-    yield from outcomes.values()
+            outcomes[test] = ("failed", _AT_IT)
+        elif outcome in ("passed", "failed", "skipped") and outcomes[test] in (("failed", _AT_IT), ("passed", "")):
+            outcomes[test] = (outcome, line["reason"])
+    return outcomes
 
 
-def _outcomes(report: Path) -> Iterator[tuple[str, str]]:
-    """Yield ``passed``, ``failed`` or ``skipped`` and the reason for each test of a report; an error counts as failed.
+def _outcomes(report: Path) -> dict[str, tuple[str, str]]:
+    """Return test -> ``passed``, ``failed`` or ``skipped``, and why, of a report; an error counts as failed.
 
     A test that fails and whose teardown fails too has two entries there and counts once.
     """
-    outcomes: dict[tuple[str, str], tuple[str, str]] = {}
+    outcomes: dict[str, tuple[str, str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        key = case.get("classname", ""), case.get("name", "")
+        test = f"{case.get('classname', '')}::{case.get('name', '')}"
         kinds = {child.tag: child for child in case}
-        if {"failure", "error"} & kinds.keys():
-            outcomes[key] = ("failed", "")
-        elif outcomes.get(key, ("", ""))[0] != "failed":
+        failure = kinds.get("failure", kinds.get("error"))
+        if outcomes.get(test, ("", ""))[0] == "failed":
+            continue
+        if failure is not None:
+            outcomes[test] = ("failed", failure.get("message", ""))
+        else:
             skipped = kinds.get("skipped")
-            outcomes[key] = ("passed", "") if skipped is None else ("skipped", skipped.get("message", ""))
-    yield from outcomes.values()
+            outcomes[test] = ("passed", "") if skipped is None else ("skipped", skipped.get("message", ""))
+    return outcomes

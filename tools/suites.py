@@ -185,7 +185,7 @@ def check(session: nox.Session, environment: Environment, *commands: Sequence[st
     if RESULTS.passed_before(session.name, sources):
         session.log(f"{session.name} passed before, with the same sources")
         return
-    start, failed = time.monotonic(), []
+    start, failures = time.monotonic(), {}
     for command in commands:
         try:
             python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
@@ -196,13 +196,20 @@ def check(session: nox.Session, environment: Environment, *commands: Sequence[st
             session.run(str(python.with_name(command[0])), *command[1:], env=env, external=True)
         except CommandFailed as failure:
             session.warn(str(failure))
-            failed.append(" ".join(command[:2]))
-    counts = {"passed": len(commands) - len(failed), "failed": len(failed)}
-    result = Result(name=session.name, suite=session.name, sources=sources, seconds=time.monotonic() - start, **counts)
+            failures[" ".join(command[:2])] = str(failure)
+    result = Result(
+        name=session.name,
+        suite=session.name,
+        passed=len(commands) - len(failures),
+        failed=len(failures),
+        failures=failures,
+        sources=sources,
+        seconds=time.monotonic() - start,
+    )
     RESULTS.write(result)
     session.log(f"{session.name}: {result}")
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+    if failures:
+        session.error(f"failed: {', '.join(failures)}")
 
 
 def with_every_library(session: nox.Session) -> Path:
