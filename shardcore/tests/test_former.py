@@ -17,6 +17,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError, StaleOptimizerWarning
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore.wrap.optimizers import held_elsewhere
 
 CLIP = 1e-2
 
@@ -171,6 +172,12 @@ def stale():
     )
     assert caught[0].filename == __file__
     assert optimizer.param_groups
+
+    tied = build(tied=True)
+    assert held_elsewhere(tied) == {}  # so that nothing has to be looked for
+    bias = tied.model.norm.bias
+    assert held_elsewhere(tied) == {id(bias): "model.norm.bias"}
+    torch.utils.swap_tensors(bias, nn.Parameter(torch.zeros_like(bias)))  # as weights from a file are filled in
 
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -34,7 +33,7 @@ from shardcore.policy import Policy
 from shardcore.weights.loading import Filling
 from shardcore.weights.reading import Reading
 from shardcore.weights.weights import Place, Weights
-from shardcore.wrap.optimizers import warn_of_stale_optimizers
+from shardcore.wrap.optimizers import held_elsewhere, warn_of_stale_optimizers
 from shardcore.wrap.wrapping import Wrap, Wrapping
 
 __all__ = ["ShardFormer", "failing_together", "shard", "shard_new"]
@@ -97,7 +96,7 @@ def shard(
         AlreadyShardedError: the model was sharded before.
         PartlyShardedError: a policy's own code, or FSDP2, failed on a rank after models were changed, all unusable now.
     """
-    old = {name: weakref.ref(p) for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
+    held = held_elsewhere(model) if optimizer is None and isinstance(model, nn.Module) else {}
     shard_new(
         model,
         config,
@@ -111,7 +110,7 @@ def shard(
         **fields,
     )
     if optimizer is None:
-        warn_of_stale_optimizers(old, model, stacklevel=2)
+        warn_of_stale_optimizers(held, model, stacklevel=2)
     return model
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
-import weakref
+from collections import Counter
+from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
 
-__all__ = ["check_optimizer", "repoint", "warn_of_stale_optimizers"]
+__all__ = ["check_optimizer", "held_elsewhere", "repoint", "warn_of_stale_optimizers"]
 
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -68,23 +71,46 @@ def repoint(
         group["params"][:] = [parameters[name] for name in old if name in parameters]
 
 
-def warn_of_stale_optimizers(old: dict[str, weakref.ref[nn.Parameter]], model: nn.Module, stacklevel: int) -> None:
-    """Warn of every optimizer that still holds one of the ``old`` parameters, by their names."""
+def held_elsewhere(model: nn.Module) -> dict[int, str]:
+    """Return the names of the parameters that more than the modules of ``model`` refer to, by identity.
+
+    No weak references are held to find out later: a parameter that has one cannot be swapped (`torch.utils`).
+    """
+    alone = nn.Module()
+    alone.register_parameter("one", nn.Parameter(torch.empty(0)))
+    ((_, own),) = _references(alone)
+    modules = Counter(key for key, _ in _references(model))
+    held = {key for key, number in _references(model) if number > own + modules[key] - 1}
+    return {id(p): name for name, p in model.named_parameters() if id(p) in held}
+
+
+def _references(model: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield the identity of each parameter of each module and the number of references that it has here."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield id(parameter), sys.getrefcount(parameter)
+
+
+def warn_of_stale_optimizers(held: dict[int, str], model: nn.Module, stacklevel: int) -> None:
+    """Warn of every optimizer that still holds one of the old parameters, of those that were `held_elsewhere`.
+
+    What an optimizer holds is alive, so that no parameter that ``model`` has now can be in its place.
+    """
     now = {id(parameter) for parameter in model.parameters()}
-    alive = [(parameter, name) for name, found in old.items() if (parameter := found()) is not None]
-    names = {id(parameter): name for parameter, name in alive if id(parameter) not in now}
-    if not names:  # nobody holds one: no need to look through all objects of the process
+    names = {key: name for key, name in held.items() if key not in now}
+    if not names:  # no need to look through all objects of the process
         return
     kinds = _subclasses(Optimizer)
     # An object refers to its class, and the collector finds that faster than we could look through all objects.
     for candidate in gc.get_referrers(*kinds):
         if type(candidate) not in kinds:
             continue
-        held = [names[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in names]
-        if held:
+        old = [names[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in names]
+        if old:
             warnings.warn(
-                f"a {type(candidate).__name__} was made before shard() and still holds {len(held)} of the old "
-                f"parameters (first: {held[0]}): its steps will change nothing. Make it after shard(), or pass it as "
+                f"a {type(candidate).__name__} was made before shard() and still holds {len(old)} of the old "
+                f"parameters (first: {old[0]}): its steps will change nothing. Make it after shard(), or pass it as "
                 "shard(..., optimizer=optimizer).",
                 StaleOptimizerWarning,
                 stacklevel=stacklevel + 1,
