@@ -167,6 +167,7 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "counting collectives and draws", KIT),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "seeing what a step allocates and sends", PLANNING),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "running a step that allocates nothing", PLANNING),
+    PrivateName("torch._decomp.decompositions_for_rng.PhiloxStateTracker", _FRESH, KIT),
     PrivateName("torch._dynamo.reset", _FRESH, KIT),
     PrivateName("torch._dynamo.guards.CheckFunctionManager", _FRESH, KIT),
     PrivateName("torch._dynamo.utils.CleanupManager", _FRESH, KIT),

@@ -9,7 +9,7 @@ from tiny import build, shard
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.agree import received
-from shardcore.mesh import device_type_of, group_of, meshes, time_limit
+from shardcore.mesh import AXES, Sizes, build_mesh, device_type_of, group_of, meshes, time_limit
 from shardcore.mesh.meshes import _device_type
 
 
@@ -64,6 +64,24 @@ def test_groups_wait_as_long_as_the_default_one(pool):
     assert pool.collective_timeout <= world.total_seconds() < 600  # longer on a busy machine
     assert set(groups) == {world}
     assert tp == world
+
+
+def groups_of_meshes():
+    groups = []
+    for sizes in (Sizes(dp_shard=2, tp=2), Sizes(pp=2, ep=2), Sizes(tp=4)):
+        mesh = build_mesh(sizes)
+        groups.append(set(mesh.get_all_groups()))
+        for axis in AXES:
+            total = torch.ones(())
+            dist.all_reduce(total, group=mesh.get_group(axis))
+            assert total == mesh[axis].size() == getattr(sizes, axis)
+            assert dist.get_process_group_ranks(mesh.get_group(axis)) == mesh[axis].mesh.tolist()
+    return [len(of_mesh) for of_mesh in groups], len(set.union(*groups)), dist.group.WORLD in groups[-1]
+
+
+def test_axes_of_one_rank_share_one_group(pool):
+    """Each group has threads of its own, of which gloo's wake a hundred times a second."""
+    assert pool.run(groups_of_meshes, world=4) == [([3, 3, 2], 6, True)] * 4
 
 
 def groups_of_a_part():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -11,10 +12,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardcore.testing.pool
@@ -24,6 +27,7 @@ from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
 
 QUICK = 15.0  # seconds: a failure is reported long before the 30 s of a collective
 HELD = []  # on the ranks
+TRACED: list[ref[DeviceMesh]] = []
 
 
 @dataclass
@@ -212,6 +216,26 @@ def compile_a_sum(number):
 def test_groups_have_no_threads_left_where_they_were_compiled_in(pool):
     counts = [pool.run(compile_a_sum, number, world=world)[0] for number, world in enumerate((2, 2, 1, 1) * 4)]
     assert max(counts[-4:]) <= max(counts[:4]), counts
+
+
+def compile_with_a_dtensor(rows):
+    mesh = build_mesh(Sizes(tp=dist.get_world_size()))
+    TRACED.append(ref(mesh))
+    x = distribute_tensor(torch.ones(rows, 4), mesh["tp"], [Shard(0)])
+    # With dynamic shapes torch's C++ part keeps symbols, with all that was traced, and no reference can be found.
+    torch.compile(lambda y: (y * y.shape[0]).sum(), backend="aot_eager", dynamic=False)(x)
+
+
+def traced_meshes():
+    gc.unfreeze()
+    gc.collect()
+    return sum(mesh() is not None for mesh in TRACED)
+
+
+def test_meshes_that_were_traced_are_forgotten(pool):
+    for rows in (4, 6):
+        pool.run(compile_with_a_dtensor, rows)
+    assert pool.run(traced_meshes, world=1) == [0]
 
 
 def forget_what_was_held():

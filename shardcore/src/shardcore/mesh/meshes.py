@@ -83,6 +83,10 @@ _neighbours: WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = WeakKeyDictio
 _mesh_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = WeakKeyDictionary()
 
 
+#: The group of this rank alone by the default group; it ends with it.
+_alone: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
 #: The gloo groups for what the hosts of ranks agree on, by the default group and the ranks; they end with it.
 _host_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
 
@@ -91,16 +95,34 @@ def build_mesh(sizes: Sizes) -> DeviceMesh:
     """Return the mesh of the default process group with `AXES` of the given ``sizes``.
 
     Every rank of the default process group has to call this. Models that are sharded alike share one mesh: each new one
-    would cost a process group for each axis, with its threads and connections.
+    would cost process groups, with their threads and connections. Axes of one rank share one group, on all meshes.
     """
     known = _shared.of(default_group())
     key = device_type_of(), sizes.shape
     if key not in known:
-        known[key] = init_device_mesh(*key, mesh_dim_names=AXES)
+        known[key] = _new_mesh(*key)
         # Else a rank that is gone would be waited for as long as torch thinks right, whatever the user has said.
         for group in known[key].get_all_groups():
             _limit(group, time_limit())
     return known[key]
+
+
+def _new_mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks; torch would make a group for each axis of one rank too."""
+    wide = {axis: size for axis, size in zip(AXES, shape, strict=True) if size > 1} or {AXES[-1]: 1}
+    mesh = init_device_mesh(device_type, tuple(wide.values()), mesh_dim_names=tuple(wide))
+    groups = [mesh.get_group(axis) if axis in wide else _group_alone() for axis in AXES]
+    return DeviceMesh.from_group(groups, device_type, mesh.mesh.view(shape), mesh_dim_names=AXES)
+
+
+def _group_alone() -> ProcessGroup:
+    """Return the group of this rank, which every rank of the default process group makes at a time."""
+    world = default_group()
+    if dist.get_world_size() == 1:
+        return world
+    if world not in _alone:
+        _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _alone[world]
 
 
 def time_limit(group: ProcessGroup | None = None) -> datetime.timedelta | None:
@@ -120,14 +142,17 @@ def _limit(group: ProcessGroup, limit: datetime.timedelta | None) -> None:
 def forget_shared() -> None:
     """Drop the meshes that `build_mesh` keeps: they hold groups with their threads, for a process that goes on."""
     _shared.of(default_group()).clear()
+    _alone.pop(default_group(), None)
 
 
 def shared_groups() -> set[ProcessGroup]:
     """Return the process groups of the meshes that `build_mesh` keeps for the default process group.
 
-    The groups of neighbours on them, and on the default process group, are among them, and those of `group_of`.
+    The groups of neighbours on them, and on the default process group, are among them, those of `group_of`, and that of
+    this rank alone.
     """
     groups = {group for mesh in _shared.of(default_group()).values() for group in mesh.get_all_groups()}
+    groups.update(alone for world, alone in _alone.items() if world is default_group())
     neighbours = [channel for group in (*groups, default_group()) for channel in _neighbours.get(group, {}).values()]
     of_hosts = _host_groups.get(default_group(), {}).values()
     of_meshes = _mesh_groups.get(default_group(), {}).values()

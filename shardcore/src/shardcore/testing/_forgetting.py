@@ -21,9 +21,11 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
     # Not public either, and left by `reset`: compiled graphs are globals of the module whose function was compiled,
     # with the group they were traced with, and modules that guards compare with keep these guards alive.
+    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.utils import CleanupManager
 
+    PhiloxStateTracker.reset()  # fake tensors of the last trace, with all that was traced
     manager = CleanupManager.instance
     for remove in [remove for removals in manager.values.values() for remove in removals]:
         remove()
