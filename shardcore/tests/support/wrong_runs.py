@@ -226,6 +226,32 @@ def build_without_cache(**options: Any) -> Net:
     return model
 
 
+class TwoLayers(Net):
+    """It needs as many layers as it was made with, as one does that weighs the outputs of all of them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(self.decoder.layers) != 2:
+            raise ValueError("a weight for each of 2 layers")
+        return super().forward(*args, **kwargs)
+
+
+def build_of_two_layers(**options: Any) -> Net:
+    model = kit_net.build(**options)
+    model.__class__ = TwoLayers
+    return model
+
+
+def _write(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    args[0].mul_(1.0)
+
+
+def build_writing(**options: Any) -> Net:
+    """Return a model with a part that writes into what it is given."""
+    model = kit_net.build(**options)
+    model.decoder.layers[1].mlp.register_forward_pre_hook(_write)
+    return model
+
+
 class LastDrop(nn.Dropout):
     """A class of modules that only the last block has."""
 

@@ -159,6 +159,20 @@ def test_the_gather_of_heads_that_ranks_share_is_not_counted_by_the_case(pool, a
     assert says in finding.message
 
 
+def test_a_part_may_write_into_what_it_is_given(pool):
+    subject = Subject(case=dataclasses.replace(CASE, build=wrong_runs.build_writing), tp=2)
+    assert Examination(pool, subject).finding("parts").state == "passed"
+
+
+def test_one_more_block_is_not_counted_where_the_model_cannot_do_with_fewer(pool):
+    subject = Subject(case=dataclasses.replace(CASE, build=wrong_runs.build_of_two_layers), tp=2)
+    finding = Examination(pool, subject).finding("communication")
+    assert (finding.state, finding.message) == (
+        "closed",
+        "the unsharded model without the last block of decoder.layers raises ValueError: a weight for each of 2 layers",
+    )
+
+
 def test_a_plugin_that_imports_torch_has_no_case_and_follows_the_hash_seed(pool):
     findings = {finding.check: finding for finding in fresh_findings(pool, "wrong_plugin", wrong_plans.digest_cases())}
     assert {finding.state for finding in findings.values()} == {"failed"}

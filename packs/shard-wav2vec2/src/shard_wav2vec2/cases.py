@@ -144,5 +144,11 @@ def cases() -> list[Case]:
         _case("pretraining", "Wav2Vec2ForPreTraining", _STABLE, outputs=projected, pipeline=False),
         _case("sequence_classification", "Wav2Vec2ForSequenceClassification", {**_STABLE, **weighted}, pipeline=False),
         _case("audio_frame_classification", "Wav2Vec2ForAudioFrameClassification", weighted, pipeline=False),
-        _case("xvector", "Wav2Vec2ForXVector", _STABLE, outputs=("logits", "embeddings")),
+        _case(
+            "xvector",
+            "Wav2Vec2ForXVector",
+            _STABLE,
+            outputs=("logits", "embeddings"),
+            collectives=(3, 2),  # transformers asks for the states of all layers: gathered where tokens are split
+        ),
     ]

@@ -109,10 +109,11 @@ def _part(s: Subject, ledger: Ledger, name: str) -> None:
     if call is None:
         ledger.true(name not in s.case.parts, "the whole model does not call it; correct the case's parts=")
         return
-    args, kwargs = call
+    # A part may write into what it is given.
+    (args, kwargs), (own_args, own_kwargs) = call, _copied(call)
     wanted = list(flat(_callable(reference, name)(*args, **kwargs)))
     try:
-        got = list(flat(_callable(model, name)(*args, **kwargs)))
+        got = list(flat(_callable(model, name)(*own_args, **own_kwargs)))
     except ShardcoreError:
         return  # refused in words; any other exception is a failure
     ledger.true([n for n, _ in wanted] == [n for n, _ in got], f"returned were {[n for n, _ in got]}")
@@ -135,7 +136,7 @@ def _call(s: Subject, reference: Any, name: str) -> tuple[tuple[Any, ...], dict[
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((_detached(args), _detached(kwargs)))
+        seen.append(_copied((args, kwargs)))
 
     handle = reference.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
@@ -144,12 +145,12 @@ def _call(s: Subject, reference: Any, name: str) -> tuple[tuple[Any, ...], dict[
     return seen[0] if seen else None
 
 
-def _detached(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach()
+        return value.detach().clone()
     if type(value) in (list, tuple):
-        return type(value)(_detached(inner) for inner in value)
-    return {name: _detached(inner) for name, inner in value.items()} if type(value) is dict else value
+        return type(value)(_copied(inner) for inner in value)
+    return {name: _copied(inner) for name, inner in value.items()} if type(value) is dict else value
 
 
 def _weighted(tensors: list[Tensor]) -> Tensor:

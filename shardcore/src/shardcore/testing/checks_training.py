@@ -224,6 +224,9 @@ def communication(s: Subject, ledger: Ledger) -> None:
                 f"that block has {', '.join(alone)}; give the model of the case another such block ({error})"
             )
             return
+        if (problem := _raises(s, fewer)) is not None:
+            ledger.closed(f"the unsharded model without the last block of {name} raises {problem}")
+            return
         costs = [_cost(s, m) for m in (whole_model, fewer)]
         if any(getattr(module, "exchange", None) is not None for module in whole_model.modules()):
             ledger.closed(
@@ -260,6 +263,16 @@ def _without_last_block(model: Any, name: str) -> Any:
     else:
         setattr(fewer.get_submodule(owner), last, nn.Sequential(*list(blocks)[:-1]))
     return fewer
+
+
+def _raises(s: Subject, model: Any) -> str | None:
+    """Return what an unsharded model raises when it is called: it may weigh the outputs of all its blocks."""
+    try:
+        with torch.no_grad():
+            model(**s.inputs(model))
+    except (IndexError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _cost(s: Subject, model: Any) -> tuple[int, int]:
