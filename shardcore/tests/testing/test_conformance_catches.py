@@ -17,10 +17,11 @@ import wrong_sequence
 import wrong_state
 from kit_net import CASE, build
 
-from shardcore.testing import Supports
-from shardcore.testing.checks import CHECKS
+from shardcore.testing import Supports, WorkerError
+from shardcore.testing.checks import CHECKS, SectionStopped, _broken
 from shardcore.testing.conformance import Examination, fresh_findings, report
 from shardcore.testing.findings import Finding, Ledger, difference, worst
+from shardcore.testing.pool import Failure
 from shardcore.testing.subject import Subject
 
 FIXED = {"fixed_views": True}
@@ -188,6 +189,27 @@ def test_not_reached_is_not_passed(pool):
     for check in ("gradients", "optimizer"):
         finding = Examination(pool, subject).finding(check)
         assert (finding.state, finding.message) == ("failed", "not reached: nothing was compared")
+
+
+def test_ranks_that_waited_for_each_other_are_all_heard():
+    """One that waited in vain says nothing of the cause, which is with the others."""
+    said = {0: "timed out", 1: "timed out", 2: "has no gradient"}
+    failures = [
+        Failure(rank=rank, error="SectionStopped", details=str(SectionStopped(_failed(words))), at=float(rank))
+        for rank, words in said.items()
+    ]
+    stacks = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 7 in send\n'
+    findings = {f.check: f for f in _broken("training", WorkerError("", failures, {3: stacks}))}
+    assert findings["gradients"].message == (
+        'rank 0: timed out\nrank 2: has no gradient\nrank 3 was in File "a.py", line 7 in send'
+    )
+    assert findings["optimizer"].message == "not reached: nothing was compared"
+    assert findings["forward"].state == "passed"
+
+
+def _failed(words):
+    reached = [Finding(check="gradients", state="failed", message=words)]
+    return [*reached, Finding(check="optimizer", state="failed", message="not reached: nothing was compared")]
 
 
 def test_closed_is_reported():

@@ -26,7 +26,7 @@ from shardcore.testing import (
 from shardcore.testing.cases import Case
 from shardcore.testing.findings import Finding, Ledger, worst
 from shardcore.testing.islands import no_float32_islands
-from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
+from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout, place
 from shardcore.testing.subject import Subject
 
 __all__ = ["CHECKS", "SECTIONS", "Section", "examine", "sections_for"]
@@ -183,15 +183,21 @@ def _broken(name: str, error: WorkerError | WorkerTimeout) -> list[Finding]:
     """Return the findings of a section that did not come to its end."""
     import ast
 
-    messages: dict[str, str] = {}
+    said: dict[str, dict[str, str]] = {}  # of each check, what a rank said, by that: what several said is shown once
     for failure in getattr(error, "failures", ()):
         for line in failure.details.splitlines():
             if line.startswith(_MARK):
                 check, _, text = line.removeprefix(_MARK).partition("\t")
-                said = ast.literal_eval(text)
-                # The rank that knows more than that it did not get there is heard first.
-                if check not in messages or messages[check].startswith("not reached"):
-                    messages[check] = f"rank {failure.rank}: {said}" if not said.startswith("not reached") else said
+                words = ast.literal_eval(text)
+                unknown = words.startswith("not reached")
+                said.setdefault(check, {}).setdefault(words, words if unknown else f"rank {failure.rank}: {words}")
+    # Where the others were tells why one of them waited in vain.
+    places = [f"rank {rank} was in {place(stacks)}" for rank, stacks in error.stacks.items()]
+    messages: dict[str, str] = {}
+    for check, of_ranks in said.items():
+        # Who knows more than that it did not get there is heard alone.
+        knows = [line for words, line in of_ranks.items() if not words.startswith("not reached")]
+        messages[check] = "\n".join([*knows, *places] if knows else [*of_ranks.values()])
     if not messages:  # it hung, or died without a word
         messages = dict.fromkeys(SECTIONS[name].checks, f"not reached: {error}")
     return [

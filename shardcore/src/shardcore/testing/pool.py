@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from shardcore.testing._protocol import Failure, FunctionRef, Join, Reply, Task
 
-__all__ = ["Failure", "WorkerError", "WorkerPool", "WorkerTimeout"]
+__all__ = ["Failure", "WorkerError", "WorkerPool", "WorkerTimeout", "place"]
 
 _START_LIMIT = 120.0  # seconds for a process to import torch, on a machine that is busy with the others
 _JOIN_LIMIT = 20.0  # seconds for the ranks to make a process group and to use it once
@@ -239,7 +239,7 @@ class WorkerPool:
             return WorkerError("\n".join([f"{what} failed on {names}", *sections]), failures, stacks)
         ranks = ", ".join(map(str, hanging))
         # Last, where it is not lost if only the end of a long output is kept.
-        places = [f"rank {rank} was in {_place(stacks[rank])}" for rank in hanging]
+        places = [f"rank {rank} was in {place(stacks[rank])}" for rank in hanging]
         return WorkerTimeout(
             "\n".join([f"{what} did not finish within {timeout:g} s: ranks {ranks}", *sections, *places]), stacks
         )
@@ -313,7 +313,7 @@ class _Handle:
         return Failure(rank=self.rank, error=f"died, {how}", details=details, at=time.monotonic())
 
 
-def _place(stacks: str) -> str:
+def place(stacks: str) -> str:
     """Return the innermost call of the main thread, and the innermost of the function that the pool has called."""
     _, _, main = stacks.rpartition("most recent call first")
     frames = [line.strip() for line in main.splitlines()[1:] if line.strip().startswith("File ")]
