@@ -79,12 +79,8 @@ _shared = _SharedMeshes()
 _neighbours: WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 
 
-#: The groups of meshes that hold not all ranks, by the default group and their ranks; they end with it.
+#: The groups of ranks that are not all, by the default group, their ranks and backend; they end with it.
 _mesh_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = WeakKeyDictionary()
-
-
-#: The group of this rank alone by the default group; it ends with it.
-_alone: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 #: The gloo groups for what the hosts of ranks agree on, by the default group and the ranks; they end with it.
@@ -111,18 +107,11 @@ def _new_mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
     """Return a mesh of all ranks; torch would make a group for each axis of one rank too."""
     wide = {axis: size for axis, size in zip(AXES, shape, strict=True) if size > 1} or {AXES[-1]: 1}
     mesh = init_device_mesh(device_type, tuple(wide.values()), mesh_dim_names=tuple(wide))
-    groups = [mesh.get_group(axis) if axis in wide else _group_alone() for axis in AXES]
+    alone = (dist.get_rank(),)  # what every rank of the default process group makes at a time
+    groups = [
+        mesh.get_group(axis) if axis in wide else _group_of_ranks(alone, str(dist.get_backend())) for axis in AXES
+    ]
     return DeviceMesh.from_group(groups, device_type, mesh.mesh.view(shape), mesh_dim_names=AXES)
-
-
-def _group_alone() -> ProcessGroup:
-    """Return the group of this rank, which every rank of the default process group makes at a time."""
-    world = default_group()
-    if dist.get_world_size() == 1:
-        return world
-    if world not in _alone:
-        _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return _alone[world]
 
 
 def time_limit(group: ProcessGroup | None = None) -> datetime.timedelta | None:
@@ -142,17 +131,14 @@ def _limit(group: ProcessGroup, limit: datetime.timedelta | None) -> None:
 def forget_shared() -> None:
     """Drop the meshes that `build_mesh` keeps: they hold groups with their threads, for a process that goes on."""
     _shared.of(default_group()).clear()
-    _alone.pop(default_group(), None)
 
 
 def shared_groups() -> set[ProcessGroup]:
     """Return the process groups of the meshes that `build_mesh` keeps for the default process group.
 
-    The groups of neighbours on them, and on the default process group, are among them, those of `group_of`, and that of
-    this rank alone.
+    The groups of neighbours on them, and on the default process group, are among them, and those of `group_of`.
     """
     groups = {group for mesh in _shared.of(default_group()).values() for group in mesh.get_all_groups()}
-    groups.update(alone for world, alone in _alone.items() if world is default_group())
     neighbours = [channel for group in (*groups, default_group()) for channel in _neighbours.get(group, {}).values()]
     of_hosts = _host_groups.get(default_group(), {}).values()
     of_meshes = _mesh_groups.get(default_group(), {}).values()
@@ -186,7 +172,13 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
-    backend = str(get_backend(mesh.get_group(0)))
+    return _group_of_ranks(ranks, str(get_backend(mesh.get_group(0))))
+
+
+def _group_of_ranks(ranks: tuple[int, ...], backend: str) -> ProcessGroup:
+    """Return the one group of global ``ranks``, each of which makes the call."""
+    if len(ranks) == dist.get_world_size():
+        return default_group()
     known = _mesh_groups.setdefault(default_group(), {})
     if (ranks, backend) not in known:
         given = None if backend == "undefined" else backend  # groups that were started without one have the default
