@@ -43,6 +43,7 @@ from suites import (  # noqa: E402
     RESULTS,
     SNIPPETS,
     TORCH,
+    WHOLE,
     Suite,
     check,
     pip,
@@ -58,7 +59,7 @@ CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
 # Session -> the environment that it installs into, for `parallel`; the checks install into that of `types` too.
-ENVIRONMENT_OF = dict.fromkeys(("lint", "types", "docs", "smoke", "together"), NEWEST.name)
+ENVIRONMENT_OF = {**dict.fromkeys(("lint", "types", "docs", "smoke"), NEWEST.name), "together": WHOLE.name}
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -166,7 +167,7 @@ def together(session: nox.Session) -> None:
     names = ("tests", "docs", "examples", "tools", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
     places = [CORE, *(ROOT / name for name in names), *ROOT.glob("*.md"), *(pack.folder for pack in PACKS)]
     own = [f"--ignore={ROOT / 'tests' / 'clients'}"]
-    Suite(session, NEWEST, "together", ROOT / "tests", requirements, places, alone=False, options=own).run()
+    Suite(session, WHOLE, "together", ROOT / "tests", requirements, places, alone=False, options=own).run()
 
 
 def add_clients(stack: str, environment: Environment) -> None:

@@ -1,4 +1,4 @@
-"""The random search over configurations, for a few minutes; ``nox -s fuzz`` goes on as long as one likes."""
+"""The random search over configurations, for a minute; ``nox -s fuzz`` goes on as long as one likes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trial import Outcome
 
 #: The draws of every run, and the seconds after which no other is begun.
 NUMBERS = range(300)
-SECONDS = 90.0
+SECONDS = 45.0
 #: How many are carried out on the slowest machine.
 FEWEST = 30
 

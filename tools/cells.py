@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from environments import Environment  # from tools/
 
-__all__ = ["Cell", "Pack", "cells_of", "find_packs", "lowest", "newest_of"]
+__all__ = ["Cell", "Pack", "cells_of", "find_packs", "lowest", "newest_of", "whole_of"]
 
 # Libraries that need a torch of their own: timm needs torchvision, which has to match torch.
 APART: Mapping[str, tuple[str, ...]] = {"timm": ("torch==2.14.1", "torchvision==0.29.1")}
@@ -152,14 +152,24 @@ def _cell(pack: Pack, library: str, release: str, torch: str) -> Cell:
     # A torch that a library has apart is installed once, with what has to match it.
     shared = next((pins for pins in APART.values() if pin in pins), (pin,))
     torches = shared if library == _EVERYWHERE else APART.get(library, (torch,))
-    environment = Environment(f"{library}-{release}", torches, (*(() if library == _EVERYWHERE else (pin,)), *others))
     always = at != "between" if pack.whole else at == "newest"
     tags = (at, "matrix", pack.name, *(("tests",) if always else ()))
     select = ("-k", f"{library} or every_policy") if library in APART else ()
     leave = ("-m", "not newest") if at != "newest" else ()
+    name = whole_of(f"{library}-{release}") if pack.whole and at == "newest" else f"{library}-{release}"
+    environment = Environment(name, torches, (*(() if library == _EVERYWHERE else (pin,)), *others))
     return Cell(
         pack, library, release, environment, whole=pack.whole and at != "between", tags=tags, options=(*select, *leave)
     )
+
+
+def whole_of(environment: str) -> str:
+    """Return the name of the environment of the packs that run whole, against what another environment has.
+
+    Sessions that share an environment follow each other: at the newest release, which tests every pack, these run
+    beside the others.
+    """
+    return f"{environment}-whole"
 
 
 def lowest(requirements: Iterable[str], library: str) -> str:

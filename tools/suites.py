@@ -6,12 +6,13 @@ import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
 
-from cells import Pack, cells_of, find_packs, newest_of  # from tools/
+from cells import Pack, cells_of, find_packs, newest_of, whole_of  # from tools/
 from environments import Environment
 from results import Result, Results, digest_of
 
@@ -26,6 +27,7 @@ __all__ = [
     "RESULTS",
     "SNIPPETS",
     "TORCH",
+    "WHOLE",
     "Suite",
     "check",
     "pip",
@@ -44,6 +46,7 @@ TORCH = f"torch=={os.environ.get('SHARDCORE_TORCH', '2.13.0')}"
 # The environment of the newest releases, which their cells use too.
 _PINS = sorted(newest_of(PACKS).items())
 NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH,), tuple(map("==".join, _PINS)))
+WHOLE = replace(NEWEST, name=whole_of(NEWEST.name))
 # The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
 ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",

@@ -106,8 +106,8 @@ def unserved(
 
 def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
     """Say which pack to install or to write."""
-    first_party = (pack for name in names for start, pack in FIRST_PARTY.items() if name.startswith(start))
-    family = next(first_party, None)
+    starts = (pack for name in names for start, pack in FIRST_PARTY.items() if name.startswith(start))
+    family = next(starts, None)
     here = next((pack for pack in packs if pack.distribution == family), None)
     if family and here is None:
         yield f"  the first-party pack for this family is {family}"
