@@ -57,6 +57,10 @@ CLASSES = {
 NO_SEQUENCE = {"FalconForCausalLM", "GPTBigCodeForCausalLM", "LongT5ForConditionalGeneration"}
 
 
+#: Those of which nothing is gathered: attention is left whole, or returns weights of another shape.
+NOT_CAPTURED = {*NO_SEQUENCE, "YosoForMaskedLM"}
+
+
 def draft(name: str):
     small = small_model(getattr(transformers, name))
     return small, guess(small.model, lambda model: model(**small.inputs))
@@ -77,12 +81,14 @@ def test_it_is_exact(pool: WorkerPool, tmp_path, monkeypatch, name: str) -> None
         inputs=small_inputs,
         loss=loss_of,
         policy=f"{module}:{name}Policy",
-        supports=Supports(sequence="sequence" in found.words),
+        supports=Supports(sequence="sequence" in found.words, captured=found.captured),
     )
     pool.run(_look_in, str(tmp_path), world=2)
-    sections = ("training", "sequence") if case.supports.sequence else ("training",)
+    asked = {"training": True, "sequence": case.supports.sequence, "captured": bool(found.captured)}
+    sections = [section for section, there in asked.items() if there]
     findings = [finding for section in sections for finding in examine(pool, Subject(case=case, tp=2), section)]
     assert case.supports.sequence == (name not in NO_SEQUENCE)
+    assert bool(found.captured) == (name not in NOT_CAPTURED)
     assert [(f.check, f.message) for f in findings if f.state == "failed"] == []
     plan = compile_plan(policy(), small.model, ShardConfig.of(tp=2).resolve(2))
     sizes = {n: p.numel() for n, p in small.model.named_parameters()}
@@ -214,6 +220,29 @@ def test_why_tokens_cannot_be_split_is_said(name: str, words: str) -> None:
     assert words in said
 
 
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("ElectraForMaskedLM", ["ElectraModel"]),  # the encoder runs the blocks, and the model captures
+        ("MarianMTModel", ["MarianEncoder", "MarianDecoder"]),
+    ],
+)
+def test_what_can_be_asked_for_is_gathered_where_it_is_captured(name: str, classes: list[str]) -> None:
+    small, found = draft(name)
+    gathering = {cls for cls, rows in found.rows.items() if any(row.startswith("outputs(") for row in rows)}
+    assert gathering == set(classes)
+    assert {"attentions", "hidden_states"} <= set(found.captured)
+    text = cases("mine", small.model, small.inputs, found, settings=small.settings)
+    assert f"captured={found.captured!r}".replace("'", '"') in text
+    assert 'options={"attn_implementation": ("sdpa", "eager")}' in text
+
+
+def test_what_is_gathered_by_no_rule_is_said() -> None:
+    _, found = draft("YosoForMaskedLM")
+    assert not found.captured
+    assert any(doubt.startswith("captured attentions and hidden_states are refused") for doubt in found.doubts)
+
+
 def test_a_region_of_one_linear_is_entered_where_that_lets_tokens_be_split() -> None:
     _, found = draft("GPTNeoXForCausalLM")
     rows = "".join(row for rows in found.rows.values() for row in rows)
@@ -269,9 +298,16 @@ def test_inferred_at_run_time(pool: WorkerPool, how: str) -> None:
     assert "shardcore new-pack" in said
 
 
-def test_split_tokens_that_were_not_proved_are_refused(monkeypatch) -> None:
-    def examined(pool: Any, subject: Subject, section: str, **options: Any) -> list[Finding]:
-        wrong = section == "sequence"
+@pytest.mark.parametrize(
+    ("section", "rule", "doubt"),
+    [
+        ("sequence", "sequence(", "no sequence parallelism"),
+        ("captured", "outputs(", "attention weights and hidden states are refused"),
+    ],
+)
+def test_what_was_not_proved_is_refused(monkeypatch, section: str, rule: str, doubt: str) -> None:
+    def examined(pool: Any, subject: Subject, examining: str, **options: Any) -> list[Finding]:
+        wrong = examining == section
         return [
             Finding(check=section, state="failed" if wrong else "passed", message="layers.0 differs" if wrong else "")
         ]
@@ -279,9 +315,9 @@ def test_split_tokens_that_were_not_proved_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(infer, "examine", examined)
     config = _stablelm().config.to_json_string(use_diff=False)
     found = infer.answer("transformers", "StableLmForCausalLM", config, proved=True)
-    assert "sequence(" not in found["source"]
-    assert "no sequence parallelism: sequence: layers.0 differs" in found["doubts"]
-    assert "tokens split" not in found["proof"]
+    assert rule not in found["source"]
+    assert f"{doubt}: {section}: layers.0 differs" in found["doubts"]
+    assert ("tokens split" in found["proof"]) == (section != "sequence")
 
 
 def test_inferred_while_a_checkpoint_is_read(pool: WorkerPool, tmp_path) -> None:

@@ -9,6 +9,9 @@ import torch
 from llama_cases import batch, build, shard
 from torch import Tensor
 
+import shardcore
+from shard_llama.policy import LlamaForCausalLMPolicy
+from shardcore.errors import NotSupportedError
 from shardcore.testing.parity import assert_close, assert_same_gradients
 from shardcore.testing.subject import checkpointing
 
@@ -104,3 +107,30 @@ def _interface() -> None:
     assert model.model.layers[0].self_attn.q_proj.out_features == 64
     assert isinstance(model.lm_head, torch.nn.Linear)
     assert isinstance(model.model.embed_tokens, torch.nn.Embedding)
+
+
+class GathersNothing(LlamaForCausalLMPolicy):
+    def decoder(self):
+        return [rule for rule in super().decoder() if not str(rule).startswith("outputs(")]
+
+
+def test_what_no_rule_gathers_is_refused(pool):
+    pool.run(_refused, world=2)
+
+
+def _refused() -> None:
+    for sequence in (False, True):
+        model = build(attn_implementation="eager")
+        reference = copy.deepcopy(model)
+        shardcore.shard(model, tp=2, policy=GathersNothing, enable_sequence_parallelism=sequence)
+        for asked in (model, model.model):
+            given = {name: value for name, value in batch(model).items() if asked is model or name != "labels"}
+            with pytest.raises(NotSupportedError, match="would return attentions that are not whole"):
+                asked(**given, output_attentions=True)
+        if sequence:
+            with pytest.raises(NotSupportedError, match=r"would return hidden_states .*tokens are split"):
+                model(**batch(model), output_hidden_states=True)
+            continue
+        wanted, got = (m(**batch(m), output_hidden_states=True) for m in (reference, model))  # whole on every rank
+        for mine, theirs in zip(wanted.hidden_states, got.hidden_states, strict=True):
+            assert_close(mine, theirs, "hidden states")

@@ -135,6 +135,12 @@ class Scope(Protocol):
     def add(self, step: Step) -> None:
         """Plan any other step."""
 
+    def splits_attention(self, suffix: str) -> None:
+        """Say that attention weights before a submodule are those of this rank's heads, for rules that split heads.
+
+        Where no rule of the policy gathers them, the model will refuse to return them.
+        """
+
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
         """Record a problem."""
 

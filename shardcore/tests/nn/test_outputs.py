@@ -13,6 +13,10 @@ import torch.distributed as dist
 from tiny import randomize, shard
 from torch import Tensor, nn
 
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
+from shardcore.errors import NotSupportedError
+from shardcore.plan.steps import RefuseCaptured
 from shardcore.policy import Policy, Stages
 from shardcore.styles import attribute, outputs, per_rank, region
 from shardcore.testing.parity import assert_close, assert_same_gradients
@@ -77,9 +81,12 @@ class Body(nn.Module):
     def __init__(self, *, pools: bool) -> None:
         super().__init__()
         self.stack, self.pools = Stack(), pools
-        self.config = SimpleNamespace(return_dict=True)
+        self.config = SimpleNamespace(return_dict=True, output_attentions=False)
 
-    def forward(self, x: Tensor, capture: bool = False, return_dict: bool | None = None) -> Out | tuple[Any, ...]:
+    def forward(
+        self, x: Tensor, output_attentions: bool | None = None, return_dict: bool | None = None
+    ) -> Out | tuple[Any, ...]:
+        capture = self.config.output_attentions if output_attentions is None else output_attentions
         states, weights = self.stack(x)
         pooled = states[:, 0].tanh() if self.pools else None
         if not (self.config.return_dict if return_dict is None else return_dict):
@@ -115,6 +122,11 @@ class WithoutPlaces(NetPolicy):
     places = ()
 
 
+class GathersNothing(NetPolicy):
+    def module_policy(self) -> Any:
+        return {name: rules for name, rules in super().module_policy().items() if name != "Body"}
+
+
 def _pair(policy: type[Policy] = NetPolicy, *, pools: bool = True) -> tuple[Any, Any]:
     reference = Net(pools=pools).to(torch.float64)
     randomize(reference)
@@ -141,7 +153,7 @@ def _same(wanted: Any, got: Any, what: str) -> None:
 def captured() -> None:
     reference, model = _pair()
     for seed in (0, 1):
-        outs = [m(_input(seed), capture=True) for m in (reference, model)]
+        outs = [m(_input(seed), output_attentions=True) for m in (reference, model)]
         _same(*outs, "output")
         assert outs[1].attentions[0].shape[1] == HEADS
         for out in outs:
@@ -160,7 +172,7 @@ def tuples() -> None:
                 m.body.config.return_dict = by_default
             for capture in (False, True):
                 for switch in ({}, {"return_dict": None}, {"return_dict": True}, {"return_dict": False}):
-                    wanted, got = (m(x, capture=capture, **switch) for m in (reference, model))
+                    wanted, got = (m(x, output_attentions=capture, **switch) for m in (reference, model))
                     as_tuple = not by_default if switch.get("return_dict") is None else not switch["return_dict"]
                     assert isinstance(got, tuple) == as_tuple
                     _same(wanted, got, f"{pools=} {by_default=} {capture=} {switch}")
@@ -171,7 +183,25 @@ def tuples() -> None:
 
 def without_places() -> None:
     _, model = _pair(WithoutPlaces, pools=False)
-    assert [type(part) for part in model(_input(), capture=True, return_dict=False)] == [Tensor, tuple]
+    assert [type(part) for part in model(_input(), output_attentions=True, return_dict=False)] == [Tensor, tuple]
+
+
+def refused() -> None:
+    reference, model = _pair(GathersNothing)
+    message = r"this Body would return attentions that are not whole: .*layers\.0\.attention\.out.*outputs\(attentions="
+    for switch in ({}, {"return_dict": False}):
+        with pytest.raises(NotSupportedError, match=message):
+            model(_input(), output_attentions=True, **switch)
+        _same(reference(_input(), **switch), model(_input(), **switch), "what was not asked for")
+        model.body.config.output_attentions = True  # a configuration asks too
+        with pytest.raises(NotSupportedError, match=message):
+            model(_input(), **switch)
+        _same(
+            reference(_input(), output_attentions=False, **switch),
+            model(_input(), output_attentions=False, **switch),
+            "not asked for",
+        )
+        model.body.config.output_attentions = False
 
 
 def guards() -> None:
@@ -193,6 +223,23 @@ def guards() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_captured_outputs_are_whole_and_differentiable(pool, world):
     pool.run(captured, world=world)
+
+
+def test_what_no_rule_gathers_is_refused(pool):
+    pool.run(refused, world=2)
+
+
+def test_plans_say_what_is_refused():
+    def refusals(policy: type[Policy], ranks: int = 2) -> list[RefuseCaptured]:
+        config = ShardConfig.of(tp=ranks).resolve(ranks)
+        plan = compile_plan(policy, Net(), config, device_type="cpu")
+        return [step for step in plan.steps if isinstance(step, RefuseCaptured)]
+
+    (refusal,) = refusals(GathersNothing)
+    assert refusal.path == "body"  # its configuration can ask for them
+    assert refusal.describe() == "refuses to return captured attentions, which no rule gathers"
+    assert not refusals(NetPolicy)
+    assert not refusals(GathersNothing, ranks=1)
 
 
 def test_tuples_have_the_places_of_the_native_ones(pool):

@@ -377,7 +377,8 @@ def new_pack(name: str, model: str | None, example: str | None, into: Path) -> N
     package = name.replace("-", "_")
     click.echo(
         f"\nNext: read {into / name / 'src' / package / 'policy.py'} beside the model's forward, then: "
-        f"python -m pip install -e '{into / name}[testing]' && python -m pytest {into / name}"
+        f"python -m pip install -e '{into / name}[testing]' && python -m pytest {into / name} --quick && "
+        f"python -m pytest {into / name}"
     )
 
 

@@ -34,6 +34,11 @@ from shardcore.testing.subject import Subject
 __all__ = ["answer", "build", "loss_of"]
 
 _RANKS = 2
+#: A section of the kit that a policy can do without -> the argument of `guess`, and what is left out, in words.
+_LEFT_OUT = {
+    "sequence": ("sequences", "no sequence parallelism"),
+    "captured": ("captured", "attention weights and hidden states are refused"),
+}
 _LIMIT = 300  # seconds for the proof
 
 
@@ -53,10 +58,10 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     if not share:
         raise ConfigError(f"nothing of a small {name} could be split: {'; '.join(dict.fromkeys(draft.doubts))}")
     if proved:
-        proof, problem = _proof(module, name, config, draft)
-        if problem:  # the same without sequence parallelism
-            draft = guess(small.model, call, sequences=False)
-            draft.doubts.append(f"no sequence parallelism: {problem}")
+        proof, problems = _proof(module, name, config, draft)
+        if problems:  # the same without what differs
+            draft = guess(small.model, call, **{_LEFT_OUT[section][0]: False for section in problems})
+            draft.doubts += [f"{_LEFT_OUT[section][1]}: {problem}" for section, problem in problems.items()]
     return {"source": source(type(small.model), draft), "doubts": draft.doubts, "split": share, "proof": proof}
 
 
@@ -79,14 +84,14 @@ def _share(model: nn.Module, draft: Draft) -> float:
     return split / sum(sizes.values())
 
 
-def _proof(module: str, name: str, config: str, draft: Draft) -> tuple[str, str]:
-    """Return what was compared, in words, and how it differs under sequence parallelism; empty if it does not.
+def _proof(module: str, name: str, config: str, draft: Draft) -> tuple[str, dict[str, str]]:
+    """Return what was compared, in words, and how what it can do without differs, by section of the kit.
 
     Raises:
-        ConfigError: it differs without sequence parallelism.
+        ConfigError: training differs.
     """
     cls = getattr(importlib.import_module(module), name)
-    sequence = "sequence" in draft.words
+    further = [*(["sequence"] if "sequence" in draft.words else []), *(["captured"] if draft.captured else [])]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "shardcore_inferred_policy.py").write_text(source(cls, draft))
         sys.path.insert(0, folder)  # which the ranks take over
@@ -96,22 +101,25 @@ def _proof(module: str, name: str, config: str, draft: Draft) -> tuple[str, str]
             inputs=small_inputs,
             loss=loss_of,
             policy=f"shardcore_inferred_policy:{name}Policy",
-            supports=Supports(sequence=sequence),
+            supports=Supports(sequence="sequence" in further, captured=draft.captured),
         )
         subject = Subject(case=case, tp=_RANKS)
         with WorkerPool(_RANKS, collective_timeout=120.0) as pool:
             findings = examine(pool, subject, "training", timeout=_LIMIT)
-            split = examine(pool, subject, "sequence", timeout=_LIMIT) if sequence and not _problem(findings) else []
+            if not _problem(findings):
+                found = {section: examine(pool, subject, section, timeout=_LIMIT) for section in further}
     if problem := _problem(findings):
         raise ConfigError(
             f"the policy that was inferred for {name} is not exact on {_RANKS} ranks: {problem}. Write one from a "
             "draft: shardcore new-pack"
         )
-    differs = _problem(split)
-    errors = [finding.error for finding in (*findings, *([] if differs else split)) if finding.error is not None]
-    ways = f"{_RANKS} ranks{', tokens split and not' if split and not differs else ''}"
+    problems = {section: problem for section, part in found.items() if (problem := _problem(part))}
+    right = [section for section in found if section not in problems]
+    compared = [*findings, *(finding for section in right for finding in found[section])]
+    errors = [finding.error for finding in compared if finding.error is not None]
+    ways = f"{_RANKS} ranks{', tokens split and not' if 'sequence' in right else ''}"
     worst = f"{max(errors, default=0.0):.0e}"
-    return f"outputs, loss, gradients and optimizer steps of a small copy on {ways}, largest error {worst}", differs
+    return f"outputs, loss, gradients and optimizer steps of a small copy on {ways}, largest error {worst}", problems
 
 
 def _problem(findings: Sequence[Finding]) -> str:

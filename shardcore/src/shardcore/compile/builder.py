@@ -49,6 +49,7 @@ class PlanBuilder(PlanView):
     problems: list[Problem] = field(default_factory=list)
     refusals: list[Problem] = field(default_factory=list)  # if any, the problems of other rules follow from them
     modules: Modules | None = None  # what packs bring in place of parallel modules
+    attentions: list[str] = field(default_factory=list)  # modules before which each rank has its own heads
 
     def __post_init__(self) -> None:
         self.named = dict(self.model.named_modules(remove_duplicate=False))
@@ -218,6 +219,10 @@ class RuleScope(Scope):
     def add(self, step: Step) -> None:
         for what in self.builder.add(step):
             self.problem(what, "keep one of them")
+
+    @override
+    def splits_attention(self, suffix: str) -> None:
+        self.builder.attentions.append(self.name(suffix))
 
     @override
     def problem(self, what: str, todo: str, suffix: str = "") -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
+from shardcore.compile.captured import refuse_captured
 from shardcore.compile.parts import Delegates, Part, PartFinder, joined_stages, matches
 from shardcore.compile.stage_checks import check_stages
 from shardcore.compile.switches import optimize
@@ -58,6 +59,7 @@ def compile_plan(
         _check_heads(builder, part)
     _plan_rules(builder, policy, parts)
     builder.check()
+    refuse_captured(builder)
     report_tensors(builder)
     stages = check_stages(builder, policy, joined_stages(parts, builder.problems))
     for path in stages.around if stages and config.ranks > 1 else ():

@@ -66,6 +66,7 @@ TRANSFORMERS: tuple[PrivateName, ...] = (
     PrivateName("transformers.AutoModel._model_mapping", "the class that an Auto class takes", "loading"),
     PrivateName("transformers.PretrainedConfig._attn_implementation", "the attention in use", "flash attention"),
     PrivateName("transformers.PretrainedConfig._experts_implementation", "how experts compute", "testing", since="5"),
+    PrivateName(f"{_MODEL}._supports_sdpa", "the attention that a model has by itself", "drafts"),
     PrivateName(f"{_MODEL}._supports_flash_attn", "whether a model has flash attention", "flash attention"),
     PrivateName(
         f"{_MODEL}._gradient_checkpointing_func",

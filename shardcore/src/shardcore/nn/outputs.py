@@ -11,11 +11,18 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.collectives import gather_from_tp
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["OutputGatherer", "ReturnDict", "StageAttentions"]
+__all__ = ["CAPTURED", "OutputGatherer", "RefusesCaptured", "ReturnDict", "StageAttentions"]
+
+#: What a model may capture from its layers -> how the ranks hold it, and the argument of the rule that gathers it.
+CAPTURED = {
+    "attentions": ("each rank has the attention weights of its own heads", 'attentions="heads"'),
+    "hidden_states": ("tokens are split, and each rank has the states of its own", 'hidden_states="sequence"'),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,59 @@ class StageAttentions(SwappedModule):
 
     def _whole(self, weights: Tensor, size: int) -> Tensor:
         return gather_from_tp(weights, self._shard_context.channel, 1, size) if size else weights
+
+
+class RefusesCaptured(SwappedModule):
+    """A model that does not return what it captured: each rank has a part of it, and no rule says how to gather it.
+
+    Options:
+        outputs: (name, a module in which each rank has a part) for each of `CAPTURED` that is refused.
+    """
+
+    keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"outputs"})
+
+    _refused: tuple[tuple[str, str], ...]
+
+    @classmethod
+    @override
+    def swap_class(
+        cls, module: nn.Module, context: ShardContext, *, outputs: tuple[tuple[str, str], ...] = (), **options: Any
+    ) -> Self:
+        new = super().swap_class(module, context)
+        new._refused = outputs
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward.
+
+        Raises:
+            NotSupportedError: it returned what it captured from its layers.
+        """
+        out = super().forward(*args, **kwargs)
+        for name, where in self._refused:
+            if self._returns(out, name, kwargs):
+                why, argument = CAPTURED[name]
+                raise NotSupportedError(
+                    f"this {type(self).__name__} would return {name} that are not whole: {why} ({where}), and no rule "
+                    f"of its policy gathers them. Do not ask for them (output_{name}=False), or add "
+                    f"outputs({argument}) to the policy, under the class that returns them, which is often that whose "
+                    "forward runs the blocks"
+                )
+        return out
+
+    def _returns(self, out: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+        if not isinstance(out, tuple):
+            named = out if isinstance(out, Mapping) else getattr(out, "__dict__", {})
+            return any(key.endswith(name) and _holds_tensors(value) for key, value in named.items())
+        asked = kwargs.get(f"output_{name}")
+        if asked is None:
+            asked = getattr(getattr(self, "config", None), f"output_{name}", False)
+        return bool(asked) and any(_holds_tensors(value) for value in out)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, tuple | list) and any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
 
 
 #: What a stage returns before its attention weights: states, states before patches are merged, the size of the image.

@@ -159,11 +159,13 @@ def _cases(short: str, model: Any, out: Any, draft: Draft) -> Iterable[str]:
     sizes = tuple(size for size in _SIZES if all(count % size == 0 for count in draft.heads))
     supports = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
     supports += ["sequence=True"] if "sequence" in draft.words else []
+    supports += [f"captured={draft.captured!r}"] if draft.captured else []
     supports += [f"tensor_parallel={sizes!r}"] if sizes != _SIZES else []
     given = [f'name="{short}"', "build=build", "inputs=inputs"]
     if not (isinstance(out, Mapping) and "loss" in out):
         given.append("loss=hidden_loss")
     given += [f"outputs={outputs!r}"] if outputs else []
+    given += [f"options={options!r}"] if (options := _options(model, draft)) else []
     if draft.lists:
         given.append(f'layers="{draft.lists[0]}"')
         if (cost := _cost(model, draft)) is not None and cost != (2, 2):
@@ -180,6 +182,15 @@ def _cases(short: str, model: Any, out: Any, draft: Draft) -> Iterable[str]:
         "        ),",
         "    ]",
     ]
+
+
+def _options(model: nn.Module, draft: Draft) -> dict[str, tuple[str, ...]]:
+    """Return the attention that a model of the class has by itself, and the one that returns weights, if it is another.
+
+    The small model that was looked at has the latter.
+    """
+    another = getattr(type(model), "_supports_sdpa", False)
+    return {"attn_implementation": ("sdpa", "eager")} if "attentions" in draft.captured and another else {}
 
 
 def _within(name: str, draft: Draft) -> str:

@@ -28,6 +28,7 @@ class Draft:
         split: those of them that are split.
         whole: linears of blocks that are left whole.
         lists: the lists of blocks.
+        captured: what the model can be asked for, which a rule gathers.
         heads: in how many parts at most regions of heads can be cut, where the model's own number is not used.
     """
 
@@ -40,6 +41,7 @@ class Draft:
     split: set[tuple[str, str]] = field(default_factory=set)
     whole: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
+    captured: tuple[str, ...] = ()
     heads: set[int] = field(default_factory=set)
 
     def add(self, cls: str, word: str, row: str) -> None:
@@ -93,7 +95,7 @@ def source(model_class: type[nn.Module], draft: Draft) -> str:
         f'"""How {model_class.__name__} is sharded."""\n\nfrom __future__ import annotations\n\n'
         + (f"from shardcore.{home} import {base}\n" if transformers else "")
         + f"from shardcore.policy import {', '.join(sorted(words))}\n"
-        + f"from shardcore.styles import {', '.join(sorted(draft.words))}\n\n"
+        + f"{_imports('shardcore.styles', sorted(draft.words))}\n\n"
         + _doubts(draft)
         + f"\nclass {model_class.__name__}Policy({base}):\n"
         + f'    """Drafted from what a small {model_class.__name__} computes."""\n\n'
@@ -103,6 +105,14 @@ def source(model_class: type[nn.Module], draft: Draft) -> str:
         + '        """Return the rows of each class."""\n'
         + body
         + "\n"
+    )
+
+
+def _imports(module: str, names: list[str]) -> str:
+    """Return the import of names, on one line if it fits."""
+    line = f"from {module} import {', '.join(names)}"
+    return (
+        line if len(line) <= 120 else "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore.scaffold.captured import add_captured
 from shardcore.scaffold.draft import Draft, optional, policy_of
 from shardcore.scaffold.facts import Facts, common
 from shardcore.scaffold.mixtures import Mixture, mixtures_of
@@ -24,7 +25,9 @@ from shardcore.scaffold.wording import Worded, worded
 __all__ = ["guess"]
 
 
-def guess(model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool = True) -> Draft:
+def guess(
+    model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool = True, captured: bool = True
+) -> Draft:
     """Return a first draft for the class of ``model``.
 
     What one rank cannot run, or what the way of its gradients shows to be wrong, is left whole, and the draft says so.
@@ -33,6 +36,7 @@ def guess(model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool
         model: small, on the CPU in float64, with random parameters and without dropout.
         call: calls it and returns what it returns.
         sequences: say between which modules activations may be split along the sequence, if they may.
+        captured: gather what the model can be asked for, as far as a rule is found that does.
 
     Raises:
         ConfigError: not even a policy that splits nothing fits the model.
@@ -40,7 +44,10 @@ def guess(model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)  # the same draft in every process
         facts = Facts(model, call)
-        return _with_sequences(facts) if sequences else _guess(facts)
+        draft = _with_sequences(facts) if sequences else _guess(facts)
+        if captured:
+            add_captured(draft, facts)
+        return draft
 
 
 _STACKED = 3  # dims of several matrices in one parameter

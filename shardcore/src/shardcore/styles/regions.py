@@ -211,6 +211,8 @@ class RegionRule(Rule):
         scope.swap(self.row, target, **options)
         if entry is not None:
             scope.add(entry)
+        if cut.by_heads:
+            scope.splits_attention(self.row)
 
     def _cut(self, scope: Scope, linears: dict[str, Product]) -> Cut | None:
         """Return how the region is cut; record what does not fit together.

@@ -11,7 +11,13 @@ from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, abov
 from shardcore.plan.steps.experts import EnterExperts, ShareVisits
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
-from shardcore.plan.steps.outputs import GatherOutputs, GatherStageAttentions, KeepLogitsSharded, TakeLoss
+from shardcore.plan.steps.outputs import (
+    GatherOutputs,
+    GatherStageAttentions,
+    KeepLogitsSharded,
+    RefuseCaptured,
+    TakeLoss,
+)
 from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.plan.steps.sequence import ShardSequence
 from shardcore.plan.steps.shardformer import ReplaceMethods, ReplaceModule, ReplaceParameters
@@ -33,6 +39,7 @@ __all__ = [
     "Phase",
     "PlanView",
     "Recompute",
+    "RefuseCaptured",
     "RefuseGradients",
     "ReplaceMethods",
     "ReplaceModule",

@@ -133,6 +133,16 @@ class Step(ABC):
         return not {path, *above(path)}.isdisjoint(self.splits_tokens)
 
     @property
+    def gathers_captured(self) -> tuple[str, ...]:
+        """The outputs of the module that are captured from its layers, and gathered."""
+        return ()
+
+    @property
+    def refuses_captured(self) -> tuple[str, ...]:
+        """The outputs that the module would capture from its layers, and does not return."""
+        return ()
+
+    @property
     def gathers_tokens(self) -> tuple[str, ...]:
         """The modules that see all tokens though they are below one of `splits_tokens`."""
         return ()

@@ -13,10 +13,10 @@ from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.after_forward import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
-from shardcore.nn.outputs import OutputGatherer, StageAttentions
+from shardcore.nn.outputs import OutputGatherer, RefusesCaptured, StageAttentions
 from shardcore.plan.steps.base import Bench, Commit, Phase, Step
 
-__all__ = ["GatherOutputs", "GatherStageAttentions", "KeepLogitsSharded", "TakeLoss"]
+__all__ = ["GatherOutputs", "GatherStageAttentions", "KeepLogitsSharded", "RefuseCaptured", "TakeLoss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,11 @@ class GatherOutputs(Step):
     def describe(self) -> str:
         gathered = [f"{name} on dim {dim} to {size}" for name, dim, size in self.dims]
         return "gathers " + ", ".join([*gathered, *(f"{name} along the sequence" for name in self.by_tokens)])
+
+    @property
+    @override
+    def gathers_captured(self) -> tuple[str, ...]:
+        return (*(name for name, _, _ in self.dims), *self.by_tokens)
 
     @override
     def prepare(self, bench: Bench) -> Commit:
@@ -68,6 +73,11 @@ class GatherStageAttentions(Step):
     def describe(self) -> str:
         return f"gathers attentions of {', '.join(str(size) for size in self.sizes if size)} heads"
 
+    @property
+    @override
+    def gathers_captured(self) -> tuple[str, ...]:
+        return ("attentions",)
+
     @override
     def prepare(self, bench: Bench) -> Commit:
         module = bench.model.get_submodule(self.path)
@@ -76,6 +86,33 @@ class GatherStageAttentions(Step):
             StageAttentions.swap_class(module, bench.shared, sizes=self.sizes)
 
         return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseCaptured(Step):
+    """Outputs that the module could capture from its layers, and that no rule gathers, are refused.
+
+    Attributes:
+        outputs: name of the output -> a module in which each rank has a part of it.
+    """
+
+    behaviour: ClassVar[type[SwappedModule]] = RefusesCaptured
+
+    outputs: tuple[tuple[str, str], ...]
+
+    @override
+    def describe(self) -> str:
+        return f"refuses to return captured {', '.join(self.refuses_captured)}, which no rule gathers"
+
+    @property
+    @override
+    def refuses_captured(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.outputs)
+
+    @override
+    def prepare(self, bench: Bench) -> Commit:
+        module = bench.model.get_submodule(self.path)
+        return functools.partial(RefusesCaptured.swap_class, module, bench.shared, outputs=self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
