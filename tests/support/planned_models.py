@@ -19,7 +19,7 @@ from shardcore.planner.watch import Watch
 from shardcore.planner.workload import Stepper
 from shardcore.testing.observing import Collectives
 
-LAYERS = 6
+LAYERS = 5
 
 #: What gloo runs for each operation; a reduce-scatter of activations travels as an all-to-all.
 OPERATIONS = {

@@ -203,21 +203,22 @@ def pipelined(model, batch=8, optimizer="adamw", **fields):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "count"),  # so many that more than `LEAST` of each kind are in a stage
     [
-        {},
-        {"tp": 2, "pipeline_schedule": "interleaved"},
-        {"dp_shard_size": 2, "dp": None},
-        {"optimizer": "none"},
-        {"gradient_checkpoint_config": GradientCheckpointConfig(num_ckpt_layers=5)},
+        ({}, 10),
+        ({"tp": 2, "pipeline_schedule": "interleaved"}, 16),
+        ({"dp_shard_size": 2, "dp": None}, 10),
+        ({"optimizer": "none"}, 10),
+        ({"gradient_checkpoint_config": GradientCheckpointConfig(num_ckpt_layers=5)}, 14),
     ],
     ids=str,
 )
-def test_few_blocks_of_a_stage_stand_for_all(monkeypatch, fields):
-    found = pipelined(meta(16), **fields)
-    monkeypatch.setattr(layers, "LEAST", 16)
-    monkeypatch.setattr("shardcore.planner.pipelines.LEAST", 16)
-    assert found == pipelined(meta(16), **fields)
+def test_few_blocks_of_a_stage_stand_for_all(monkeypatch, fields, count):
+    assert layers.LEAST == 3
+    found = pipelined(meta(count), **fields)
+    monkeypatch.setattr(layers, "LEAST", count)
+    monkeypatch.setattr("shardcore.planner.pipelines.LEAST", count)
+    assert found == pipelined(meta(count), **fields)
 
 
 def test_more_micro_batches_take_what_the_schedule_keeps():
