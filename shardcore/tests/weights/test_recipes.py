@@ -111,6 +111,23 @@ def test_what_is_drawn_follows_from_the_seed_and_the_code():
     assert torch.equal(torch.get_rng_state(), state)  # the user's generator is not drawn from
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_comes_from_integers_has_the_default_dtype_of_the_code(dtype):
+    def positions():  # of GPT-J, which a library builds in the dtype that it loads
+        steps = 1.0 / (10000 ** (torch.arange(0, 8, 2) / 8))
+        return torch.einsum("i,j->ij", torch.arange(6).float(), steps).float()
+
+    torch.set_default_dtype(dtype)
+    try:
+        wanted = positions()
+        with recording(0):
+            lazy = positions()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(lazy.evaluate(), wanted)
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_initialisations_have_their_distributions():
     with recording(0):
         tensors = [torch.empty(300, 300) for _ in range(4)]

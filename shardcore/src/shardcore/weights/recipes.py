@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -147,23 +148,39 @@ class Applied:
         args: its arguments; `Hole` stands for a tensor.
         kwargs: its keyword arguments.
         seed: what the generator of the CPU is seeded with before it, if it draws numbers.
+        default: the default dtype of the code that made the call, in which torch divides integers, for one.
     """
 
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     seed: int | None = None
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
         """Call it with ``tensors`` in the places of the holes."""
         args, kwargs = tree_map(
             lambda leaf: tensors[leaf.at] if isinstance(leaf, Hole) else leaf, (self.args, self.kwargs)
         )
-        if self.seed is None:
-            return self.function(*args, **kwargs)
-        with torch.random.fork_rng(devices=[]):
-            uncounted_seed(self.seed)
-            return self.function(*args, **kwargs)
+        with _default_dtype(self.default):
+            if self.seed is None:
+                return self.function(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                uncounted_seed(self.seed)
+                return self.function(*args, **kwargs)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype is before:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True, slots=True)
