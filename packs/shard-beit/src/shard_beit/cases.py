@@ -84,8 +84,9 @@ def cases() -> list[Case]:
             "ForImageClassification",
             outputs=("logits",),
             with_=shared,
-            # The bias is computed once, and each reentrant checkpoint would go back through it.
-            supports=Supports(captured=("attentions", "hidden_states"), reentrant=False),
+            # The bias is computed once, and each reentrant checkpoint would go back through it; transformers 4 computes it
+            # in each layer.
+            supports=Supports(captured=("attentions", "hidden_states"), reentrant=IS_EARLY),
         ),
         _case("masked_image_modeling", "ForMaskedImageModeling", outputs=("logits",), with_={"use_mask_token": True}),
         _case("model", "Model", loss=hidden_loss, outputs=("last_hidden_state", "pooler_output")),
