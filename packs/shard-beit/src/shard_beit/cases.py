@@ -84,8 +84,8 @@ def cases() -> list[Case]:
             "ForImageClassification",
             outputs=("logits",),
             with_=shared,
-            # The bias is computed once, and each reentrant checkpoint would go back through it; transformers 4 computes it
-            # in each layer.
+            # The bias is computed once, and each reentrant checkpoint would go back through it. Early releases compute
+            # it for each layer.
             supports=Supports(captured=("attentions", "hidden_states"), reentrant=IS_EARLY),
         ),
         _case("masked_image_modeling", "ForMaskedImageModeling", outputs=("logits",), with_={"use_mask_token": True}),
