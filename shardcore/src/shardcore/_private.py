@@ -127,8 +127,9 @@ TORCH: tuple[PrivateName, ...] = (
         PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", _CALLS, DATA_PARALLEL, of_instances=True)
         for name in ("_is_root", "_state_ctx", "_training_state")
     ),
-    PrivateName(
-        f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups", "one sum for a step", PIPELINES, of_instances=True
+    *(
+        PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", "one sum for a step", PIPELINES, since, until, True)
+        for name, since, until in (("_fsdp_param_group", "", "2.12"), ("_fsdp_param_groups", "2.12", ""))
     ),
     PrivateName(f"{_FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback", "one sum for a step", PIPELINES),
     PrivateName(f"{_SPEC}._StridedShardNotDecodableError", "full_tensor of such tensors", FUSED, "2.12"),

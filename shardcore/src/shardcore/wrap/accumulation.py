@@ -45,7 +45,7 @@ class Accumulation:
         root = self._fsdp._get_fsdp_state()
         # What a backward does at the end of each unit, and at its own: torch's pipelines do the same.
         for state in root._state_ctx.all_states:
-            for group in state._fsdp_param_groups:
+            for group in _parameter_groups(state):
                 group.post_backward()
         root._root_post_backward_final_callback()
         self._divide()
@@ -74,3 +74,10 @@ class Accumulation:
 
     def _units(self) -> Iterator[Any]:
         return (module for module in self._model.modules() if isinstance(module, FSDPModule))
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """Return the parameters that a unit gathers at once, in one group or, since torch 2.12, in several."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
