@@ -95,7 +95,7 @@ ROOMS = {
     "weights": {"comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
     "wrap": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
-    "pipeline": {"wrap", "agree", "plan", "nn", "config", "comm", "mesh", "errors"},
+    "pipeline": {"wrap", "agree", "plan", "nn", "config", "comm", "mesh", "errors", "_torch"},
     "booster": {
         "former",
         "checkpoint",

@@ -7,11 +7,14 @@ import sys
 
 import pytest
 import torch
+from tiny import TinyPolicy, build
 
 import shardcore
-from shardcore import _torch
+from shardcore import ShardConfig, _torch
 from shardcore.cli.doctor import examine
+from shardcore.compile import compile_plan
 from shardcore.errors import NotSupportedError
+from shardcore.pipeline.making import Pipelining
 
 GATHERS = ("torch.distributed.all_gather_single", "torch.distributed.all_gather_into_tensor")
 
@@ -30,6 +33,7 @@ def lose(monkeypatch, *paths):
     [
         ("torch.compile in one graph", "and fullgraph=True raises"),
         ("clipping of deferred gradients", "call shardcore.reduce_partial_gradients(model) before clipping"),
+        ("pipelines", "pp= above 1 is refused: shard by tp= and dp= alone"),
     ],
 )
 def test_the_doctor_says_what_an_older_torch_cannot(monkeypatch, what, lost):
@@ -46,6 +50,7 @@ def test_what_the_core_does_is_what_the_doctor_says():
     found = findings()
     assert (found["torch.compile in one graph"]["state"] == "works") == _torch.CAN_TRACE
     assert (found["clipping of deferred gradients"]["state"] == "works") == _torch.SCALES_PARTIAL
+    assert (found["pipelines"]["state"] == "works") == _torch.CAN_PIPELINE
     assert found["public names of torch"]["state"] == "works"
 
 
@@ -75,3 +80,11 @@ def test_one_of_several_names_is_enough(monkeypatch):
     monkeypatch.setattr(shardcore, "_torch", _torch)  # an import sets it
     monkeypatch.delitem(sys.modules, "shardcore._torch")
     assert importlib.import_module("shardcore._torch").all_gather_single == "new"
+
+
+def test_pipelines_are_refused_by_an_older_torch(monkeypatch):
+    monkeypatch.setattr("shardcore.pipeline.making.CAN_PIPELINE", False)
+    model, config = build(), ShardConfig(tensor_parallel_size=1, pipeline_parallel_size=2)
+    plan = compile_plan(TinyPolicy, model, config, device_type="cpu")
+    with pytest.raises(NotSupportedError, match=r"pipeline_parallel_size=2 needs torch 2\.13 or newer, here is"):
+        Pipelining(model).check(plan)

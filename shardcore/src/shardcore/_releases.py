@@ -21,6 +21,7 @@ __all__ = [
     "NAMES",
     "REDUCE_SCATTER",
     "SET_TIMEOUT",
+    "STAGES",
     "TRACED_READS",
     "Ability",
     "Renamed",
@@ -104,4 +105,7 @@ CLIPPED_SUMS = Ability(
     "shardcore.reduce_partial_gradients(model) before clipping",
 )
 
-ABILITIES = (TRACED_READS, CLIPPED_SUMS)
+# Before, a stage of torch's pipelines has to return a gradient for whatever it was given, token ids too.
+STAGES = Ability("pipelines", since="2.13", lost="pp= above 1 is refused: shard by tp= and dp= alone")
+
+ABILITIES = (TRACED_READS, CLIPPED_SUMS, STAGES)

@@ -8,7 +8,7 @@ is used, after `shardcore._private.require`.
 from __future__ import annotations
 
 from shardcore._private import CORE, require
-from shardcore._releases import ALL_GATHER, CLIPPED_SUMS, REDUCE_SCATTER, SET_TIMEOUT, TRACED_READS
+from shardcore._releases import ALL_GATHER, CLIPPED_SUMS, REDUCE_SCATTER, SET_TIMEOUT, STAGES, TRACED_READS
 
 try:
     import torch.distributed._functional_collectives as funcol
@@ -22,6 +22,7 @@ except ImportError:
     raise
 
 __all__ = [
+    "CAN_PIPELINE",
     "CAN_TRACE",
     "SCALES_PARTIAL",
     "DTensorSpec",
@@ -39,6 +40,9 @@ require(CORE)  # attributes too, which no import misses
 
 #: Whether reads of parameters may be compiled.
 CAN_TRACE = TRACED_READS.is_there()
+
+#: Whether stages of torch's pipelines may be given what gets no gradient.
+CAN_PIPELINE = STAGES.is_there()
 
 #: Whether torch multiplies partial gradients rightly, as it does to clip them.
 SCALES_PARTIAL = CLIPPED_SUMS.is_there()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardcore._torch import CAN_PIPELINE
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.pipe import Pipeline
@@ -30,9 +32,15 @@ class Pipelining:
 
         Raises:
             ConfigError: the model has too few blocks, or settings contradict each other.
-            NotSupportedError: the policy does not say where the model can be cut.
+            NotSupportedError: the policy does not say where the model can be cut, or torch is too old.
         """
         if (plan.config.pipeline_parallel_size or 1) > 1:
+            if not CAN_PIPELINE:
+                raise NotSupportedError(
+                    f"pipeline_parallel_size={plan.config.pipeline_parallel_size} needs torch 2.13 or newer, here is "
+                    f"{torch.__version__}: a stage of older releases has to return a gradient for whatever it was "
+                    "given, token ids too. Install a newer torch, or shard by tp= and dp= alone"
+                )
             Cut.by(plan.config, self._model, plan.stages)
 
     def divide(self, context: ShardContext, plan: ShardPlan, dtype: torch.dtype | None) -> None:

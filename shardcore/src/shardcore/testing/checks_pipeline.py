@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import ShardcoreError
 from shardcore.former import shard
 from shardcore.pipeline import Cut, Holding, Rehearsal, Stage, micro_batches, weight_of
@@ -48,6 +49,9 @@ def schedules(s: Subject, ledger: Ledger) -> None:
     four ranks each stage is shared by two as well, which split its heads, and its tokens where that is supported.
     """
     with ledger.check("schedules"):
+        if not CAN_PIPELINE:
+            ledger.closed("torch before 2.13 has no pipelines for these models")
+            return
         if not s.case.supports.pipeline:
             ledger.closed("pipeline parallelism")
             return
