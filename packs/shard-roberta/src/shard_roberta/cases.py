@@ -15,6 +15,8 @@ from shardcore.testing import Case, Supports, hidden_loss, text_batch, tiny
 __all__ = ["build", "cases", "inputs"]
 
 _OLD = Version(transformers.__version__) < Version("5")
+# XLMRobertaForMultipleChoice reads the output of a pooler that it does not have there.
+_NO_POOLER = Version("5") <= Version(transformers.__version__) < Version("5.14")
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -92,7 +94,11 @@ def cases() -> list[Case]:
                 supports=generates,
             ),
             _case(f"{prefix}sequence_classification", f"{family}ForSequenceClassification"),
-            _case(f"{prefix}multiple_choice", f"{family}ForMultipleChoice"),
+            *(
+                []
+                if family == "XLMRoberta" and _NO_POOLER
+                else [_case(f"{prefix}multiple_choice", f"{family}ForMultipleChoice")]
+            ),
             _case(f"{prefix}token_classification", f"{family}ForTokenClassification"),
             _case(f"{prefix}question_answering", f"{family}ForQuestionAnswering", outputs=spans),
         ]
