@@ -8,7 +8,8 @@ Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` na
 newest release; the other packs, sizes 1 and 2, against the newest; all packs together), ``matrix`` (all releases, and
 the whole conformance kit of every pack: every size and every case), ``newest`` and ``oldest``, ``quick`` (sizes 1 and 2
 against the newest release), ``pythons`` (the core with each other Python that is here), and the name of each pack. One
-environment for each release serves all of them, and those of one torch share its files.
+environment for each release serves all of them (at the newest, packs that ask for every size have another, beside the
+others), and those of one torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
 unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
