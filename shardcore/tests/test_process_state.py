@@ -20,7 +20,7 @@ CONSTANT = {
     "HookspecMarker", "HookimplMarker", "pluggy.HookspecMarker", "pluggy.HookimplMarker",
     "StateDictOptions", "_sum_options",
     "Ability", "Flow", "Renamed", "ALL_GATHER.find", "REDUCE_SCATTER.find", "SET_TIMEOUT.find",
-    "CLIPPED_SUMS.is_there", "TRACED_READS.is_there",
+    "CLIPPED_SUMS.is_there", "STAGES.is_there", "TRACED_READS.is_there",
 }  # fmt: skip
 CHANGING = {
     "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update",

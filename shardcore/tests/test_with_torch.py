@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from needs import TRACES
 from tiny import batch, shard, twins
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
-from shardcore._torch import CAN_TRACE
 from shardcore.errors import NotSupportedError, PlanError, WrapError
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
@@ -271,7 +271,7 @@ def compiled(backend):
     assert_same_parameters(reference, model)
 
 
-@pytest.mark.skipif(not CAN_TRACE, reason="torch 2.11 and 2.12 do not trace reads of parameters")
+@TRACES
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_a_compiled_step(pool, backend):
     pool.run(compiled, backend, world=2, timeout=180)

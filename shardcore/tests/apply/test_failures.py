@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from needs import FUSED
 from plain import Gain, ShardformerStyle, plain
 from tiny import TinyLM, TinyPolicy, batch, build
 from torch import nn
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore.comm.strided import torch_lacks
 from shardcore.errors import AgreementError, ConfigError, PartlyShardedError, PlanError, ShardcoreError
 from shardcore.policy import ModulePolicyDescription, Policy
 from shardcore.styles import region, segments
@@ -169,7 +169,7 @@ def uneven_columns():
     assert isinstance(model, FSDPModule)
 
 
-@pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
+@FUSED
 def test_what_fsdp_would_refuse_is_said_before(pool):
     pool.run(uneven_columns, world=4)
 

@@ -11,16 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from needs import PIPELINES
 from tiny import TinyPolicy, batch, build
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from shardcore import PipelineGradientCheckpointConfig, ShardConfig, ShardFormer
+from shardcore import PipelineGradientCheckpointConfig, ShardFormer
 from shardcore.booster import Booster, HybridParallelPlugin
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError, PlanError
 
 STEPS, ROWS, LENGTH = 4, 8, 6
+
+
+def for_each(*options: dict[str, Any]) -> pytest.MarkDecorator:
+    """Repeat a test for the options of several plugins, where this torch can do what they say."""
+    marked = [pytest.param(given, marks=[PIPELINES] if "pp_size" in given else []) for given in options]
+    return pytest.mark.parametrize("options", marked, ids=str)
 
 
 def batches(replica: int = 0) -> Any:
@@ -98,18 +105,14 @@ def script(options: dict[str, Any]) -> None:
         torch.testing.assert_close(whole(parameter), names[name].detach(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "max_norm": 0.1},
-        {"pp_size": 2, "zero_stage": 1, "microbatch_size": 2, "max_norm": 0.1, "pp_style": "interleaved"},
-        {"pp_size": 2, "zero_stage": 0, "num_microbatches": 4, "pp_style": "zbv", "max_norm": 0.1},
-        {"pp_size": 2, "zero_stage": 3, "num_microbatches": 4},
-        {"tp_size": 2, "zero_stage": 2, "num_microbatches": 2, "max_norm": 0.1},
-        {"tp_size": 1, "zero_stage": 3, "max_norm": 0.1},
-        {"tp_size": 4},
-    ],
-    ids=str,
+@for_each(
+    {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "max_norm": 0.1},
+    {"pp_size": 2, "zero_stage": 1, "microbatch_size": 2, "max_norm": 0.1, "pp_style": "interleaved"},
+    {"pp_size": 2, "zero_stage": 0, "num_microbatches": 4, "pp_style": "zbv", "max_norm": 0.1},
+    {"pp_size": 2, "zero_stage": 3, "num_microbatches": 4},
+    {"tp_size": 2, "zero_stage": 2, "num_microbatches": 2, "max_norm": 0.1},
+    {"tp_size": 1, "zero_stage": 3, "max_norm": 0.1},
+    {"tp_size": 4},
 )
 def test_one_script_for_every_mesh(pool, options):
     pool.run(script, options, world=4)
@@ -150,17 +153,13 @@ def own_losses(options: dict[str, Any]) -> None:
         assert float((whole(parameter.grad) - names[name].grad).abs().max()) <= 1e-12 * scale, name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pp_size": 2, "num_microbatches": 4},
-        {"pp_size": 2, "tp_size": 2, "microbatch_size": 2, "pp_style": "interleaved"},
-        {"zero_stage": 2, "microbatch_size": 2},
-        {"zero_stage": 1, "num_microbatches": 4},
-        {"tp_size": 2, "zero_stage": 0, "microbatch_size": 3},
-        {"tp_size": 2, "pp_size": 2, "partial_gradients": "deferred", "num_microbatches": 4, "max_norm": 0.1},
-    ],
-    ids=str,
+@for_each(
+    {"pp_size": 2, "num_microbatches": 4},
+    {"pp_size": 2, "tp_size": 2, "microbatch_size": 2, "pp_style": "interleaved"},
+    {"zero_stage": 2, "microbatch_size": 2},
+    {"zero_stage": 1, "num_microbatches": 4},
+    {"tp_size": 2, "zero_stage": 0, "microbatch_size": 3},
+    {"tp_size": 2, "pp_size": 2, "partial_gradients": "deferred", "num_microbatches": 4, "max_norm": 0.1},
 )
 def test_the_models_own_loss(pool, options):
     if options.get("partial_gradients") == "deferred":
@@ -212,6 +211,7 @@ def data_fails(options: dict[str, Any]) -> None:
     assert bool(booster.execute_pipeline(iter([labelled(0, 8)]), model, optimizer=optimizer)["loss"].isfinite())
 
 
+@PIPELINES
 def test_a_rank_without_data(pool):
     pool.run(data_fails, {"pp_size": 2}, world=2)
 
@@ -245,6 +245,7 @@ def recomputed() -> None:
             Booster(dataclasses.replace(plugin, gradient_checkpoint_config=wrong)).boost(build(layers=4))
 
 
+@PIPELINES
 def test_blocks_of_each_stage_are_recomputed(pool):
     pool.run(recomputed, world=2)
 
@@ -360,9 +361,9 @@ def test_a_scale_is_kept(pool, tmp_path):
     pool.run(kept, str(tmp_path), world=2)
 
 
-@pytest.mark.parametrize("axes", [{"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 1}], ids=str)
-def test_half_precision_skips_together(pool, axes):
-    pool.run(overflows, axes, world=2)
+@for_each({"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 1})
+def test_half_precision_skips_together(pool, options):
+    pool.run(overflows, options, world=2)
 
 
 def resumed(folder: str) -> None:
@@ -398,60 +399,9 @@ def resumed(folder: str) -> None:
     assert go(booster, model, optimizer, scheduler, data, 2) == wanted
 
 
+@PIPELINES
 def test_a_training_is_resumed(pool, tmp_path):
     pool.run(resumed, str(tmp_path), world=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"pp_size": 2, "zero_stage": 2}, NotSupportedError, "zero_stage=2.* with a pipeline does not exist"),
-        ({"pp_size": 2, "zero_stage": 3, "pp_style": "zbv"}, NotSupportedError, "use zero_stage=1"),
-        ({"sp_size": 2}, NotSupportedError, "other than tp_size 1"),
-        ({"tp_size": 2, "sp_size": 2}, ConfigError, "enable_sequence_parallelism=True; give both"),
-        ({"zero_stage": 4}, ConfigError, "must be 0, 1, 2 or 3"),
-        ({"precision": "int8"}, ConfigError, "one of fp32, bf16, fp16"),
-        ({"tp_size": 0}, ConfigError, "must be a positive integer"),
-        ({"pp_size": 2, "pp_style": "2f2b"}, ConfigError, "pipeline_schedule must be one of"),
-        ({"pp_size": 2, "num_microbatches": 2, "microbatch_size": 1}, ConfigError, "give one of them"),
-        ({"max_norm": -1.0}, ConfigError, "at least 0"),
-        ({"initial_scale": 0.0}, ConfigError, "must be positive"),
-        ({"fp8_communication": True}, NotSupportedError, "planned for release"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(options, error, said):
-    with pytest.raises(error, match=said):
-        HybridParallelPlugin(**options)
-
-
-def test_replicas_of_a_job_that_has_not_begun(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert HybridParallelPlugin(tp_size=2, pp_size=2).replicas == 2
-    assert HybridParallelPlugin(tp_size=2, pp_size=2, dp_size=1).replicas == 1
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.delenv("RANK")
-    assert HybridParallelPlugin(tp_size=2, pp_size=2).replicas == 1
-
-
-def test_every_setting_of_a_configuration_can_be_given():
-    names = {field.name for field in dataclasses.fields(HybridParallelPlugin)}
-    otherwise = {
-        "tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size",
-        "expert_parallel_size": "ep_size", "dp_replicate_size": "zero_stage", "dp_shard_size": "zero_stage",
-        "pipeline_schedule": "pp_style",
-    }  # fmt: skip
-    # Who shares a model is said by sizes, and what only calls without a backward need is no training.
-    left = {
-        "enable_tensor_parallelism", "tensor_parallel_mode", "tensor_parallel_process_group", "device_mesh",
-        "pipeline_stage_manager", "context_parallel_size", "inference_only",
-    }  # fmt: skip
-    for field in dataclasses.fields(ShardConfig):
-        assert otherwise.get(field.name, field.name) in names or field.name in left, field.name
-    plugin = HybridParallelPlugin(parallel_output=True, loss_chunk_size=8, sequence_keep_gathered=False)
-    assert (plugin.config().loss_chunk_size, plugin.config().sequence_keep_gathered) == (8, False)
-    assert dict(HybridParallelPlugin(extra_kwargs={"a": 1}).config().extra_kwargs) == {"a": 1}
 
 
 def misused() -> None:
@@ -480,5 +430,6 @@ def misused() -> None:
         Booster(plugin="hybrid")
 
 
+@PIPELINES
 def test_misuse(pool):
     pool.run(misused, world=2)

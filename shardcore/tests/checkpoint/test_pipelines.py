@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import PIPELINES
 from tiny import TinyPolicy, batch, build
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardcore import load_checkpoint, save_checkpoint, shard
-from shardcore._torch import CAN_PIPELINE
 from shardcore.checkpoint import Checkpoint
 from shardcore.errors import AgreementError, CheckpointError
 
-pytestmark = pytest.mark.skipif(not CAN_PIPELINE, reason="torch before 2.13 has no pipelines for these models")
+pytestmark = PIPELINES
 
 #: The meshes, on four ranks.
 MESHES: dict[str, dict[str, Any]] = {

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fused_net import STEP_NAMES, make_sharded, ranks, train
 from fused_net import whole as whole_of_net
+from needs import FUSED
 from tiny import build
 from torch.distributed.fsdp import FSDPModule
 from trainings import Training, draws, largest
 
 import shardcore
-from shardcore.comm.strided import torch_lacks
 
 _ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 _FOUR = {
@@ -145,7 +145,7 @@ def _net_values(net, optimizer):
 
 
 @_ALONE
-@pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
+@FUSED
 @pytest.mark.parametrize("segments", [2, 3])
 def test_fused_weights(pool, tmp_path, segments):
     pool.run(fused, str(tmp_path), segments, world=4, timeout=120)

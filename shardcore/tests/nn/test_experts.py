@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from experts_net import KINDS, balance, batch, build, captured, trains, twins
+from needs import FUSED
 from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore import NotSupportedError
-from shardcore.comm.strided import torch_lacks
 from shardcore.mesh import context_of
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import (
@@ -21,7 +21,7 @@ from shardcore.testing.parity import (
     whole,
 )
 
-pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="weights of [gate|up] need torch 2.12")
+pytestmark = FUSED
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 FIELDS = {

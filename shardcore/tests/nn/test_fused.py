@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from fused_net import BATCH, IN, adamw, assert_equal, batch, make_context, make_net, shard_net
+from needs import FUSED
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardcore.comm import strided
-from shardcore.comm.strided import torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedColumnLinear, SegmentedLayout, fsdp_placement, reduce_partial_gradients
 from shardcore.testing.observing import Collectives
 
-pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
+pytestmark = FUSED
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fused_net import (
     train,
     trained,
 )
+from needs import FUSED
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,11 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from shardcore.comm.strided import torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.wrap.data_parallel import apply_data_parallel
 
-pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
+pytestmark = FUSED
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from fused_net import batch as inputs
 from fused_net import make_context, make_net, shard_net
+from needs import FUSED
 from tiny import TinyPolicy, batch, twins
 from torch import nn
 
-from shardcore.comm.strided import torch_lacks
 from shardcore.styles import region, sequence
 from shardcore.testing.parity import assert_same_gradients
 
@@ -108,7 +108,7 @@ def _fused(kind: str, region: bool) -> None:
     assert_same_gradients(native, sharded)
 
 
-@pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
+@FUSED
 @pytest.mark.parametrize("region", [False, True], ids=["alone", "region"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fused_linear(pool, kind, region):

@@ -8,19 +8,19 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from needs import FUSED
 from own_products import HIDDEN, InOut, Model, ModelPolicy, Rewritten, Scaled, ids
 from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardcore
-from shardcore.comm.strided import torch_lacks
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, RowLinear, SegmentedLayout, VocabEmbedding
 from shardcore.styles import col, head, replicate, row
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
-pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
+pytestmark = FUSED
 
 LINEARS = {"in-out": InOut, "rewritten": Rewritten}
 

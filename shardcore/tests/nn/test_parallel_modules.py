@@ -9,12 +9,12 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from needs import TRACES
 from tiny import randomize
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardcore._torch import CAN_TRACE
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear, VocabEmbedding
@@ -341,7 +341,7 @@ def test_random_numbers_agree_after_a_pair(pool):
     assert first == second
 
 
-@pytest.mark.skipif(not CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read")
+@TRACES
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo does
 def test_compiled_equals_eager(pool):
     pool.run(compiled, world=2)

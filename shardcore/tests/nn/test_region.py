@@ -8,12 +8,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from needs import TRACES
 from tiny import FixedViewsPolicy, TinyPolicy, batch, build, shard, twins
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate
 
 import shardcore
-from shardcore._torch import CAN_TRACE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.testing.observing import Collectives
@@ -341,7 +341,7 @@ def compiled(how):
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # dynamo looks at it
-@pytest.mark.skipif(not CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read")
+@TRACES
 @pytest.mark.parametrize(("how", "world"), [("layers", 4), ("checkpointed layers", 2), ("model", 2)])
 def test_compiled_without_graph_breaks(pool, how, world):
     pool.run(compiled, how, world=world)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from experts_net import EXPERTS, MixturePolicy, balance, batch, build, captured, routed, trains
+from needs import FUSED
 from tiny import Config, TinyLM, TinyPolicy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -16,14 +17,13 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore import ConfigError, ModelSharder, PlanError, ShardConfig
-from shardcore.comm.strided import torch_lacks
 from shardcore.mesh import context_of
 from shardcore.styles import experts
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close, assert_gradients_own_storage, assert_same_gradients, whole
 from shardcore.wrap.data_parallel import apply_data_parallel
 
-pytestmark = pytest.mark.skipif(torch_lacks() is not None, reason="weights of [gate|up] need torch 2.12")
+pytestmark = FUSED
 
 SHARED = ("shared_expert.w1", "shared_expert.w3")
 STACKED = ("stacked", "transposed")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from needs import PIPELINES
 from tiny import TinyPolicy, batch, build, twins
 
 import shardcore
 from shardcore import ConfigError
-from shardcore._torch import CAN_PIPELINE
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_close, whole
 
-pytestmark = pytest.mark.skipif(not CAN_PIPELINE, reason="torch before 2.13 has no pipelines for these models")
+pytestmark = PIPELINES
 
 MESHES = {
     "tp2": (2, {"tp": 2}),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import PIPELINES
 from tiny import TinyPolicy, batch, build
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.former import shard
 from shardcore.pipeline import SCHEDULES, Pipeline, micro_batches, weight_of
@@ -24,7 +24,7 @@ from shardcore.plan import Stages
 from shardcore.policy import Policy
 from shardcore.styles import replicate, sequence
 
-pytestmark = pytest.mark.skipif(not CAN_PIPELINE, reason="torch before 2.13 has no pipelines for these models")
+pytestmark = PIPELINES
 
 LAYERS = 4
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from needs import PIPELINES
 from tiny import TinyPolicy, build
 
 import shardcore
-from shardcore._torch import CAN_PIPELINE
 from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import ConfigError, PlanError
 from shardcore.mesh import Sizes
@@ -193,9 +193,6 @@ def test_workloads_that_are_none(fields, said):
         Workload(**fields)
 
 
-staged = pytest.mark.skipif(not CAN_PIPELINE, reason="torch before 2.13 has no pipelines for these models")
-
-
 def pipelined(model, batch=8, optimizer="adamw", **fields):
     def by_name(model, workload):
         ids = torch.ones(workload.batch, 7, dtype=torch.long, device="cpu")
@@ -206,7 +203,7 @@ def pipelined(model, batch=8, optimizer="adamw", **fields):
     return estimate(model, ShardConfig.of(**settings), work, by_name, policy=TinyPolicy)
 
 
-@staged
+@PIPELINES
 @pytest.mark.parametrize(
     ("fields", "count"),  # so many that more than `LEAST` of each kind are in a stage
     [
@@ -226,7 +223,7 @@ def test_few_blocks_of_a_stage_stand_for_all(monkeypatch, fields, count):
     assert found == pipelined(meta(count), **fields)
 
 
-@staged
+@PIPELINES
 def test_more_micro_batches_take_what_the_schedule_keeps():
     model = meta(6)
     few, many = (pipelined(model, batch=2 * n, num_microbatches=n).pipeline for n in (4, 8))
@@ -239,7 +236,7 @@ def test_more_micro_batches_take_what_the_schedule_keeps():
     assert few.bubble > many.bubble
 
 
-@staged
+@PIPELINES
 def test_the_least_of_a_pipeline_is_that_of_its_ranks():
     work, config = Workload(batch=4, dtype="fp32", optimizer="sgd"), ShardConfig.of(pp=2, tp=1, num_microbatches=4)
     found = pipelined(meta(5), batch=4, optimizer="sgd")

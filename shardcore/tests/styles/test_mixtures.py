@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from experts_net import Expert, MixturePolicy, Stacked, build
+from needs import FUSED
 from torch import nn
 
 from shardcore import PlanError, ShardConfig
-from shardcore.comm.strided import torch_lacks
 from shardcore.compile import compile_plan
 from shardcore.nn import ReplicatedLayout, SegmentedLayout, ShardedLayout
 from shardcore.styles import col, experts, region, replicate, row
@@ -24,10 +24,7 @@ def plan(model, tp=2, rule=RULE, gate=MixturePolicy.of_shared_gate):
     return compile_plan(Own, model, ShardConfig(tensor_parallel_size=tp))
 
 
-gated = pytest.mark.skipif(torch_lacks() is not None, reason="weights of [gate|up] need torch 2.12")
-
-
-@gated
+@FUSED
 def test_a_layout_for_every_form():
     found = {
         kind: {p.name.removeprefix("blocks.0.mixture."): p.layout for p in plan(build(kind)).parameters}
@@ -45,7 +42,7 @@ def test_a_layout_for_every_form():
     assert str(SegmentedLayout(2, 1)) == "2 segments, each split on dim 1"
 
 
-@gated
+@FUSED
 def test_the_plan_says_what_happens():
     lines = str(plan(build("stacked")))
     assert "enters with 'hidden' for slices of its experts, sums what they return" in lines

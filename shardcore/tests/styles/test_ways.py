@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 import torch
 import ways
+from needs import TRACES
 from planned import problems_of
 from tiny import shard
 from ways import Biased, Channels, Continuous, Direct, Handing, Latent, build
 
 import shardcore
-from shardcore._torch import CAN_TRACE
 from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
@@ -272,6 +272,6 @@ def compiled():
             raise AssertionError(f"{kind}: {error}") from None
 
 
-@pytest.mark.skipif(not CAN_TRACE, reason="this torch traces no DTensors")
+@TRACES
 def test_compiled(pool):
     pool.run(compiled, world=2, timeout=240)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from island_net import CASE
+from needs import TRACES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardcore._torch import CAN_TRACE
 from shardcore.testing import WorkerPool, no_float32_islands
 from shardcore.testing.checks import examine
 from shardcore.testing.islands import without_islands
@@ -77,7 +77,7 @@ def graphs_inside_and_after():
     return counts
 
 
-@pytest.mark.skipif(not CAN_TRACE, reason="before torch 2.13 Dynamo fails on a mode that is entered in a graph")
+@TRACES
 @pytest.mark.filterwarnings("ignore")  # torch warns of what it cannot compile
 def test_functions_compile_afterwards():
     # In a process of its own: what torch.compile first takes for the methods of a tensor it remembers.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from experts_net import MixturePolicy
 from experts_net import batch as experts_batch
 from experts_net import build as experts_build
+from needs import FUSED
 from tiny import TinyPolicy, batch, build
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -17,7 +18,6 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 
 import shardcore
 from shardcore import AgreementError, ConfigError
-from shardcore.comm.strided import torch_lacks
 from shardcore.mesh import context_of
 from shardcore.testing.parity import whole
 
@@ -74,7 +74,7 @@ def with_experts():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.skipif(torch_lacks() is not None, reason="weights of [gate|up] need torch 2.12")
+@FUSED
 def test_experts_too(pool):
     pool.run(with_experts)
 
