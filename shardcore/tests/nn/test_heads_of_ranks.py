@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fused_heads import FusedPolicy, step, twins
+from needs import FUSED
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -39,12 +40,13 @@ def trains(by, **options):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("by", ["projection", "group"])
+@pytest.mark.parametrize("by", [pytest.param("projection", marks=FUSED), "group"])
 def test_training_in_every_order_of_features(pool, by, world):
     """Even heads, uneven ones, KV heads shared by ranks, and one of all; in one weight."""
     pool.run(trains, by, world=world)
 
 
+@FUSED
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_norms_over_all_heads(pool, world):
     pool.run(trains, "projection", over_heads=True, world=world)

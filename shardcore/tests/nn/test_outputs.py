@@ -31,6 +31,7 @@ class Out:
     states: Tensor
     pooled: Tensor | None = None
     attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self, name, value)
@@ -116,6 +117,27 @@ class NetPolicy(Policy):
                 attribute("attention.heads", per_rank),
             ],
         }
+
+
+class CrossBody(Body):
+    """Returns weights of a second kind, of as many heads."""
+
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        out = super().forward(x, **options)
+        out.cross_attentions = out.attentions
+        return out
+
+
+class ForgetsSecond(NetPolicy):
+    second: Any = None
+
+    def module_policy(self) -> Any:
+        rule = outputs(attentions="heads", cross_attentions=self.second, heads="stack.layers.0.attention.heads")
+        return {**super().module_policy(), "CrossBody": [rule]}
+
+
+class GathersBoth(ForgetsSecond):
+    second = "heads"
 
 
 class WithoutPlaces(NetPolicy):
@@ -204,6 +226,20 @@ def refused() -> None:
         model.body.config.output_attentions = False
 
 
+def forgotten() -> None:
+    reference = Net()
+    reference.body = CrossBody(pools=False)
+    randomize(reference.double())
+    forgets, gathers = (shard(copy.deepcopy(reference), policy) for policy in (ForgetsSecond, GathersBoth))
+    _same(reference(_input(), output_attentions=True), gathers(_input(), output_attentions=True), "both")
+    with pytest.raises(
+        NotSupportedError,
+        match=r"this CrossBody would return cross_attentions of 2 heads.*to 4 heads.*cross_attentions=",
+    ):
+        forgets(_input(), output_attentions=True)
+    _same(reference(_input()), forgets(_input()), "what was not asked for")
+
+
 def guards() -> None:
     model = _pair()[1].train()
     model.body.stack.drop.p = 0.5
@@ -227,6 +263,10 @@ def test_captured_outputs_are_whole_and_differentiable(pool, world):
 
 def test_what_no_rule_gathers_is_refused(pool):
     pool.run(refused, world=2)
+
+
+def test_what_a_rule_forgets_is_refused(pool):
+    pool.run(forgotten, world=2)
 
 
 def test_plans_say_what_is_refused():

@@ -106,11 +106,16 @@ class OutputGatherer(SwappedModule):
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward and gather what it captured."""
+        """Run the native forward and gather what it captured.
+
+        Raises:
+            NotSupportedError: attention weights that the rule does not name have this rank's number of heads.
+        """
         as_tuple = self._return_dict.is_tuple(self, args, kwargs)
         if as_tuple:
             args, kwargs = self._return_dict.named(args, kwargs)
         out = super().forward(*args, **kwargs)
+        self._refuse_forgotten(out)
         for name, dim, size in self._dims:
             if captured := _captured(out, name):
                 out[name] = tuple(self._gathered(t, dim, size) for t in captured)
@@ -119,6 +124,19 @@ class OutputGatherer(SwappedModule):
                 if captured := _captured(out, name):
                     out[name] = tuple(None if t is None else self._shard_sequence.gather_captured(t) for t in captured)
         return self._as_tuple(out) if as_tuple else out
+
+    def _refuse_forgotten(self, out: Any) -> None:
+        weights = {name: value for name, value in _named(out).items() if name.endswith("attentions")}
+        gathered = {name: full if isinstance(full, int) else sum(full) for name, _, full in self._dims}
+        for name in (name for name in weights if name not in gathered):
+            for other, dim, _ in self._dims:
+                local = _size(weights.get(other), dim)
+                if local is not None and local == _size(weights[name], dim) != gathered[other]:
+                    raise NotSupportedError(
+                        f"this {type(self).__name__} would return {name} of {local} heads, of this rank alone: its "
+                        f"policy gathers {', '.join(gathered)}, to {gathered[other]} heads, and not them. Do not ask "
+                        f'for them (output_attentions=False), or add {name}="heads" to outputs(...) in the policy'
+                    )
 
     def _as_tuple(self, out: Any) -> tuple[Any, ...]:
         """Return what the native forward returns for ``return_dict=False``."""
@@ -210,8 +228,7 @@ class RefusesCaptured(SwappedModule):
 
     def _returns(self, out: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
         if not isinstance(out, tuple):
-            named = out if isinstance(out, Mapping) else getattr(out, "__dict__", {})
-            return any(key.endswith(name) and _holds_tensors(value) for key, value in named.items())
+            return any(key.endswith(name) and _holds_tensors(value) for key, value in _named(out).items())
         asked = kwargs.get(f"output_{name}")
         if asked is None:
             asked = getattr(getattr(self, "config", None), f"output_{name}", False)
@@ -228,3 +245,13 @@ _OF_A_STAGE = 3
 
 def _captured(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+
+
+def _named(out: Any) -> Mapping[str, Any]:
+    return out if isinstance(out, Mapping) else getattr(out, "__dict__", {})
+
+
+def _size(captured: Any, dim: int) -> int | None:
+    """Return a size of the first tensor of what was captured, if there is one."""
+    tensors = captured if isinstance(captured, tuple | list) else ()
+    return next((t.shape[dim] for t in tensors if isinstance(t, Tensor) and t.ndim > dim), None)
