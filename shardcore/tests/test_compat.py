@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from needs import PIPELINES
 from tiny import TinyPolicy, batch, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -346,6 +347,7 @@ def engine_snippet():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@PIPELINES
 def test_the_snippets_of_the_engine(pool):
     pool.run(engine_snippet, world=2)
 

@@ -175,7 +175,10 @@ def watched(models):
     """The profiler sees a step; counts of operations are those of one rank."""
     counts = []
     for model in models:
-        with FlopCounterMode(display=False) as counter, profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with (
+            FlopCounterMode(display=False) as counter,
+            profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
+        ):
             loss(model).backward()
         assert any("mm" in event.key for event in profiler.key_averages())
         counts.append(counter.get_total_flops())

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch.distributed as dist
+from needs import PIPELINES
 from tiny import TinyPolicy, batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,6 +44,7 @@ def places() -> None:
         PipelineStageManager(mesh["tp"])
 
 
+@PIPELINES
 def test_a_manager_is_a_place(pool):
     pool.run(places, world=4)
 

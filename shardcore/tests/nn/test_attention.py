@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import FUSED
 from torch import Tensor, nn
 
 import shardcore
@@ -51,6 +52,10 @@ def _build(**options: Any) -> Any:
 
 def _shard(module: nn.Module, policy: type[Policy] = _Any) -> Any:
     return shardcore.shard(copy.deepcopy(module), policy=policy, tp=dist.get_world_size())
+
+
+#: 4 heads: 2 ranks divide them, each with a part of one weight; 3 ranks do not.
+EVEN_OR_NOT = pytest.mark.parametrize("world", [pytest.param(2, marks=FUSED), 3])
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +155,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("world", [2, 3])  # 4 heads on 3 ranks are uneven
+@EVEN_OR_NOT
 def test_every_way_to_call_it(pool, world):
     pool.run(_every_way, world=world)
 
@@ -167,7 +172,7 @@ def _every_way() -> None:
             raise
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@EVEN_OR_NOT
 def test_what_it_attends_to(pool, world):
     pool.run(_attends, world=world)
 
@@ -196,6 +201,7 @@ def _attends() -> None:
         assert counts[-1] == {_Self: 1, _Memory: 2, None: 3}[policy] + (made == "plain"), counts
 
 
+@FUSED
 def test_fast_paths_of_torch_compute_the_same(pool):
     pool.run(_fast, world=2)
 
@@ -222,7 +228,7 @@ def _fast() -> None:
                         assert_close(mine, theirs, "output")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@EVEN_OR_NOT
 def test_dropout_of_attention(pool, world):
     pool.run(_dropout, world=world)
 
@@ -261,6 +267,7 @@ def _dropout() -> None:
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
+@FUSED
 def test_refusals_of_calls(pool):
     pool.run(_refused, world=2)
 
@@ -319,7 +326,7 @@ def test_other_widths_cannot_be_of_one_tensor():
 # --- alone ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@EVEN_OR_NOT
 def test_from_native_module(pool, world):
     pool.run(_alone, world=world)
 

@@ -16,6 +16,7 @@ import wrong_runs
 import wrong_sequence
 import wrong_state
 from kit_net import CASE, build
+from needs import PIPELINES
 
 from shardcore.testing import Supports, WorkerError
 from shardcore.testing.checks import CHECKS, SectionStopped, _broken
@@ -98,7 +99,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("policy", "check", "says", "options"), WRONG, ids=[f"{row[0].__name__}-{row[1]}" for row in WRONG]
+    ("policy", "check", "says", "options"),
+    [
+        pytest.param(*row, marks=[PIPELINES] if row[1] == "schedules" else [], id=f"{row[0].__name__}-{row[1]}")
+        for row in WRONG
+    ],
 )
 def test_a_wrong_pack_is_caught(pool, policy, check, says, options):
     alone = CHECKS[check] == "sizes"

@@ -111,9 +111,9 @@ def source(model_class: type[nn.Module], draft: Draft) -> str:
 def _imports(module: str, names: list[str]) -> str:
     """Return the import of names, on one line if it fits."""
     line = f"from {module} import {', '.join(names)}"
-    return (
-        line if len(line) <= 120 else "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
-    )
+    if len(line) <= 120:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
 
 
 def policy_of(model_class: type[nn.Module], draft: Draft) -> type[Policy]:
