@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from shardcore.errors import NotSupportedError
 
 __all__ = [
@@ -202,9 +204,11 @@ def complaint(gone: Sequence[PrivateName], library: str = "torch", tested: Seque
     first, more = gone[0], f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
     since = f", which {library} has since {first.since}" if first.since else ""
     here = importlib.import_module(library).__version__
+    too_old = first.since and Version(here).release < Version(first.since).release
+    wanted = f"{library} {first.since} or newer" if too_old else "a release of that range"
     return (
         f"{library} {here} has no {first.path}{more}{since}: a private name, needed by {first.feature} ({first.use}). "
-        f"shardcore was tested with {library} {' to '.join(tested)}; install a release of that range"
+        f"shardcore was tested with {library} {' to '.join(tested)}; install {wanted}"
     )
 
 

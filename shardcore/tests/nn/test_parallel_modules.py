@@ -349,9 +349,10 @@ def test_compiled_equals_eager(pool):
 
 def test_fused_linears_refuse_an_older_torch(monkeypatch):
     monkeypatch.delattr("torch.distributed.tensor._dtensor_spec._StridedShardNotDecodableError", raising=False)
+    monkeypatch.setattr("torch.__version__", "2.11.0")
     problem = FusedColumnLinear.problem(nn.Linear(8, 36), 2, segments=3)
     assert problem == (
-        f"torch {torch.__version__} has no torch.distributed.tensor._dtensor_spec._StridedShardNotDecodableError, "
+        "torch 2.11.0 has no torch.distributed.tensor._dtensor_spec._StridedShardNotDecodableError, "
         "which torch has since 2.12: a private name, needed by linears that fuse several segments (full_tensor of such "
-        "tensors). shardcore was tested with torch 2.11 to 2.14; install a release of that range"
+        "tensors). shardcore was tested with torch 2.11 to 2.14; install torch 2.12 or newer"
     )
