@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import lanes  # noqa: E402
-from cells import Cell, cells_of, lowest, newest_of  # noqa: E402  # from tools/
+from cells import Cell, Pack, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
 from suites import (  # noqa: E402
     CLIENTS,
@@ -196,18 +196,16 @@ for _stack, _environment in CLIENTS.items():
 @nox.session(venv_backend="none", tags=["matrix"], default=False)
 def minimums(session: nox.Session) -> None:
     """Test core and packs (sizes 1 and 2) with the lowest torch and transformers that their metadata allows."""
-    metadata = nox.project.load_toml(CORE / "pyproject.toml")["project"]
-    torch = lowest(metadata["dependencies"], "torch")
+    own = nox.project.load_toml(CORE / "pyproject.toml")["project"]["dependencies"]
 
-    def environment(*floors: str) -> Environment:
+    def environment(pack: Pack | None = None) -> Environment:
+        required = own if pack is None else [*own, *pack.dependencies]
+        floors = () if pack is None else tuple(sorted(lowest(required, library) for library in newest_of([pack])))
         named = (floor.replace("==", "-") for floor in floors)
-        return Environment("-".join(["minimums", *named]), (torch,), floors)
+        return Environment("-".join(["minimums", *named]), (lowest(required, "torch"),), floors)
 
-    own = [(pack, {lowest(pack.dependencies, library) for library in newest_of([pack])}) for pack in PACKS]
     core = Suite(session, environment(), "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against="minimums")
-    packs = [
-        suite_of(session, pack, environment(*sorted(floors)), "minimums", kit="sizes 1 and 2") for pack, floors in own
-    ]
+    packs = [suite_of(session, pack, environment(pack), "minimums", kit="sizes 1 and 2") for pack in PACKS]
     failed = [suite.name for suite in (core, *packs) if not suite.passes()]
     if failed:
         session.error(f"failed: {', '.join(failed)}")
