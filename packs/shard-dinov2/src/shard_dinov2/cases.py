@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from shardcore.testing import Case, Supports, hidden_loss, tiny
@@ -15,6 +16,8 @@ __all__ = ["build", "cases", "inputs"]
 
 _SIZE, _PATCH = 12, 2
 _CAPTURED = ("attentions", "hidden_states")
+#: A gated MLP has two projections in one linear.
+_HAS_GATED = Version(torch.__version__) >= Version("2.12")
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -69,9 +72,10 @@ def _cases(family: str, prefix: str, around: str) -> list[Case]:
     ways = {"attn_implementation": ("eager", "sdpa"), "qkv_bias": (True, False)}
     states: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state", "pooler_output")}
     maps: dict[str, Any] = {"loss": maps_loss, "with_": {"out_features": ["stage1", "stage2"]}}
+    gated = case("gated", "ForImageClassification", outputs=("logits",), with_={"use_swiglu_ffn": True})
     return [
         case("image_classification", "ForImageClassification", outputs=("logits",), options=ways),
-        case("gated", "ForImageClassification", outputs=("logits",), with_={"use_swiglu_ffn": True}),
+        *([gated] if _HAS_GATED else []),
         case("masked", "Model", **states, inputs=partial(inputs, masked=True)),
         case("backbone", "Backbone", sequence=False, **maps),
     ]
