@@ -1,8 +1,9 @@
-"""Pipelines over ranks train as the whole model does, and a failure of one rank is one on all of them."""
+"""Pipelines over ranks train as the whole model does, in every schedule and beside every other axis."""
 
 from __future__ import annotations
 
 import copy
+from pipes import LAYERS, close, engine, labelled, pipeline, whole_step
 from typing import Any
 
 import pytest
@@ -16,56 +17,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore.errors import AgreementError, ConfigError, NotSupportedError
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.former import shard
-from shardcore.pipeline import SCHEDULES, Pipeline, micro_batches, weight_of
-from shardcore.pipeline.marks import pipeline_of
+from shardcore.pipeline import SCHEDULES, micro_batches, weight_of
 from shardcore.plan import Stages
 from shardcore.policy import Policy
 from shardcore.styles import replicate, sequence
 
 pytestmark = PIPELINES
-
-LAYERS = 4
-
-
-def labelled(seed: int = 0, rows: int = 8, length: int = 8) -> dict[str, Any]:
-    """Return a batch of which rows, and so micro-batches, have unequal numbers of labels; the last ones have none."""
-    labels = batch(seed + 1, rows, length)
-    for row in range(rows):
-        labels[row, : row % length] = -100
-    labels[-2:] = -100
-    return {"ids": batch(seed, rows, length), "labels": labels}
-
-
-def pipeline(model: nn.Module, policy: Any = TinyPolicy, **settings: Any) -> Any:
-    settings = {"pp": dist.get_world_size(), "num_microbatches": 4, **settings}
-    return shard(model, policy=policy, **settings)
-
-
-def engine(model: Any) -> Pipeline:
-    """Return what runs a model's steps."""
-    return pipeline_of(model)
-
-
-def whole_step(model: nn.Module, call: dict[str, Any], number: int = 4) -> Tensor:
-    """Run forward and backward of the whole model with the same micro-batches."""
-    parts = micro_batches(call, number=number)
-    weights = [weight_of(model, part) for part in parts]
-    total = torch.zeros((), dtype=torch.float64)
-    for part, weight in zip(parts, weights, strict=True):
-        if weight:
-            loss = model(**part) * (weight / sum(weights))
-            loss.backward()
-            total += loss.detach()
-    return total
-
-
-def close(wanted: Tensor, got: Tensor, what: str, bound: float = 1e-12, scale: float = 0.0) -> None:
-    wanted, got = wanted.detach(), got.detach()
-    scale = scale or float(wanted.abs().max()) or 1.0
-    error = float((wanted - got).abs().max()) / scale
-    assert error <= bound, f"{what}: {error:.3g}"
 
 
 def trains(schedule: str, options: dict[str, Any]) -> None:
@@ -260,102 +219,6 @@ def test_what_all_stages_hold_gets_one_gradient(pool, world):
     pool.run(shared, world, world=world)
 
 
-def fails(where: str, schedule: str) -> None:
-    model = build(layers=LAYERS)
-    reference = copy.deepcopy(model)
-    broken = {"now": False}
-
-    def loss(out: Tensor, arguments: Any) -> Tensor:
-        if broken["now"] and where == "loss":
-            raise ValueError("no such loss")
-        return out
-
-    pipe = pipeline(model, pipeline_schedule=schedule)
-    last = dist.get_rank() == dist.get_world_size() - 1
-    block = pipe.model.layers[engine(pipe).cut.held(engine(pipe).stages[-1].index)[0]]
-
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            if broken["now"] and last and where == "backward":
-                raise ValueError("no such gradient")
-            return grad
-
-    def hook(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
-        if broken["now"] and last and where == "forward":
-            raise ValueError("no such block")
-        return Breaks.apply(out)
-
-    block.register_forward_hook(hook)
-    call = labelled()
-    if where == "data" and not last:
-        call = {**call, "ids": call["ids"][:, :-1]}
-    if where == "values" and not last:
-        call = {**call, "ids": (call["ids"] + 1) % 97}
-    broken["now"] = True
-    with pytest.raises((ValueError, RuntimeError), match=r"no such|the shapes of the batch|tensor 0 of the batch"):
-        pipe.train_step(call, loss=loss)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    broken["now"] = False
-    assert abs(float(pipe.train_step(labelled())) - float(whole_step(reference, labelled()))) <= 1e-12
-    names = dict(reference.named_parameters())
-    scale = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
-    for name, parameter in pipe.named_parameters():
-        close(names[name].grad, parameter.grad, name, scale=scale)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("where", ["forward", "backward", "loss", "data", "values"])
-def test_a_failure_of_one_rank_is_one_on_all(pool, where, schedule):
-    pool.run(fails, where, schedule, world=2)
-
-
-def fails_in_evaluation() -> None:
-    pipe = pipeline(build(layers=LAYERS), pipeline_schedule="interleaved")
-
-    def raises(*_: Any) -> None:
-        raise ValueError("no such block")
-
-    handle = None
-    if dist.get_rank() == 0:
-        handle = pipe.model.layers[0].register_forward_hook(raises)
-    with pytest.raises((ValueError, AgreementError), match="no such block"):
-        pipe.eval_step(labelled())
-    if handle is not None:
-        handle.remove()
-    assert pipe.eval_step(labelled()).isfinite()
-
-
-def test_a_failure_in_evaluation(pool):
-    pool.run(fails_in_evaluation, world=2)
-
-
-def differing() -> None:
-    rank = dist.get_rank()
-    with pytest.raises(AgreementError, match="the values of"):
-        pipeline(build(seed=rank, layers=LAYERS))
-    with pytest.raises(AgreementError, match=r"ShardConfig.pipeline_schedule"):
-        pipeline(build(layers=LAYERS), pipeline_schedule=("1f1b", "gpipe")[rank])
-    with pytest.raises(ConfigError, match="cannot fill 2 stages"):
-        pipeline(build(layers=1))
-
-    class Uncut(TinyPolicy):
-        stages = None
-
-    with pytest.raises(NotSupportedError, match="does not say where it can be cut"):
-        pipeline(build(layers=LAYERS), Uncut)
-    with pytest.raises(ConfigError, match="a batch without rows has no micro-batches"):
-        pipeline(build(layers=LAYERS)).train_step({"ids": batch(0, 1, 4)[:0]})
-
-
-def test_what_cannot_begin(pool):
-    pool.run(differing, world=2)
-
-
 def shapes() -> None:
     pipe = pipeline(build(layers=LAYERS))
     for length in (5, 6, 7, 6):
@@ -387,30 +250,6 @@ def draws() -> None:
 
 def test_dropout_is_reproducible(pool):
     pool.run(draws, world=2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"pipeline_schedule": "2f2b"}, r"pipeline_schedule must be one of None, 'gpipe', '1f1b'.* got '2f2b'"),
-        ({"pipeline_schedule": "zbv", "num_model_chunks": 3}, "'zbv' has 2 stages on each rank"),
-        ({"num_model_chunks": 2}, "'1f1b' has 1 stages on each rank"),
-        ({"microbatch_size": 2}, "give one of them"),
-        ({"pipeline_bounds": (0, 4, 4)}, "cannot begin at"),
-        ({"wrap": {"reshard_after_forward": True}, "pipeline_schedule": "zbv", "pp": 1, "dp": 2}, "says nothing"),
-        ({"pp": 1}, "without a pipeline says nothing"),
-        ({"pp": 3}, "does not divide the number of ranks"),
-        ({"loss_chunk_size": 4, "parallel_output": True}, "is not supported"),
-    ],
-    ids=lambda value: next(iter(value.values()), "") if isinstance(value, dict) else "",
-)
-def test_settings(pool, settings, said):
-    pool.run(_refused, settings, said, world=2)
-
-
-def _refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises((ConfigError, NotSupportedError), match=said):
-        pipeline(build(layers=LAYERS), **settings)
 
 
 def test_micro_batches():

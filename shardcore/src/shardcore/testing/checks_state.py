@@ -149,13 +149,13 @@ def _same_files(ledger: Ledger, ours: Path, theirs: Path) -> None:
 
     mine, wanted = (sorted(path.name for path in folder.iterdir()) for folder in (ours, theirs))
     ledger.true(mine == wanted, f"it wrote {mine}, and the unsharded model {wanted}")
-    for name in set(mine) & set(wanted):
+    for name in sorted({*mine} & {*wanted}):
         if not name.endswith(".safetensors"):
             ledger.true((ours / name).read_text() == (theirs / name).read_text(), f"{name} differs")
             continue
         got, right = read_tensors(ours / name), read_tensors(theirs / name)
         ledger.true(got.keys() == right.keys(), f"{name} holds other tensors")
-        for key in got.keys() & right.keys():
+        for key in sorted(got.keys() & right.keys()):
             ledger.true(torch.equal(got[key], right[key]), f"{key} in {name} differs")
 
 
