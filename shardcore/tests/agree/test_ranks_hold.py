@@ -216,3 +216,46 @@ def test_describing_a_deep_model_is_quick():
         versions(model)
         took.append(time.process_time() - start)
     assert min(took) < 0.1
+
+
+class Kinds(nn.Module):
+    """Has a buffer for each kind of layer, in the order of ``list(set(config.kinds))`` of some process."""
+
+    def __init__(self, order, value=1.0):
+        super().__init__()
+        self.config = types.SimpleNamespace(kinds=["sliding", "full", "sliding"])
+        self.kinds = list(order)
+        for kind in self.kinds:
+            self.register_buffer(kind, torch.full((3,), value * len(kind)))
+
+
+def in_order_of_hashes():
+    order, model = ("full", "sliding")[:: 1 - 2 * dist.get_rank()], build()
+    model.kinds = Kinds(order)
+    shardcore.shard(model, policy=TinyPolicy, tp=2)
+    assert isinstance(model.head.weight, DTensor)
+    assert model.kinds.kinds == list(order)
+    model = build()
+    model.kinds = Kinds(order, value=1.0 - dist.get_rank())
+    shardcore.shard(model, policy=TinyPolicy, tp=2, sync_from=0)
+    assert {name: buffer.tolist() for name, buffer in model.kinds.named_buffers()} == {
+        "full": [4.0] * 3, "sliding": [7.0] * 3,
+    }  # fmt: skip
+
+
+def test_the_order_of_a_set_is_no_difference(pool):
+    pool.run(in_order_of_hashes, world=2)
+
+
+def test_any_other_order_is_one():
+    one, other = Kinds(("full", "sliding")), Kinds(("sliding", "full"))
+    assert list(model_items(one)) == list(model_items(other))
+    for module in (one, other):
+        module.more = list(module.kinds)  # nothing of the configuration
+        module.config.kinds = ["sliding", "full"]
+    assert dict(model_items(one))["more"] != dict(model_items(other))["more"]
+    assert list(model_items(one))[:-1] == list(model_items(other))[:-1]
+    other.config.kinds = ["full", "sliding"]
+    assert dict(model_items(one))["config.kinds"] != dict(model_items(other))["config.kinds"]
+    one.kinds = ["full", "full", "sliding"]
+    assert dict(model_items(one))["kinds"] == "['full', 'full', 'sliding']"

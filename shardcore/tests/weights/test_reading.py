@@ -155,6 +155,19 @@ def test_boxes_of_one_tensor_come_in_one_order(pool):
     pool.run(rows_in_any_order, world=2)
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_buffers_come_in_one_order(names):
+    module = torch.nn.Module()
+    for name in names:  # the order of a set, another one on each rank
+        module.register_buffer(name, torch.zeros(2))
+    recipes = {name: Source((2,), torch.float32, lambda box: torch.zeros(2)[slices(box)], name) for name in names}
+    assert [need.name for need in filling.needs_of(module, recipes)] == ["a", "b"]
+    written = []
+    with mock.patch.object(filling, "_filled", lambda buffer, recipe, *_: written.append(recipe.name) or buffer):
+        filling.fill(module, recipes, torch.device("cpu"))
+    assert written == ["a", "b"]
+
+
 def other_models(folder):
     parts = filling.needs_of
 

@@ -106,7 +106,20 @@ def model_items(model: nn.Module) -> Iterator[Item]:
     for path, module in model.named_modules():
         for name, value in sorted(vars(module).items()):
             if name[0] != "_" and name != "training":
-                yield from _flat(f"{path}.{name}" if path else name, name, value, seen)
+                compared = sorted(value) if _of_a_set(module, name, value) else value
+                yield from _flat(f"{path}.{name}" if path else name, name, compared, seen)
+
+
+def _of_a_set(module: nn.Module, name: str, value: Any) -> bool:
+    """Tell whether ``value`` lists what the module's configuration has under the same name, each once.
+
+    Such a list is made by ``list(set(config.layer_types))``: its order is that of hashes, and only the configuration's,
+    which is compared too, means anything.
+    """
+    given = getattr(getattr(module, "config", None), name, None)
+    if not isinstance(value, list) or not isinstance(given, list | tuple):
+        return False
+    return all(isinstance(each, str) for each in (*value, *given)) and sorted(value) == sorted(set(given))
 
 
 def optimizer_items(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[Item]:
@@ -202,7 +215,7 @@ def tensor_items(model: nn.Module, *, values: bool = True) -> tuple[list[Item], 
         model: the model.
         values: compare what tensors contain too, or whether they are on the meta device; else the second list is empty.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*model.named_parameters(), *sorted(model.named_buffers())]  # a set may have given their order
     about = [
         item
         for name, tensor in tensors

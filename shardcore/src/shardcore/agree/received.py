@@ -55,7 +55,7 @@ def receive(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
     new: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+            for name, tensor in sorted(held.items()):  # a set may have given the order, another one on each rank
                 if tensor is not None and id(tensor) not in new:
                     old.append(tensor)
                     new[id(tensor)] = _received(tensor, source, group, device)

@@ -60,7 +60,11 @@ def part_bytes(model: nn.Module, recipes: Mapping[str, Recipe]) -> int:
 def needs_of(model: nn.Module, recipes: Mapping[str, Recipe]) -> list[Need]:
     """Return what `fill` gives this rank of the tensors that are read from files, in its order."""
     tensors: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if name in recipes]
-    tensors += [(name, buffer) for name, buffer in model.named_buffers() if name in recipes]
+    buffers: dict[int, tuple[str, Tensor]] = {}
+    for _, _, name, buffer in _buffers(model):
+        if name in recipes:
+            buffers.setdefault(id(buffer), (name, buffer))
+    tensors += buffers.values()
     return [
         Need(name, tensor.dtype, tuple(sorted(box for box, _ in _places(tensor))))
         for name, tensor in tensors
@@ -121,18 +125,27 @@ def _places(like: Tensor) -> Iterator[Place]:
 
 def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device, way: Slices) -> None:
     new: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that no id is used twice
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            recipe = recipes.get(f"{path}.{name}" if path else name)
-            if buffer is None or recipe is None:
-                continue
-            if id(buffer) not in new:
-                new[id(buffer)] = buffer, _filled(buffer, recipe, device, way)
-            module._buffers[name] = new[id(buffer)][1]
+    for module, leaf, name, buffer in _buffers(model):
+        if (recipe := recipes.get(name)) is None:
+            continue
+        if id(buffer) not in new:
+            new[id(buffer)] = buffer, _filled(buffer, recipe, device, way)
+        module._buffers[leaf] = new[id(buffer)][1]
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and id(value) in new:
                 module.__dict__[name] = new[id(value)][1]  # a second reference to a buffer, kept as an attribute
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Yield who has a buffer, under which name, its name in ``model``, and the buffer, in the same order on every rank.
+
+    Those of one module go by name: a set may have given their order, another one in every process.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, buffer in sorted(module._buffers.items()):
+            if buffer is not None:
+                yield module, leaf, f"{path}.{leaf}" if path else leaf, buffer
 
 
 def _filled(buffer: Tensor, recipe: Recipe, device: torch.device, way: Slices) -> Tensor:
