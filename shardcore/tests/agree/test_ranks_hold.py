@@ -247,6 +247,19 @@ def test_the_order_of_a_set_is_no_difference(pool):
     pool.run(in_order_of_hashes, world=2)
 
 
+def test_a_configuration_is_asked_for_lists_alone():
+    class Computes:
+        @property
+        def depth(self):
+            raise RuntimeError("not known yet")
+
+    module = Kinds(("full", "sliding"))
+    module.config, module.depth = Computes(), 3
+    assert dict(model_items(module))["depth"] == "3"
+    module.config = types.SimpleNamespace(kinds=[{"full": 1}])
+    assert dict(model_items(module))["kinds"] == "['full', 'sliding']"
+
+
 def test_any_other_order_is_one():
     one, other = Kinds(("full", "sliding")), Kinds(("sliding", "full"))
     assert list(model_items(one)) == list(model_items(other))

@@ -116,10 +116,12 @@ def _of_a_set(module: nn.Module, name: str, value: Any) -> bool:
     Such a list is made by ``list(set(config.layer_types))``: its order is that of hashes, and only the configuration's,
     which is compared too, means anything.
     """
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        return False  # the configuration is asked for lists alone: what else it has may be computed, and fail
     given = getattr(getattr(module, "config", None), name, None)
-    if not isinstance(value, list) or not isinstance(given, list | tuple):
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         return False
-    return all(isinstance(each, str) for each in (*value, *given)) and sorted(value) == sorted(set(given))
+    return sorted(value) == sorted({*given})
 
 
 def optimizer_items(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[Item]:
