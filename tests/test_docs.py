@@ -185,7 +185,7 @@ _NEEDS = {"README.md": "accelerate", "trainer.md": "accelerate", "peft.md": "pef
 
 #: Pages whose code is run, on each number of ranks that one of its blocks names. What `start.md` prints is compared.
 #: Run by `test_the_losses_of_the_first_page_are_those_that_it_shows`, and by `tests/clients/test_pages.py`.
-_ELSEWHERE = {"start.md", "trl.md", "sentence-transformers.md", "pipelines.md"}
+_ELSEWHERE = {"start.md", "trl.md", "sentence-transformers.md", "pipelines.md", "timm.md"}
 _RUN = [
     (page, world)
     for page in (*PAGES, ROOT / "README.md")
@@ -234,7 +234,7 @@ def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
 
 
 #: Blocks of Python that `test_code_runs` leaves out: fragments, whose names are the reader's; files of a pack; and
-#: those of `compat.md` and `timm.md`, which `shardcore/tests/test_compat.py` and `tests/clients/test_timm.py` run.
+#: those of `compat.md`, which `shardcore/tests/test_compat.py` runs.
 _SHOWN = {
     "compat.md": 8,
     "compile.md": 1,
@@ -242,7 +242,6 @@ _SHOWN = {
     "loading.md": 1,
     "optimizers.md": 1,
     "packs.md": 2,
-    "timm.md": 3,
 }
 
 

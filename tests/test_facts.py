@@ -262,7 +262,9 @@ def _exists(text: str) -> bool:
         module = f"{module}.{part}"
         try:
             value = importlib.import_module(module)
-        except ImportError:
+        except ImportError as error:
+            if not (error.name or "shardcore").startswith("shardcore"):
+                return True  # the module is there, and about a library that is not
             if not hasattr(value, part):
                 return False
             value = getattr(value, part)

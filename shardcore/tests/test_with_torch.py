@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from needs import TRACES
-from tiny import batch, shard, twins
+from tiny import TinyPolicy, batch, build, shard, twins
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
@@ -48,6 +48,27 @@ def averaged(models):
         train(model, after=lambda model=model, mean=mean: mean.update_parameters(model))
     assert_same_parameters(*means)
     assert_close(loss(means[0]), loss(means[1]), "loss of the mean")
+
+
+def averaged_beside(fields):
+    """Over replicas, whose model FSDP2 lets nobody copy, a second model is the mean."""
+    reference = build()
+    model, second = (shardcore.shard(build(), policy=TinyPolicy(), **fields) for _ in range(2))
+    with pytest.raises(NotSupportedError, match=r"second\.load_state_dict\(model\.state_dict\(\)\)"):
+        AveragedModel(model)
+    nn.init.zeros_(next(second.parameters()))
+    second.load_state_dict(model.state_dict())
+    means = copy.deepcopy(reference), second
+    for each, mean in zip((reference, model), means, strict=True):
+        both = list(mean.parameters()), list(each.parameters())
+        train(each, after=lambda both=both: get_ema_multi_avg_fn(0.8)(*both, None))
+    assert_same_parameters(*means)
+    assert_close(loss(means[0]), loss(means[1]), "loss of the mean")
+
+
+@pytest.mark.parametrize("fields", [{"dp": 2}, {"dp": 2, "dp_replicate_size": 2}, {"tp": 2, "dp": 2}], ids=str)
+def test_a_mean_over_replicas(pool, fields):
+    pool.run(averaged_beside, fields, world=2 * fields.get("tp", 1), timeout=120)
 
 
 def called_with_others(models):

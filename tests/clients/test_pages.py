@@ -13,7 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_docs import DOCS, _blocks, _run
 
 #: What each is about.
-LIBRARIES = {"trl.md": "trl", "sentence-transformers.md": "sentence_transformers", "pipelines.md": "transformers"}
+LIBRARIES = {
+    "trl.md": "trl",
+    "sentence-transformers.md": "sentence_transformers",
+    "pipelines.md": "transformers",
+    "timm.md": "timm",
+}
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning", "UserWarning")
@@ -21,7 +26,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("page", "world"), [("trl.md", 2), ("trl.md", 4), ("sentence-transformers.md", 2), ("pipelines.md", 2)]
+    ("page", "world"),
+    [("trl.md", 2), ("trl.md", 4), ("sentence-transformers.md", 2), ("pipelines.md", 2), ("timm.md", 2)],
 )
 def test_code_runs(pool, page, world, tmp_path):
     pytest.importorskip(LIBRARIES[page], reason=f"{page} is about a library that is not installed")

@@ -32,7 +32,7 @@ from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.numbers import warn_of_partial_numbers
-from shardcore.nn.optimizers import refuse_unable_optimizers
+from shardcore.nn.optimizers import prepare_steps
 from shardcore.nn.partial import require_sums
 from shardcore.nn.root import ShardedModel
 from shardcore.nn.scaling import find_inf_on_all_ranks
@@ -312,7 +312,7 @@ class ModelSharder:
         ShardedModel.swap_class(self.model, context)
         take_full_tensors(self.model)
         warn_of_partial_numbers()
-        refuse_unable_optimizers()
+        prepare_steps()
         find_inf_on_all_ranks()
         for policy in self._policies:
             self._run_users_code(policy.postprocess)

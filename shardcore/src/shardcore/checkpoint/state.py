@@ -18,6 +18,7 @@ from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import check_parts, split_dim
 from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
 from shardcore.mesh import division_of
+from shardcore.nn.optimizers import split_whole_state
 
 __all__ = ["ModelState", "OptimizerState", "restored", "set_values", "settings_of"]
 
@@ -167,6 +168,7 @@ class OptimizerState:
             CheckpointError: it has options that cannot be stored.
         """
         names = _names(optimizer, model)
+        split_whole_state(optimizer)
         tensors: dict[str, Tensor] = {}
         groups = []
         for at, group in enumerate(optimizer.param_groups):

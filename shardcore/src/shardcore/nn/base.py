@@ -37,7 +37,7 @@ NO_PICKLE = (
     "a sharded model cannot be pickled: its parameters live on several ranks. Save it with "
     "model.save_pretrained(folder) or torch.distributed.checkpoint.save(model.state_dict(), ...), or get one plain "
     "state dict from torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-    "options=StateDictOptions(full_state_dict=True)); copy.deepcopy(model) works."
+    "options=StateDictOptions(full_state_dict=True)); copy.deepcopy(model) works without data parallelism."
 )
 
 #: Options of Shardformer's layers for what every layer does: schedules that split backwards split those of all.

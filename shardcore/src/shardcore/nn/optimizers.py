@@ -1,20 +1,27 @@
-"""Optimizers that cannot step DTensors are refused before their step, with the words what to use.
+"""What is done before each step of an optimizer on DTensors.
 
-They use operations that DTensor lacks, and fail in the middle of a step with torch's words about placements or "mixed
-torch.Tensor and DTensor". `shardcore.optimizers` hands such optimizers plain tensors.
+- Optimizers that use operations which DTensor lacks are refused, with the words what to use. They would fail in the
+  middle of a step, with torch's words about placements or "mixed torch.Tensor and DTensor". `shardcore.optimizers`
+  hands them plain tensors.
+- State of whole parameters, which ``optimizer.load_state_dict`` keeps as an unsharded training has saved it, is split
+  as the parameters are. torch calls no hook of the process when it loads, so that the next step is when to do it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeGuard
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.comm.parts import part_of
 from shardcore.errors import NotSupportedError
 
-__all__ = ["refuse_unable_optimizers", "what_to_use"]
+__all__ = ["prepare_steps", "split_whole_state", "what_to_use"]
 
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
@@ -31,7 +38,7 @@ _UNABLE = {
     ("timm", "NvNovoGrad"): _WHOLE,
 }
 
-_HOOK = "_shardcore_refuses"
+_HOOK = "_shardcore_prepares"
 
 
 def what_to_use(optimizer: Any) -> str | None:
@@ -51,16 +58,56 @@ def what_to_use(optimizer: Any) -> str | None:
     )
 
 
-def refuse_unable_optimizers() -> None:
-    """Refuse steps of such optimizers on DTensors, for the whole process; the first call acts."""
+def prepare_steps() -> None:
+    """Look at every optimizer of the process before its steps; the first call acts."""
     if not hasattr(Optimizer, _HOOK):
-        setattr(Optimizer, _HOOK, register_optimizer_step_pre_hook(_refuse))
+        setattr(Optimizer, _HOOK, register_optimizer_step_pre_hook(_prepare))
 
 
-def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     words = what_to_use(optimizer)
-    if words and any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    if words and any(True for _ in _sharded(optimizer)):
         raise NotSupportedError(words)
+    split_whole_state(optimizer)
+
+
+def split_whole_state(optimizer: Optimizer) -> None:
+    """Let state of whole parameters be this rank's parts of it. All ranks have loaded the same, so nothing is sent."""
+    if not _has_whole_state(optimizer):
+        return
+    for parameter in _sharded(optimizer):
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if _is_plain(value) and value.shape == parameter.shape:
+                # A part that is a view would hold the whole.
+                state[key] = part_of(value, parameter).clone()
+
+
+def _has_whole_state(optimizer: Optimizer) -> bool:
+    """Tell whether its state is of whole parameters; the first parameter whose part has another shape shows it.
+
+    Plain tensors of the shapes of the parts are an optimizer's own matter, which looks at parts by itself. Where every
+    part is a whole, the optimizers of torch alone are known to keep state that is as the parameters are.
+    """
+    in_doubt = False
+    for parameter in _sharded(optimizer):
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, DTensor):
+                return False
+            if _is_plain(value):
+                if local_tensor(parameter).shape != parameter.shape:
+                    return value.shape == parameter.shape
+                in_doubt |= value.shape == parameter.shape
+    return in_doubt and type(optimizer).__module__.startswith("torch.")
+
+
+def _is_plain(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim > 0
+
+
+def _sharded(optimizer: Optimizer) -> Iterator[DTensor]:
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if isinstance(parameter, DTensor))
 
 
 def _is_cautious(optimizer: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from shardcore.comm.strided import fsdp_placement
-from shardcore.errors import Problem
+from shardcore.errors import NotSupportedError, Problem
 from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn import SegmentedLayout
 from shardcore.nn.experts.whole import WholeExperts
@@ -61,7 +61,17 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         else:
             wrap(unit.module, mesh=mesh, **options)
         unit.watch()
+    model.__dict__["__deepcopy__"] = _refuse_to_be_copied  # of the instance: FSDP2's class has its own
     return model
+
+
+def _refuse_to_be_copied(memo: Any) -> NoReturn:
+    raise NotSupportedError(
+        "a model with data parallelism cannot be copied: FSDP2 holds its parameters. Build and shard a second one in "
+        "the same way, and give it the weights: second.load_state_dict(model.state_dict()). For a mean of the weights, "
+        "call after each step torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)(list(second.parameters()), "
+        "list(model.parameters()), None)"
+    )
 
 
 def data_axes(context: ShardContext) -> tuple[str, ...]:

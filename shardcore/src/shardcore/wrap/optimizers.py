@@ -37,8 +37,8 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
         )
     if optimizer.state:
         raise NotSupportedError(
-            f"this {type(optimizer).__name__} holds state already, which cannot be re-pointed. Make it after shard(), "
-            "and load its state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+            f"this {type(optimizer).__name__} holds state already, which cannot be re-pointed. Make another one after "
+            "shard(), and give it the state: new.load_state_dict(old.state_dict()) splits it as the parameters are."
         )
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
