@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from loops_by_accelerate import fresh, loop, prepared  # from support/
 
+import shardcore
 from shardcore.testing.parity import whole
-from trainings_by_clients import parameters, words  # from support/
+from trainings_by_clients import llama, parameters, words  # from support/
 
 TP2 = {"tp": 2}
 DP2 = {"tp": 1, "dp": 2}
@@ -151,3 +152,19 @@ def test_all_ranks_take_up_what_the_ranks_that_saved_counted(pool, tmp_path):
     assert [step for step, _ in found] == [3] * 4
     states = [state for _, state in found]
     assert states[0] == states[1] != states[2] == states[3]
+
+
+def takes_up_an_unsharded_state(folder: str) -> None:
+    if dist.get_rank() == 0:
+        (Path(folder) / "optimizer.bin").write_bytes(b"")
+    dist.barrier()
+    accelerator = fresh()
+    model = shardcore.shard(llama(), tp=2)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.load_state(folder)
+
+
+def test_an_unsharded_state_is_refused(pool, tmp_path):
+    with pytest.raises(Exception, match="models were not sharded") as caught:
+        pool.run(takes_up_an_unsharded_state, str(tmp_path), world=2)
+    assert {failure.error for failure in caught.value.failures} == {"CheckpointError"}

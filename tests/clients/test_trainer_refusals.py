@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardcore
+from shardcore import StaleOptimizerWarning
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
@@ -53,3 +55,49 @@ def in_a_pipeline(folder: str) -> None:
 def test_pipelines_are_refused(pool, tmp_path):
     with pytest.raises(Exception, match="divided among the ranks of a pipeline"):
         pool.run(in_a_pipeline, str(tmp_path), world=2)
+
+
+def sharded_too_late(folder: str) -> None:
+    from shardcore.integrations.trainer import Trainer
+
+    model = llama()
+    trainer = Trainer(model=model, args=arguments(folder), train_dataset=words(20))
+    shardcore.shard(model, tp=2)
+    trainer.train()
+
+
+def shards_twice(folder: str) -> None:
+    from shardcore.integrations.trainer import Trainer
+
+    Trainer(model=shardcore.shard(llama(), tp=2), args=arguments(folder, fsdp="full_shard"), train_dataset=words(20))
+
+
+def steps_what_was(folder: str) -> None:
+    from shardcore.integrations.trainer import Trainer
+
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(StaleOptimizerWarning):
+        shardcore.shard(model, tp=2)
+    Trainer(model=model, args=arguments(folder), train_dataset=words(20), optimizers=(optimizer, None)).train()
+
+
+def shards_what_is_wrapped(folder: str) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(llama())
+    shardcore.shard(model, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (sharded_too_late, "Shard the model first, and give the sharded one to the Trainer"),
+        (shards_twice, "TrainingArguments have fsdp=.*cannot be sharded twice"),
+        (steps_what_was, r"was made before shard\(\) .*first: model.embed_tokens.weight.*would change nothing"),
+        (shards_what_is_wrapped, "is inside of a DistributedDataParallel"),
+    ],
+)
+def test_the_wrong_order_is_refused_by_all_ranks(pool, tmp_path, mistake, said):
+    with pytest.raises(Exception, match=said) as caught:
+        pool.run(mistake, str(tmp_path), world=2)
+    assert {failure.error for failure in caught.value.failures} == {"ConfigError"}
+    assert len(caught.value.failures) == 2

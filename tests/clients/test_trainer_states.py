@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import transformers  # comes with accelerate
 
+from shardcore import ShardcoreWarning
 from trainings_by_clients import evaluated, llama, resumed  # from support/
 
 TP2 = {"tp": 2}
@@ -93,6 +95,37 @@ def test_dropout_goes_on_bit_for_bit(pool, tmp_path, mesh):
         same(got, wanted, exactly=True)
         # From which data are drawn; batches were skipped, and a loader began, in between.
         assert got["generators"][1] == wanted["generators"][0][HALF_WAY]
+
+
+def goes_on_from_what_is_complete(folder: str, mesh: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    with pytest.warns(ShardcoreWarning, match=rf"checkpoint-9 in .*going on from checkpoint-{HALF_WAY}"):
+        return resumed(folder, mesh, settings, True)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a torn file"])
+def test_goes_on_from_the_newest_that_is_complete(pool, tmp_path, left):
+    """A job that was killed while it saved leaves a checkpoint without the Trainer's state, or with a part of it."""
+    settings = {"num_train_epochs": 2}
+    folder = tmp_path / "more"
+    (wanted, _) = pool.run(resumed, str(folder), TP2, settings, world=2)
+    for path in folder.iterdir():
+        if int(path.name.rpartition("-")[2]) > HALF_WAY:
+            shutil.rmtree(path)
+    torn = folder / "checkpoint-9"
+    shutil.copytree(folder / f"checkpoint-{HALF_WAY}", torn)
+    whole = (torn / "trainer_state.json").read_text()
+    (torn / "trainer_state.json").unlink()
+    if left == "a torn file":
+        (torn / "trainer_state.json").write_text(whole[: len(whole) // 2])
+    for got in pool.run(goes_on_from_what_is_complete, str(folder), TP2, settings, world=2):
+        same(got, wanted)
+
+
+def test_none_that_is_complete_is_said(pool, tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(Exception, match=r"is complete: checkpoint-2 lack trainer_state\.json") as caught:
+        pool.run(resumed, str(tmp_path), TP2, {}, True, world=2)
+    assert len(caught.value.failures) == 2
 
 
 def forgetful() -> Any:

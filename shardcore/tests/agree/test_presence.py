@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from tiny import batch, twins
 
-from shardcore import MissingRanksError
+from shardcore import MissingRanksError, ShardcoreWarning
 from shardcore.agree import presence
 from shardcore.agree.meeting import Meeting
+from shardcore.apply import judging
 from shardcore.comm.channel import Channel
 from shardcore.testing.parity import assert_close
 
@@ -131,7 +132,7 @@ def test_nobody_asks_as_long_as_calls_come_through(pool):
 SCRIPT = """
     import sys, time
     sys.path.insert(0, {support!r})
-    import torch, torch.distributed as dist
+    import shardcore, torch, torch.distributed as dist
     dist.init_process_group("gloo")
     from tiny import batch, twins
     model = twins(fields={{"tp": 2}})[1]
@@ -140,8 +141,7 @@ SCRIPT = """
     if dist.get_rank() == 0:
         begin = time.monotonic()
         try:
-            with torch.set_grad_enabled({grad}):
-                model(batch())
+            {alone}
         finally:
             print(f"took {{time.monotonic() - begin}}", flush=True)
     {then}
@@ -149,20 +149,47 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    ("grad", "then", "said"),
+    ("alone", "then", "said"),
     [
-        (False, "", "rank 1 has ended"),
-        (True, "dist.barrier()", "rank 1 waits for this one in torch.distributed.barrier"),
+        ("with torch.no_grad(): model(batch())", "", "rank 1 has ended"),
+        ("model(batch())", "dist.barrier()", "rank 1 waits for this one in torch.distributed.barrier"),
+        ("shardcore.save_checkpoint('run', model)", "", "rank 1 has ended"),
+        ("shardcore.save_checkpoint('run', model)", "dist.barrier()", "rank 1 waits for this one in torch.dist"),
+        ("shardcore.save_checkpoint('run', model)", "model(batch())", "rank "),  # whoever asks first
     ],
+    ids=["calls", "calls, barrier", "saves", "saves, barrier", "saves, call"],
 )
-def test_a_job_ends_in_seconds(tmp_path, grad, then, said):
+def test_a_job_ends_in_seconds(tmp_path, alone, then, said):
     """With the times of real life, started as users do."""
     support = str(Path(__file__).parents[1] / "support")
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(support=support, grad=grad, then=then))
+    script.write_text(textwrap.dedent(SCRIPT).format(support=support, alone=alone, then=then))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode
     assert f"others will not come: {said}" in done.stderr
     assert float(done.stdout.split("took ")[1].split()[0]) < 20
     assert "Aborted" not in done.stderr
+
+
+def seeded(model):
+    torch.manual_seed(0)
+    model(batch())
+
+
+def seeds_alone():
+    _, model = hurried(5)
+    judging._SOON = 3.0
+    if dist.get_rank() == 0:
+        with pytest.warns(ShardcoreWarning, match="goes on where it was"):
+            seeded(model)
+    else:
+        model(batch())
+    dist.barrier()
+    model(batch()).sum().backward()
+    return model._inputs_presence.failed
+
+
+def test_a_rank_that_seeds_alone_is_waited_for(pool):
+    """It gives up soon, and the call of the other one with it; nobody's call is lost."""
+    assert pool.run(seeds_alone, timeout=60) == [False, False]

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -24,8 +24,9 @@ import torch.distributed as dist
 from shardcore.agree.whereabouts import Whereabouts
 from shardcore.comm.channel import Channel
 from shardcore.errors import MissingRanksError
+from shardcore.mesh import ShardContext
 
-__all__ = ["Presence"]
+__all__ = ["Presence", "before_meeting"]
 
 _TICK = 1.0  # seconds between two looks into the store
 _ASKS = 5.0  # seconds in a call after which a rank asks where the others are
@@ -196,7 +197,8 @@ class Presence:
         message = (
             f"{self._begin()}, and others will not come: {names}. Call the model on all ranks that share it alike, "
             "outside of any `if rank == 0`: also `generate`, pipelines and evaluations, of which one rank may use the "
-            "result. If there is an error on another rank, that one comes first. Then start the job again."
+            "result, and what saves it, where one rank writes. If there is an error on another rank, that one comes "
+            "first. Then start the job again."
         )
         # Of two that find out at the same time, both have their own words.
         self._store.set(f"{self._base}/verdict", json.dumps([message, sorted(certain)]))
@@ -209,6 +211,19 @@ class Presence:
         where = Whereabouts.of(self._thread).place
         at = f" (at {where})" if where else ""
         return f"rank {self._rank} is in a call of a {self._model} that ranks {ranks} share{at}"
+
+
+def before_meeting(context: ShardContext | None) -> Callable[[], None] | None:
+    """Say that this rank is about to meet the others of its ``tp``, as all of them will, outside of a call.
+
+    Returns:
+        what looks whether they will come, for `Meeting.hold`; None where nothing is known of them.
+    """
+    presence: Presence | None = None if context is None else context.channel.presence
+    if presence is None:
+        return None
+    presence.meet()
+    return presence.check
 
 
 def _watch(found: weakref.ref[Presence], done: threading.Event) -> None:

@@ -18,6 +18,9 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "threading", "queue")
 #: Those of shardcore are told by their files: what stands beside the package may bear its name.
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
+#: Meetings in which a rank waits for some seconds, and goes on without the others.
+_PASSING = ("seed",)
+
 #: Collectives of torch that end when every rank of the group has come.
 _OF_ALL = ("all_", "barrier", "monitored_barrier", "reduce_scatter", "_all_gather_base", "_reduce_scatter_base")
 
@@ -66,6 +69,8 @@ def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ..
     if module == "shardcore.agree.meeting" and name == "hold":
         inside = frame.f_locals
         call = str(inside.get("call"))
+        if call in _PASSING:
+            return "", ()
         return "a sharded model" if call in ("call", "forward") else call, tuple(inside.get("ranks", ()))
     if module == "shardcore.comm.channel" and name == "_wait":
         channel = frame.f_locals.get("channel")

@@ -56,6 +56,7 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
     """
     if ranks := _ranks(context):
         presence = Presence(context.channel, type(model).__name__)
+        context.channel.presence = presence
         if context.device.type == "cpu":  # elsewhere no host waits in a collective
             context.channel.watch = presence.check
         meet = functools.partial(_compared, ranks, type(model).__name__, presence)

@@ -37,8 +37,14 @@ def check_model(model: object) -> None:
     """Raise unless ``model`` is a module.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or inside of a wrapper already.
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"the {type(model.module).__name__} is inside of a DistributedDataParallel, where a Trainer or "
+            "accelerator.prepare may have put it. Shard it first, and give what shard() returns to them; shard() has "
+            "data axes of its own (dp=)"
+        )
     if isinstance(model, nn.Module):
         return
     got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"

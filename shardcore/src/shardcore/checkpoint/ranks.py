@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from shardcore._private import SAVING, require
 from shardcore.agree.agreement import Report, agree
 from shardcore.agree.meeting import Meeting
+from shardcore.agree.presence import before_meeting
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
 
@@ -59,7 +60,8 @@ class Ranks:
             return cls(ranks, None)
         require(SAVING)
         with _naming_the_lost():
-            Meeting.hold(ranks, {}, call)  # before anything is sent, which others would take for something else
+            # Before anything is sent, which others would take for something else.
+            Meeting.hold(ranks, {}, call, watch=before_meeting(context))
             return cls(ranks, host_group(ranks))
 
     def apart(self) -> Ranks:

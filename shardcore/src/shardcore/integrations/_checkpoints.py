@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.checkpoint.generators import generators_of, set_generators
-from shardcore.errors import CheckpointError
+from shardcore.errors import CheckpointError, ShardcoreWarning
 from shardcore.integrations._replicas import sharded_in
 from shardcore.integrations._states import FOLDER, native_optimizer
 
@@ -25,7 +29,8 @@ class Checkpoints:
 
     ``checkpoint-N`` has the standard checkpoint that ``save_pretrained`` writes, the Trainer's own small files, and
     (unless ``save_only_model``) the folder ``shardcore``: parameters, state of the optimizer and random numbers, each
-    rank's part written by itself, for any mesh.
+    rank's part written by itself, for any mesh. The Trainer's state is the last that is written: without it a
+    checkpoint is not complete.
     """
 
     model: Any
@@ -36,9 +41,36 @@ class Checkpoints:
     state: Any
     _save: Any
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; ``resume_from_checkpoint=True`` goes on from the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True and sharded_in(self.model) is not None:
+            resume_from_checkpoint = self._newest_complete()
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
+    def _newest_complete(self) -> str | bool:
+        """Return the checkpoint to go on from, as the first rank sees them; True where there is none at all."""
+        folder = Path(self.args.output_dir)
+        complete, others = self.accelerator._replicas.first(lambda: _checkpoints_in(folder), "all")
+        newer = [name for name in others if not complete or _number(name) > _number(complete[-1])]
+        if newer and not complete:
+            raise CheckpointError(
+                f"no checkpoint in {folder} is complete: {', '.join(newer)} lack {TRAINER_STATE_NAME}, which is "
+                "written last, so that the job ended while they were saved. Train without resume_from_checkpoint"
+            )
+        if newer:
+            warnings.warn(
+                f"{', '.join(newer)} in {folder} is not complete (the job ended while it was saved): going on from "
+                f"{complete[-1]}",
+                ShardcoreWarning,
+                stacklevel=3,
+            )
+        return str(folder / complete[-1]) if complete else True
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as an unsharded checkpoint; every rank calls it and one writes."""
         sharded = sharded_in(self.model)
+        if sharded is not None and _internal_call and output_dir is not None and self.args.should_save:
+            _begin_checkpoint(Path(output_dir))
         saving: Any = getattr(self.model, "save_pretrained", None)
         if sharded is not None and saving is None:
             whole = self.accelerator.get_state_dict(self.model)
@@ -116,3 +148,30 @@ class Checkpoints:
             return False
         own = Path(checkpoint) / FOLDER
         return bool(self.accelerator._replicas.first(own.is_dir, "all")) if dist.is_initialized() else False
+
+
+def _checkpoints_in(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the checkpoints of a Trainer that are complete, and those that are not, each in their order."""
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir() and _number(path.name) >= 0]
+    names = [path.name for path in sorted(found, key=lambda path: _number(path.name))]
+    complete = [name for name in names if _is_complete(folder / name)]
+    return complete, [name for name in names if name not in complete]
+
+
+def _begin_checkpoint(folder: Path) -> None:
+    """Let one of an earlier training, in whose place a checkpoint is saved now, not be complete until that is done."""
+    if _number(folder.name) >= 0:
+        (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _number(name: str) -> int:
+    found = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", name)
+    return -1 if found is None else int(found[1])

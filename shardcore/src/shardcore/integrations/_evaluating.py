@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
-from shardcore.errors import NotSupportedError
-from shardcore.integrations._replicas import Replicas, rowwise, whole
+from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.integrations._replicas import Replicas, rowwise, sharded_in, whole
 from shardcore.integrations._trl import refusal_of_rows, takes_filled_batches_only
 
 __all__ = ["Evaluating"]
@@ -26,6 +26,7 @@ class Evaluating:
     Trainer leaves these out of predictions and labels; here they are left out of the loss as well.
     """
 
+    model: Any
     args: Any
     accelerator: Any
     _counted = True  # whether the rows of this replica's batch are none but rows that were there before
@@ -39,6 +40,12 @@ class Evaluating:
     def _counting_replicas(self, *, from_this_one: bool = False) -> Iterator[None]:
         """Let ``args.world_size`` be the number of replicas in here; on wish ``args.process_index`` this one's."""
         if self._replicas is None:
+            if (found := sharded_in(self.model)) is not None:
+                raise ConfigError(
+                    f"the {type(found).__name__} was sharded after this {type(self).__name__} was made, which has not "
+                    "divided the data among replicas then. Shard the model first, and give the sharded one to the "
+                    f"{type(self).__name__}"
+                )
             yield
             return
         kept = self.args.distributed_state

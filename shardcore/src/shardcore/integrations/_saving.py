@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from shardcore._private import SAVING, require
 from shardcore.agree.meeting import Meeting
+from shardcore.agree.presence import before_meeting
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import check_parts
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
@@ -54,8 +55,8 @@ def save_pretrained(
     A process that is killed at any instant leaves the earlier checkpoint or the new one.
 
     Raises:
-        MissingRanksError: some ranks did not call it, which every rank that did says; or the writer gave no sign of
-            life for as long as the timeout of the process group, which the ranks that follow it say.
+        MissingRanksError: some ranks did not call it, or will not, which every rank that did says; or the writer gave
+            no sign of life for as long as the timeout of the process group, which the ranks that follow it say.
         ConfigError: no rank passes ``is_main_process=True``, or the weights are on the meta device.
         NotSupportedError: a format other than safetensors is wanted.
         AgreementError: another rank failed, or asks for something else.
@@ -79,7 +80,7 @@ def save_pretrained(
         plan = Plan.of(model, call)
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
-    meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure))
+    meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure), watch=before_meeting(context))
     writer = writer_of(meeting.reports, failure)
     assert plan is not None
     _carry_out(call, plan, meeting, writer)

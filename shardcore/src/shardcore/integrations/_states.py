@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import OPTIMIZER_NAME
 from torch import nn
 
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.checkpoint.generators import generators_of, set_generators
-from shardcore.errors import ConfigError
+from shardcore.errors import CheckpointError, ConfigError
 from shardcore.integrations._replicas import sharded_in
 from shardcore.integrations._schedules import made_in_steps_of, refuse_unable_to_change, steps_of
 
@@ -50,6 +51,7 @@ def load_states(
     pairs = _pairs(accelerator)
     folder = _folder(accelerator, input_dir)
     saved: list[int] = []
+    _refuse_unsharded(accelerator, folder)
     for number, (model, optimizer) in enumerate(pairs):
         found = load_checkpoint(folder / FOLDER / str(number), model, optimizer)
         saved = (found.extra or {}).get(_STEPS, [])
@@ -63,6 +65,16 @@ def load_states(
     accelerator.step = accelerator._replicas.first(lambda: accelerator.step, "all")
     for model, states in generators:
         set_generators(model, states)
+
+
+def _refuse_unsharded(accelerator: Any, folder: Path) -> None:
+    own = accelerator._replicas.first((folder / FOLDER).is_dir, "all")
+    if not own and accelerator._replicas.first((folder / f"{OPTIMIZER_NAME}.bin").exists, "all"):
+        raise CheckpointError(
+            f"{folder} is the state of a training whose models were not sharded: its optimizers know parameters by "
+            "their numbers alone. Load the model's weights from it, shard the model and begin with a new optimizer; or "
+            "load the state unsharded"
+        )
 
 
 def _folder(accelerator: Any, input_dir: str | None) -> Path:

@@ -29,6 +29,7 @@ from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.mesh import context_of
 from shardcore.nn import reduce_partial_gradients
 from shardcore.nn.optimizers import what_to_use
+from shardcore.wrap.optimizers import STALE
 
 __all__ = ["Accelerator", "adopt", "clip_grad_norm_"]
 
@@ -307,11 +308,18 @@ class _Processes:
 
 
 def _refuse_unable(optimizer: Any) -> None:
-    """Refuse what would fail in its first step, with torch's words about mixed tensors.
+    """Refuse what would fail in its first step, with torch's words about mixed tensors, or would do nothing.
 
     Raises:
         NotSupportedError: it is such an optimizer.
+        ConfigError: it was made before the model was sharded, and its steps would change nothing.
     """
+    if (old := getattr(optimizer, STALE, None)) is not None:
+        raise ConfigError(
+            f"this {type(optimizer).__name__} was made before shard() and holds parameters that the model had then "
+            f"(first: {old}): its steps would change nothing. Make it after shard(), or pass it as "
+            "shard(..., optimizer=optimizer)"
+        )
     if words := what_to_use(optimizer):
         raise NotSupportedError(f"{words} (TrainingArguments(optim='adamw_torch'))")
 

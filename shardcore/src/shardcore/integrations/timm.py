@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardcore.agree.meeting import Meeting
+from shardcore.agree.presence import before_meeting
 from shardcore.comm.parts import check_parts, part_of
 from shardcore.errors import NotSupportedError
 from shardcore.integrations._gathering import Transport
@@ -99,7 +100,7 @@ class CheckpointSaver(timm.utils.CheckpointSaver):  # type: ignore[misc]  # timm
         own = [*states, {} if models is None else self.optimizer.state_dict()]
         parts = dict(_parts(own))
         check_parts(parts)
-        meeting = Meeting.hold(ranks, {}, f"CheckpointSaver.{native.__name__}")
+        meeting = Meeting.hold(ranks, {}, f"CheckpointSaver.{native.__name__}", watch=before_meeting(context))
         transport = Transport(parts, ranks[0])
         answer: list[Any] = [None, None]
         if dist.get_rank() == ranks[0]:

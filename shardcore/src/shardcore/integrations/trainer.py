@@ -55,6 +55,14 @@ class _Sharded(Losses, Evaluating, Checkpoints):
         _private.require("the Trainer")
         adopt(self.accelerator, model)
         args, device = self.args, self._replicas.context.device
+        # On a CPU Accelerate knows nothing of them.
+        for name in ("fsdp", "deepspeed", "parallelism_config"):
+            if getattr(args, name, None):
+                raise ConfigError(
+                    f"TrainingArguments have {name}={getattr(args, name)!r}, and the {type(model).__name__} was "
+                    "sharded by shardcore: it cannot be sharded twice. Leave it out, and say tp= and dp= to "
+                    "shardcore.shard"
+                )
         if args.device.type != device.type or (device.index or 0) != (args.device.index or 0):
             raise ConfigError(
                 f"the model lies on {device}, and TrainingArguments have chosen {args.device}. Start one process for "

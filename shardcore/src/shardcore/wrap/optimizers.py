@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 
 from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
 
-__all__ = ["check_optimizer", "held_elsewhere", "repoint", "warn_of_stale_optimizers"]
+__all__ = ["STALE", "check_optimizer", "held_elsewhere", "repoint", "warn_of_stale_optimizers"]
+
+#: On an optimizer whose steps change nothing: the name of a parameter that the model had before it was sharded.
+STALE = "_shardcore_stale"
 
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -108,6 +111,7 @@ def warn_of_stale_optimizers(held: dict[int, str], model: nn.Module, stacklevel:
             continue
         old = [names[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in names]
         if old:
+            setattr(candidate, STALE, old[0])
             warnings.warn(
                 f"a {type(candidate).__name__} was made before shard() and still holds {len(old)} of the old "
                 f"parameters (first: {old[0]}): its steps will change nothing. Make it after shard(), or pass it as "

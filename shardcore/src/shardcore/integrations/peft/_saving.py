@@ -11,6 +11,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from shardcore.agree.meeting import Meeting
+from shardcore.agree.presence import before_meeting
 from shardcore.integrations._gathering import Transport
 from shardcore.integrations._saving import writer_of
 from shardcore.mesh import ShardContext
@@ -42,7 +43,8 @@ def save_adapters(
         tensors = _wanted(model, model.state_dict() if given is None else given, names, save_embedding_layers)
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
-    meeting = Meeting.hold(ranks, _report(tensors, is_main_process, failure), "PeftModel.save_pretrained")
+    report, watch = _report(tensors, is_main_process, failure), before_meeting(context)
+    meeting = Meeting.hold(ranks, report, "PeftModel.save_pretrained", watch=watch)
     writer = writer_of(meeting.reports, failure)
     transport = Transport(tensors, writer)
     if dist.get_rank() != writer:
