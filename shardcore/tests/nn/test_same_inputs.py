@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from tiny import batch, shard, twins
 
 import shardcore
-from shardcore import AgreementError, ConfigError, ShardConfig
+from shardcore import AgreementError, ConfigError, NotSupportedError, ShardConfig
 from shardcore.mesh import context_of
+from shardcore.nn.same_inputs import _is_due
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close
 
@@ -89,6 +92,10 @@ def goes_on():
     never(batch(rank))
 
 
+def test_ranks_that_part_early_are_found_early():
+    assert [number for number in range(250) if _is_due(number, 100)] == [0, 1, 2, 3, 7, 15, 31, 63, 100, 127, 200]
+
+
 def test_every_so_often(pool):
     pool.run(goes_on)
 
@@ -142,3 +149,33 @@ def test_a_model_on_one_rank_compares_nothing():
     model = shard(twins(fields={"tp": 1})[0], tp=1)
     assert "_inputs_calls" not in model.__dict__
     assert shardcore.ShardConfig().check_inputs_every == 100
+
+
+def two_threads():
+    """The second one comes while the first compares: in the first calls ranks wait for each other there."""
+    reference, model = twins(fields={"tp": 2})
+    errors = []
+
+    def other():
+        try:
+            model(batch(1))
+        except NotSupportedError as error:
+            errors.append(error)
+
+    meet = model._inputs_meet
+
+    def meanwhile(brought):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        meet(brought)
+
+    model.__dict__["_inputs_meet"] = meanwhile
+    assert_close(reference(batch()), model(batch()), "the call of the first thread")
+    model.__dict__["_inputs_meet"] = meet
+    assert [str(error)[:11] for error in errors] == ["two threads"]
+    assert_close(reference(batch()), model(batch()), "the next call")
+
+
+def test_a_second_thread_is_refused_in_the_first_calls_too(pool):
+    pool.run(two_threads, world=2, timeout=60)

@@ -25,6 +25,13 @@ def mix(seed: int, rank: int) -> int:
     return (seed + _GOLDEN * (rank + 1)) % (1 << _SEED_BITS)
 
 
+#: What is said where a second thread calls a model that is being called.
+TWO_THREADS = (
+    "two threads call one sharded model at a time: the ranks would exchange what does not belong together. "
+    "Let one thread make all calls, or take a lock around each, in the same order on all ranks."
+)
+
+
 class _Fork(NamedTuple):
     """The states, by device, that a fork needs to end."""
 
@@ -121,10 +128,7 @@ class RandomStream:
             self._forks.clear()
             self._write(self._states)
         elif self._thread != threading.get_ident():
-            raise NotSupportedError(
-                "two threads call one sharded model at a time: the ranks would exchange what does not belong together. "
-                "Let one thread make all calls, or take a lock around each, in the same order on all ranks."
-            )
+            raise NotSupportedError(TWO_THREADS)
         self._levels.append(len(self._forks))
 
     def leave(self) -> None:

@@ -6,7 +6,9 @@ ranks and not by replicas. Nothing fails then: sums are made of different activa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -16,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardcore._torch import backward_task, in_transform
+from shardcore.errors import NotSupportedError
+from shardcore.mesh.random_stream import TWO_THREADS
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 
@@ -43,6 +47,14 @@ _SHOWN = 6  # numbers of a tensor in an error
 _DEEP = 3  # containers within containers that are looked into
 
 
+def _is_due(number: int, every: int) -> bool:
+    """Tell whether the call with this ``number`` is compared: the first ones, then ever fewer, and each ``every``-th.
+
+    Ranks that part early in a run are found soon: the fourth call, the eighth, the sixteenth and so on are compared too.
+    """
+    return number < _FIRST or number % every == 0 or (number + 1).bit_count() == 1
+
+
 class SameInputs(SwappedModule):
     """A model that compares its inputs over its tensor-parallel ranks, in the first calls and then now and then.
 
@@ -59,7 +71,7 @@ class SameInputs(SwappedModule):
     _inputs_checksum: Callable[[Tensor], str]
     _inputs_kind: tuple[bool, bool]  # of the last call: training, with gradients
     _inputs_presence: Presence
-    _inputs_open: bool  # a call is under way
+    _inputs_open: int  # the thread in which a call is under way; 0 if none is
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,31 +81,47 @@ class SameInputs(SwappedModule):
             AgreementError: they do not; on every rank.
             MissingRanksError: some ranks do not call it, and will not.
         """
-        if torch.compiler.is_compiling() or self._inputs_open or backward_task() != -1:
+        if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
             return super().__call__(*args, **kwargs)
         return self._attended(super().__call__, args, kwargs)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, which some wrappers call by itself."""
-        if torch.compiler.is_compiling() or self._inputs_open or backward_task() != -1:
+        if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
             return super().forward(*args, **kwargs)
         return self._attended(super().forward, args, kwargs)
 
     def _attended(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self.__dict__
-        self._inputs_presence.enter()
-        own["_inputs_open"] = True
-        try:
+        with self._opened():
             number, kind = self._inputs_calls, (self.training, torch.is_grad_enabled())
             own["_inputs_calls"] = number + 1
             every = self._inputs_every
-            if every and (number < _FIRST or number % every == 0 or kind != self._inputs_kind):
+            if every and (_is_due(number, every) or kind != self._inputs_kind):
                 self._compare(args, kwargs)
             own["_inputs_kind"] = kind
             return function(*args, **kwargs)
+
+    def _is_open(self) -> bool:
+        """Tell whether this is within a call, or a comparison, that has begun already.
+
+        Raises:
+            NotSupportedError: in another thread.
+        """
+        if self._inputs_open not in (0, threading.get_ident()):
+            raise NotSupportedError(TWO_THREADS)
+        return self._inputs_open != 0
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        own = self.__dict__
+        self._inputs_presence.enter()
+        own["_inputs_open"] = threading.get_ident()
+        try:
+            yield
         finally:
-            own["_inputs_open"] = False
+            own["_inputs_open"] = 0
             self._inputs_presence.leave()
 
     def compare_generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -107,14 +135,11 @@ class SameInputs(SwappedModule):
             MissingRanksError: some ranks do not generate, and will not.
         """
         every, number = self._inputs_every, self._inputs_calls
-        if not every or self._inputs_open or not (number < _FIRST or number - self._inputs_begun >= every):
+        if not every or self._is_open() or not (number < _FIRST or number - self._inputs_begun >= every):
             return
         self.__dict__["_inputs_begun"] = number - number % every
-        self._inputs_presence.enter()
-        try:
+        with self._opened():
             self._compare(args, {name: value for name, value in kwargs.items() if isinstance(value, Tensor)})
-        finally:
-            self._inputs_presence.leave()
 
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *sorted(kwargs.items())]
@@ -153,7 +178,7 @@ def compare_inputs(
         _inputs_checksum=checksum,
         _inputs_kind=(True, True),
         _inputs_presence=presence,
-        _inputs_open=False,
+        _inputs_open=0,
     )
 
 
