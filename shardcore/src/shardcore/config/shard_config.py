@@ -155,8 +155,8 @@ class ShardConfig:
             those of the configuration.
         extra_kwargs: further settings for the policy; one that the policy does not read is an error.
         check_inputs_every: tensor-parallel ranks compare the inputs of the first three calls, of the fourth,
-            eighth, sixteenth and so on, of each call whose number this divides, and what the next generation begins with: another batch on each rank is an
-            error on all of them. 0: never.
+            eighth, sixteenth and so on, of each call whose number this divides, and what the next generation begins
+            with: another batch on each rank is an error on all of them. 0: never.
         partial_gradients: ``"in_backward"`` sums the partial gradients of replicated parameters inside each backward;
             ``"deferred"`` leaves them to one `shardcore.reduce_partial_gradients` for each step.
 

@@ -50,7 +50,7 @@ _DEEP = 3  # containers within containers that are looked into
 def _is_due(number: int, every: int) -> bool:
     """Tell whether the call with this ``number`` is compared: the first ones, then ever fewer, and each ``every``-th.
 
-    Ranks that part early in a run are found soon: the fourth call, the eighth, the sixteenth and so on are compared too.
+    Ranks that part early in a run are found soon: the fourth, the eighth, the sixteenth call and so on are compared.
     """
     return number < _FIRST or number % every == 0 or (number + 1).bit_count() == 1
 
