@@ -27,7 +27,7 @@ __all__ = [
 TESTED = ("4.57.6", "5.23")
 
 #: The same of accelerate.
-TESTED_ACCELERATE = ("1.12.0", "1.14.0")
+TESTED_ACCELERATE = ("1.12.0", "1.15.0")
 
 #: The same of peft.
 TESTED_PEFT = ("0.18.0", "0.21.2")
