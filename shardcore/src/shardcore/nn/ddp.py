@@ -17,13 +17,14 @@ from shardcore.nn.root import ShardedModel
 
 __all__ = ["refuse_ddp_around_sharded"]
 
+_LOOKS = "_shardcore_looks"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def refuse_ddp_around_sharded() -> None:
     """Let DDP refuse modules that hold a sharded model, for the whole process; the first call acts."""
     native = DistributedDataParallel.__init__
-    if hasattr(native, "_shardcore_looks"):
+    if hasattr(native, _LOOKS):
         return
 
     @functools.wraps(native)
@@ -31,7 +32,7 @@ def refuse_ddp_around_sharded() -> None:
         _look(module)
         native(self, module, *args, **kwargs)
 
-    looking._shardcore_looks = True  # type: ignore[attr-defined]  # a mark
+    setattr(looking, _LOOKS, True)
     DistributedDataParallel.__init__ = looking  # type: ignore[method-assign]
 
 

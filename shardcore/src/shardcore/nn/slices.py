@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from shardcore._private import SLICES, missing
 from shardcore._torch import FakeTensor, backward_task
-from shardcore.comm.dtensor_params import local_tensor, spec_of
+from shardcore.comm.dtensor_params import as_dtensor, local_tensor, spec_of
 from shardcore.errors import NotSupportedError
 from shardcore.nn.handlers import handle, natively
 
@@ -155,7 +155,7 @@ def _tensors(value: Any) -> Iterator[DTensor]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, _Gathered):
-        return DTensor.__new__(DTensor, local_tensor(value), spec_of(value), requires_grad=value.requires_grad)
+        return as_dtensor(value)
     if isinstance(value, list | tuple):
         return type(value)(_plain(each) for each in value)
     if isinstance(value, dict):
