@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore._progress import Progress, in_bytes
-from shardcore.errors import AgreementError, ConfigError, PartlyShardedError
+from shardcore.errors import AgreementError, ConfigError, PartlyShardedError, WrapError
 
 
 class Initialised(TinyLM):
@@ -193,3 +193,26 @@ def test_a_terminal_shows_how_far_it_is(pool):
     assert re.search(rf"\rinitialising Initialised: {in_bytes(size)} of {in_bytes(size)}, \S+ \w+/s *\n$", first)
     assert other == ""
     assert [text for text, _ in pool.run(shown, False)] == ["", ""]
+
+
+def emptied_of_values():
+    """A buffer that the code computes has values after ``initialize`` alone: no state dict has them."""
+    with torch.device("meta"):
+        model = Initialised(config_of())
+    shardcore.shard(model, policy=InitialisedPolicy, tp=2)
+    words = r"to_empty would leave frequencies without values.*shardcore\.initialize\(model\).*weights=folder"
+    with pytest.raises(WrapError, match=words):
+        model.to_empty(device="cpu")
+    assert all(tensor.is_meta for tensor in model.parameters())  # nothing was changed
+    assert model.to_empty(device="meta") is model
+    shardcore.initialize(model, build=lambda: Initialised(config_of()))
+    wanted = Initialised(config_of())
+    model.load_state_dict(wanted.state_dict())
+    assert torch.equal(model.frequencies, wanted.frequencies)
+    with pytest.raises(WrapError, match=words):
+        model.to_empty(device="cpu")  # and loses what is there
+    assert torch.equal(model.frequencies, wanted.frequencies)
+
+
+def test_memory_without_values_is_not_for_buffers(pool):
+    pool.run(emptied_of_values, world=2)

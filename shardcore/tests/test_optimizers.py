@@ -12,6 +12,7 @@ from tiny import TinyPolicy, batch, build
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from transformers.optimization import Adafactor
 
 import shardcore
 from shardcore import ConfigError, NotSupportedError
@@ -58,6 +59,8 @@ KINDS = {
     "Rows, one by one": (Rows, WholeTensors, {"scale": 2.0, "one_by_one": True}),
     "Rprop": (torch.optim.Rprop, LocalParts, {"lr": 1e-3}),
     "AdamW": (torch.optim.AdamW, LocalParts, {"lr": 1e-2, "eps": 1e-3, "foreach": True}),
+    "SGD, fused": (torch.optim.SGD, LocalParts, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "Adagrad, fused": (torch.optim.Adagrad, LocalParts, {"lr": 0.1, "fused": True}),
 }
 MESHES = {"tp2": (2, {"tp": 2}), "tp2 dp2": (4, {"tp": 2, "dp": 2})}
 
@@ -178,16 +181,23 @@ def test_between_steps_whole_tensors_are_gone(pool):
     assert pool.run(memory, world=2) == [8, 8]  # a number
 
 
+UNABLE = (
+    (torch.optim.Adafactor, {}, "WholeTensors"),
+    (torch.optim.LBFGS, {}, "WholeTensors"),
+    (torch.optim.Rprop, {}, "LocalParts"),
+    (torch.optim.SGD, {"fused": True}, "LocalParts"),
+    (torch.optim.Adagrad, {"fused": True}, "LocalParts"),
+)
+
+
 def refusals():
     model = shardcore.shard(build(), policy=TinyPolicy, tp=2)
     model(batch()).pow(2).mean().backward()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    for kind, word in ((torch.optim.Adafactor, "WholeTensors"), (torch.optim.LBFGS, "WholeTensors"),
-                       (torch.optim.Rprop, "LocalParts")):  # fmt: skip
-        optimizer = kind(model.parameters())
-        with pytest.raises(
-            NotSupportedError, match=rf"{kind.__name__} uses operations .* shardcore\.optimizers\.{word}"
-        ):
+    for kind, option, word in UNABLE:
+        optimizer = kind(model.parameters(), **option)
+        named = kind.__name__ + (r"\(fused=True\)" if option else "")
+        with pytest.raises(NotSupportedError, match=rf"{named} uses operations .* shardcore\.optimizers\.{word}"):
             optimizer.step(lambda: 0.0)
     for key, value in model.state_dict().items():
         assert torch.equal(value.to_local(), before[key].to_local()), key
@@ -206,6 +216,23 @@ def refusals():
 
 def test_what_they_cannot_do_is_refused_before_a_step(pool):
     pool.run(refusals, world=2)
+
+
+def looks_at_more():
+    """Optimizers that look at whole tensors say nothing of parts, so that the known ones are refused."""
+    model = shardcore.shard(build(), policy=TinyPolicy, tp=2)
+    thick = [p for p in model.parameters() if p.ndim > 1]
+    kinds = [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, Adafactor]
+    for kind in kinds:
+        for made in (kind, lambda groups, kind=kind: kind(groups)):  # a function that makes one, too
+            with pytest.raises(NotSupportedError, match=rf"^LocalParts\({kind.__name__}\): .*WholeTensors"):
+                LocalParts(made, thick)
+    LocalParts(torch.optim.LBFGS, [model.model.norm.weight])  # a part that is the whole
+    LocalParts(Rows, thick)  # nobody knows
+
+
+def test_parts_are_not_given_to_who_looks_at_more(pool):
+    pool.run(looks_at_more, world=2)
 
 
 def partial():

@@ -96,8 +96,11 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
     elsewhere = {
         "shardcore.comm.strided.install",
         "shardcore.mesh.seeding.install",
+        "shardcore.nn.ddp.refuse_ddp_around_sharded",
+        "shardcore.nn.draws.refuse_draws_on_cpu",
         "shardcore.nn.numbers.warn_of_partial_numbers",
         "shardcore.nn.scaling.find_inf_on_all_ranks",
+        "shardcore.nn.slices.refuse_lost_writes",
     }
     assert set(rows) - elsewhere == found()
 

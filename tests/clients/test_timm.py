@@ -60,16 +60,18 @@ def optimizers() -> None:
             for seed in range(2):
                 step(each, optimizer, seed)
         assert_same_parameters(reference, model)
-    for name in ("adafactor", "mars"):
+    for name in ("adafactor", "mars", "sgdp", "adamuon", "nadamuon"):
         reference, model = twins()
         refused = create_optimizer_v2(model, opt=name, lr=1e-3)
         with pytest.raises(NotSupportedError, match=r"shardcore\.optimizers\.WholeTensors"):
             step(model, refused, 0)
+        groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+        settings = {"opt": name, "lr": 1e-3}
         for each in (reference, model):
-            groups = param_groups_weight_decay(each, 0.05)
-            settings = {"opt": name, "lr": 1e-3}
-            made = WholeTensors(create_optimizer_v2, groups, **settings)
-            optimizer = made if each is model else create_optimizer_v2(groups, **settings)
+            if each is model:
+                optimizer = WholeTensors(create_optimizer_v2, groups, **settings)
+            else:
+                optimizer = create_optimizer_v2(each, weight_decay=0.05, **settings)
             for seed in range(2):
                 step(each, optimizer, seed)
         assert_same_parameters(reference, model)

@@ -20,6 +20,7 @@ __all__ = [
     "CLIPPING",
     "CORE",
     "DATA_PARALLEL",
+    "DRAWS",
     "FUSED",
     "KIT",
     "LOADING",
@@ -28,6 +29,7 @@ __all__ = [
     "PLANNING",
     "SAVING",
     "SCALING",
+    "SLICES",
     "TESTED",
     "TORCH",
     "PrivateName",
@@ -51,6 +53,8 @@ LOADING = "models without values"
 KIT = "shardcore.testing"
 SCALING = "gradient scalers over ranks"
 NUMBERS = "a warning of numbers of one rank's part"
+SLICES = "refusing writes into copies"
+DRAWS = "refusing random numbers that differ between ranks"
 PLANNING = "planning a step"
 
 
@@ -154,6 +158,9 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName(f"{_C10D}._get_default_store", "the store that every process group has", SAVING),
     PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing where they are taken", NUMBERS),
     PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "telling all ranks of an inf", SCALING),
+    PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing which slices are copies", SLICES),
+    PrivateName("torch.ops.aten.alias.default._schema", "telling writes from other calls", SLICES),
+    PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing draws before they are made", DRAWS),
     PrivateName(
         "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "telling all ranks of an inf", SCALING
     ),

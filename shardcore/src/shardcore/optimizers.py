@@ -30,6 +30,7 @@ from typing_extensions import override
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.parts import part_of
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.nn.optimizers import looks_at_wholes
 
 __all__ = ["LocalParts", "WholeTensors"]
 
@@ -247,17 +248,28 @@ class WholeTensors(_Handing):
 class LocalParts(_Handing):
     """Steps an optimizer on this rank's parts of the parameters and gradients, as plain tensors; nothing is sent.
 
-    Right for optimizers that treat each element by itself, such as ``torch.optim.Rprop``; wrong, without a word, for
-    all that look at a row, a norm, a mean or a number of elements: use `WholeTensors` for those.
+    Right for optimizers that treat each element by itself, such as ``torch.optim.Rprop``; wrong for all that look at a
+    row, a norm, a mean or a number of elements: use `WholeTensors` for those. Those that are known are refused; of a
+    class of your own nobody knows, and nothing is said.
 
     Args:
         kind: the class of the optimizer, or a function that makes one, called with groups of plain parameters.
         params: of the sharded model, as ``kind`` takes them: parameters or groups.
         **settings: further arguments of ``kind``.
+
+    Raises:
+        NotSupportedError: ``kind`` is known to look at more than single elements, of which this rank has a part.
     """
 
     def __init__(self, kind: Callable[..., Optimizer], params: Iterable[Any], **settings: Any) -> None:
         super().__init__(kind, params, False, settings)
+        whole = next((inner for inner, _ in self._inner if looks_at_wholes(inner)), None)
+        if whole is not None and any(local_tensor(p).shape != p.shape for p in self._stand_ins):
+            name = type(whole).__name__
+            raise NotSupportedError(
+                f"LocalParts({name}): {name} looks at more than single elements, and this rank has a part of the "
+                f"parameters, so that its steps would be wrong. Use shardcore.optimizers.WholeTensors({name}, ...)"
+            )
 
     @override
     def _stand_in(self, p: Tensor) -> nn.Parameter:

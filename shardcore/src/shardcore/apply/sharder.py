@@ -31,11 +31,9 @@ from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
-from shardcore.nn.numbers import warn_of_partial_numbers
-from shardcore.nn.optimizers import prepare_steps
 from shardcore.nn.partial import require_sums
+from shardcore.nn.process import watch_torch
 from shardcore.nn.root import ShardedModel
-from shardcore.nn.scaling import find_inf_on_all_ranks
 from shardcore.plan import ShardPlan
 from shardcore.plan.digest import to_data
 from shardcore.plugins.registry import Registry, default_registry
@@ -311,9 +309,7 @@ class ModelSharder:
         # Around whatever the plan makes of the model itself: that draws from the model's random stream too.
         ShardedModel.swap_class(self.model, context)
         take_full_tensors(self.model)
-        warn_of_partial_numbers()
-        prepare_steps()
-        find_inf_on_all_ranks()
+        watch_torch()
         for policy in self._policies:
             self._run_users_code(policy.postprocess)
         self._watch(context)

@@ -24,6 +24,7 @@ from shardcore.errors import WrapError
 
 __all__ = [
     "all_reduce_bucket",
+    "as_dtensor",
     "held",
     "local_tensor",
     "partial_spec",
@@ -95,6 +96,11 @@ def refuse_assigned(parameter: Tensor, name: str = "a sharded parameter") -> Non
             "module.load_state_dict({name: tensor}, strict=False), which splits whole tensors, or under torch.no_grad()"
             " with parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))."
         )
+
+
+def as_dtensor(tensor: DTensor) -> DTensor:
+    """Return a DTensor of a subclass as one of torch's own, with the same part and without a graph."""
+    return DTensor.__new__(DTensor, tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
 
 
 def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:

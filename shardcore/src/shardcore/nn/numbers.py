@@ -11,11 +11,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardcore._private import NUMBERS, missing
+from shardcore._private import NUMBERS
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.errors import ShardcoreWarning
+from shardcore.nn.handlers import handle
 
 __all__ = ["warn_of_partial_numbers"]
 
@@ -31,11 +31,7 @@ def warn_of_partial_numbers() -> None:
 
     Without torch's table of handlers nothing is said.
     """
-    if missing(NUMBERS):
-        return
-    # Only this operation goes through the table: no other one is slower.
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
+    handle([torch.ops.aten._local_scalar_dense.default], _number, NUMBERS)
 
 
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import part_of
 from shardcore.errors import NotSupportedError
 
-__all__ = ["prepare_steps", "split_whole_state", "what_to_use"]
+__all__ = ["looks_at_wholes", "prepare_steps", "split_whole_state", "what_to_use"]
 
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
@@ -36,26 +36,55 @@ _UNABLE = {
     ("timm", "Kron"): _WHOLE,
     ("timm", "Mars"): _WHOLE,
     ("timm", "NvNovoGrad"): _WHOLE,
+    ("timm", "SGDP"): _WHOLE,
 }
+
+#: The classes of torch whose fused steps DTensors lack; they too treat every element by itself.
+_FUSED = frozenset({"Adagrad", "SGD"})
+
+#: What else looks at more than single elements; DTensors give these what they look at.
+_AT_WHOLES = {("torch", "Muon"), ("timm", "Muon"), ("timm", "AdafactorBigVision"), ("timm", "Lamb"), ("timm", "Lars")}
 
 _HOOK = "_shardcore_prepares"
 
 
 def what_to_use(optimizer: Any) -> str | None:
     """Return why ``optimizer`` cannot step DTensors and what can, or None where nothing is known against it."""
-    kind = type(optimizer)
-    wanted = _UNABLE.get((kind.__module__.partition(".")[0], kind.__name__))
-    # timm: an update is taken where most of a whole tensor agrees with its gradient.
-    if wanted is None and kind.__module__.startswith("timm.") and _is_cautious(optimizer):
-        wanted = _WHOLE
+    wanted, option = _wanted(optimizer)
     if wanted is None:
         return None
+    kind = type(optimizer)
     return (
-        f"{kind.__module__}.{kind.__qualname__} uses operations that the parameters of a sharded model lack "
+        f"{kind.__module__}.{kind.__qualname__}{option} uses operations that the parameters of a sharded model lack "
         f"(they are DTensors), and would fail in its first step. Use shardcore.optimizers.{wanted}({kind.__name__}, "
         "model.parameters(), ...), which steps it on plain tensors and gives what it gives the unsharded model; or "
         "another optimizer, such as AdamW"
     )
+
+
+def looks_at_wholes(optimizer: Any) -> bool:
+    """Tell whether ``optimizer`` is known to look at more of a tensor than one element at a time."""
+    return _wanted(optimizer)[0] == _WHOLE or _name(optimizer) in _AT_WHOLES
+
+
+def _wanted(optimizer: Any) -> tuple[str | None, str]:
+    """Return what of `shardcore.optimizers` can step it, None where it needs none, and the option that needs it."""
+    library, name = _name(optimizer)
+    options = optimizer.param_groups
+    if library == "torch" and name in _FUSED and any(group.get("fused") for group in options):
+        return _PARTS, "(fused=True)"
+    if library == "timm":
+        # An update is taken where most of a whole tensor agrees with its gradient.
+        if any(group.get("caution") for group in options):
+            return _WHOLE, ""
+        if name == "Muon" and any(group.get("algo") == "adamuon" for group in options):
+            return _WHOLE, "(algo='adamuon')"
+    return _UNABLE.get((library, name)), ""
+
+
+def _name(optimizer: Any) -> tuple[str, str]:
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0], kind.__name__
 
 
 def prepare_steps() -> None:
@@ -108,7 +137,3 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 def _sharded(optimizer: Optimizer) -> Iterator[DTensor]:
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if isinstance(parameter, DTensor))
-
-
-def _is_cautious(optimizer: Any) -> bool:
-    return any(group.get("caution") for group in optimizer.param_groups)

@@ -58,6 +58,23 @@ class ShardedModel(RngScope):
             "and on the model with the data-parallel mesh; both work on DTensor parameters."
         )
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Give every tensor memory without values, unless that is for good.
+
+        Raises:
+            WrapError: there are buffers that the code of the model computes and that no state dict brings back.
+        """
+        kept = {id(tensor) for tensor in self.state_dict(keep_vars=True).values()}
+        computed = [name for name, buffer in self.named_buffers() if id(buffer) not in kept and buffer.numel()]
+        if computed and torch.device(device).type != "meta":
+            raise WrapError(
+                f"to_empty would leave {computed[0]}{f' and {len(computed) - 1} more' if computed[1:] else ''} without "
+                f"values: the code of this {type(self).__name__} computes them, and no checkpoint has them. Use "
+                "shardcore.initialize(model), which gives every parameter and buffer its values, before you load "
+                "others; or read a checkpoint as you shard: shardcore.shard(model, ..., weights=folder)."
+            )
+        return super().to_empty(device=device, recurse=recurse)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         wanted = fn(torch.empty(0, device=self._shard_context.device)).device.type
         have = self._shard_context.tp.device_type
