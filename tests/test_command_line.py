@@ -120,13 +120,21 @@ def test_a_model_of_the_hub_is_looked_up_in_the_local_cache(tmp_path, monkeypatc
         hidden_size=64, intermediate_size=83, num_hidden_layers=2, num_attention_heads=4, vocab_size=97,
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    for name in ("models--someone--small", "models--small-one"):
+    for name in ("models--someone--small", "models--small-one", "models--small2.5-one"):
         snapshot = tmp_path / name / "snapshots" / ("0" * 40)
         config.save_pretrained(snapshot)
         (tmp_path / name / "refs").mkdir()
         (tmp_path / name / "refs" / "main").write_text("0" * 40)
-    for name in ("someone/small", "small-one"):
+    for name in ("someone/small", "small-one", "small2.5-one"):
         assert "LlamaForCausalLM by" in run("explain", name, "--tp", "2")
     result = CliRunner().invoke(main, ["explain", "someone/else"])
     assert result.exit_code == 1
     assert "no command asks the network. Fetch it first: hf download someone/else config.json" in result.output
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base-uncased", "Qwen2.5-0.5B"])
+def test_a_name_without_an_owner_may_be_of_the_hub_too(name) -> None:
+    result = CliRunner().invoke(main, ["explain", name])
+    assert result.exit_code == 1
+    assert f"no class {name!r} in transformers, and the local cache of the hub holds no config.json" in result.output
+    assert f"hf download {name} config.json" in result.output
