@@ -52,8 +52,8 @@ def test_the_pack_is_listed() -> None:
 def test_the_summary_comes_first_and_internals_behind_v() -> None:
     text = run("explain", "LlamaForCausalLM", "--tp", "4")
     lines = text.splitlines()
-    assert "parameters per rank: 6427.0 MiB of 25705.0 MiB" in lines
-    assert "    split over tp: 226 weights, 6426.0 MiB of 25704.0 MiB" in lines
+    assert "parameters per rank: 6.3 GiB of 25.1 GiB, in float32" in lines
+    assert "    split over tp: 226 weights, 6.3 GiB of 25.1 GiB" in lines
     assert "    whole on each rank: 65 weights, 1.0 MiB of 1.0 MiB" in lines
     planned = json.loads(run("plan", "LlamaForCausalLM", "--tp", "4", "--json"))
     (said,) = [line for line in lines if line.startswith("bytes of a step: ")]

@@ -28,7 +28,17 @@ from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = ["TorchrunEnv", "compilers", "disabled_packs", "of_a_child", "packs", "setting", "strict", "threads", "torchrun"]
+__all__ = [
+    "TorchrunEnv",
+    "compilers",
+    "disabled_packs",
+    "of_a_child",
+    "packs",
+    "setting",
+    "strict",
+    "threads",
+    "torchrun",
+]
 
 
 # Variables of mpirun and srun: the number of a process on its machine, and its number among all.

@@ -7,14 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
+from terminals import at_a_terminal, plain
 
-from shardcore.cli import main
+from shardcore.cli import main, plan
 from shardcore.cli.app import _SCHEDULES
 from shardcore.cli.bars import picture
 from shardcore.cli.plan import bytes_of
 from shardcore.cli.tables import in_words
+from shardcore.config import ShardConfig
 from shardcore.config.pipelining import SCHEDULE_NAMES
 from shardcore.errors import ConfigError
+from shardcore.planner import Workload
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,22 @@ def test_a_search(small):
     nothing = run(small, "--search", "--ranks", "2", "--seq", "16", "--memory", "1KiB")
     assert nothing.exit_code == 1
     assert "no mesh fits" in nothing.output
+
+
+def test_at_a_terminal_meshes_can_be_compared_and_what_does_not_fit_is_red(small, capsys, monkeypatch):
+    at_a_terminal(monkeypatch)
+    config, workload = ShardConfig(), Workload(seq=16)
+    found = plan.search(small, config, workload, ranks=4, max_tp=4, memory=None)
+    plan.show_search(small, found, None)
+    text = plain(capsys.readouterr().out)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert ["4", "1", "1", "yes"] in [row[:4] for row in rows]
+    assert len(rows) == len(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert found[0].estimate is not None
+    for limit, said in ((1, "\x1b[1;31mpeak"), (2**40, "\x1b[32mpeak")):
+        plan.show(small, found[0].estimate, limit)
+        assert said in capsys.readouterr().out
 
 
 def test_a_pipeline(small, tmp_path):

@@ -32,7 +32,7 @@ def test_a_tie_is_an_error_when_that_model_is_sharded(site: Site, monkeypatch: p
         "several policies serve user.Mine, all for models.Model with priority 0:",
         "  shard_one.policy:ModelPolicy of pack one (shard-one 1.1)",
         "  shard_two.policy:ModelPolicy of pack two (shard-two 2.2)",
-        "  way out: pass policy= (a Policy class or an instance)",
+        "  way out in Python: pass policy= (a Policy class or an instance)",
         "  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS=shard-one:one or shard-two:two",
     ]
     monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "shard-one:one")
@@ -145,7 +145,10 @@ def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
     ("url", "line"),
     [
         ("file://{here}/shardcore", ": python -m pip install {here}/packs/shard-bert"),
-        ("file://{here}/elsewhere/shardcore", ", from a checkout of shardcore: python -m pip install ./packs/shard-bert"),
+        (
+            "file://{here}/elsewhere/shardcore",
+            ", from a checkout of shardcore: python -m pip install ./packs/shard-bert",
+        ),
         ("https://example.org/shardcore", ", from a checkout of shardcore: python -m pip install ./packs/shard-bert"),
     ],
 )

@@ -12,6 +12,7 @@ import click
 import shardcore
 from shardcore.cli.surroundings import answer_only, require_torch
 from shardcore.errors import ShardcoreError
+from shardcore.plugins.unserved import for_a_shell
 
 __all__ = ["main"]
 
@@ -28,7 +29,7 @@ _HTML_HELP = "Draw the mesh, the cuts and the memory of each rank into one file 
 _BATCH_HELP = "Samples of each replica [default: 1; of a pipeline 1 in each micro-batch]."
 _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each rank of the pipeline]."
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
-_DEVICE_HELP = "Whose optimizer it is: on cuda torch steps all parameters together."
+_DEVICE_HELP = "Device the optimizer runs on; on cuda it updates all parameters in one call."
 
 
 class _Group(click.Group):
@@ -38,7 +39,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ShardcoreError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {for_a_shell(str(error))}", err=True)
             ctx.exit(1)
 
 
@@ -55,7 +56,12 @@ def main() -> None:
 @main.command(
     short_help="List the installed packs and the classes they serve.", epilog="Exit code 1 if a pack is broken."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also where each of them is installed.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also each class, the libraries it was tested with, and where it is installed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def packs(verbose: bool, as_json: bool) -> None:
     """List the installed packs: what became of them, which classes they serve, what they were tested with.
@@ -158,7 +164,9 @@ def explain(
 @click.option("--schedule", "pipeline_schedule", type=click.Choice(_SCHEDULES), help="Of --pp [default: 1f1b].")
 @click.option("--chunks", "num_model_chunks", type=click.IntRange(1), help="Of --pp: stages of each rank.")
 @click.option("--microbatches", "num_microbatches", type=click.IntRange(1), help=_MICRO_BATCHES_HELP)
-@click.option("--microbatch-size", type=click.IntRange(1), help="Of --pp, in place of their number: samples of each.")
+@click.option(
+    "--microbatch-size", type=click.IntRange(1), help="Samples in each micro-batch (instead of --microbatches)."
+)
 @click.option("--sp", is_flag=True, help="Split activations along the sequence (sequence parallelism).")
 @click.option("--batch", type=click.IntRange(1), help=_BATCH_HELP)
 @click.option("--seq", type=click.IntRange(1), help="Tokens of a sample [default: the model's most, up to 4096].")
