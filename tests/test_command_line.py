@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -64,6 +65,16 @@ def test_the_summary_comes_first_and_internals_behind_v() -> None:
     assert "ColumnLinear" in run("explain", "LlamaForCausalLM", "--tp", "4", "-v")
 
 
+@pytest.fixture
+def small(tmp_path) -> str:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=83, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=97, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
 class _Page(HTMLParser):
     """Collects what a browser would fetch, the elements that are not closed, and the text."""
 
@@ -94,16 +105,13 @@ class _Page(HTMLParser):
         ("explain", ["--tp", "2", "--dp", "2"], ["model.layers.{0-1}.self_attn.q_proj.weight", "32 x 64"]),
         ("explain", ["--tp", "2", "--pp", "2"], ["Stages", "Schedule: 1f1b"]),
         ("plan", ["--tp", "2", "--memory", "1GiB"], ["What is sent in a step", "The line is the limit: 1.0 GiB."]),
-        ("plan", ["--search", "--ranks", "4"], ["tp 4", "dp_shard 4"]),
+        ("plan", ["--tp", "2"], ["Cuts over tp 2", "model.layers.{0-1}.self_attn.q_proj.weight", "32 x 64"]),
+        ("plan", ["--pp", "2", "--tp", "2"], ["Cuts over tp 2", "model.layers.{0-1}.self_attn.q_proj.weight"]),
+        ("plan", ["--search", "--ranks", "4"], ["tp 4", "dp_shard 4", "lm_head.weight"]),
     ],
 )
-def test_a_page_is_whole_in_itself(tmp_path, command, options, said) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=83, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=97, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    run(command, str(tmp_path), *options, "--html", str(tmp_path / "page.html"))
+def test_a_page_is_whole_in_itself(small, tmp_path, command, options, said) -> None:
+    run(command, small, *options, "--html", str(tmp_path / "page.html"))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = _Page()
     page.feed(text)
@@ -111,6 +119,26 @@ def test_a_page_is_whole_in_itself(tmp_path, command, options, said) -> None:
     assert page.fetched == []
     assert not re.search(r"<script|@import|url\(", text)
     assert set(said) <= {data.strip() for data in page.said}
+    for row in re.findall(r'<div class="row">.*</div>', text):  # the size stands where the bar ends
+        assert re.search(r"</i><span>[\d.]+ [KMG]?i?B</span>(<b [^>]*></b>)?</div></div>$", row)
+    for row in re.findall(r"<tr><td><svg.*?</tr>", text, re.S):  # on a phone each size says what it is of
+        assert re.findall(r'data-of="([^"]*)"', row) == ["whole", "of a rank", "how"]
+
+
+def test_a_picture_of_the_mesh_and_the_cuts(small, tmp_path) -> None:
+    run("explain", small, "--tp", "2", "--dp", "2", "--svg", str(tmp_path / "mesh.svg"))
+    root = ElementTree.parse(tmp_path / "mesh.svg").getroot()
+    said = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [int(text) for text in said if text.isdigit()] == [0, 1, 2, 3]
+    plan = json.loads(run("explain", small, "--tp", "2", "--dp", "2", "--json"))["plan"]
+    names = {re.sub(r"\.\d+\.", ".{0-1}.", parameter["name"]) for parameter in plan["parameters"]}
+    assert names <= set(said)
+    assert said[said.index("model.layers.{0-1}.self_attn.q_proj.weight") + 1] == (
+        "64 x 64, of a rank 32 x 64, split on dim 0"
+    )
+    assert said[said.index("model.norm.weight") + 1] == "64, replicated"
+    width = float(root.get("width"))
+    assert all(float(text.get("x")) + 7 * len(text.text) < width for text in root.iter() if text.text in names)
 
 
 def test_a_model_of_the_hub_is_looked_up_in_the_local_cache(tmp_path, monkeypatch) -> None:

@@ -51,6 +51,29 @@ def test_bars_and_the_limit_have_one_scale():
     assert (float(line.get("x1")) - first) / widths[0] == pytest.approx(16, rel=0.01)
 
 
+def test_names_of_bars_have_room_and_sizes_their_unit():
+    svg = "{http://www.w3.org/2000/svg}"
+    name = "tp 2 x dp_shard 2 x dp_replicate 2: rank 3 on pp"
+    root = ElementTree.fromstring(picture("small", [(name, {"parameters": 1536, "gradients": 512})], 4096))
+    texts = {text.text: text for text in root.iter(f"{svg}text")}
+    assert {"2.0 KiB", "4.0 KiB"} <= texts.keys()
+    assert float(texts[name].get("x")) > 7 * len(name)
+    titles = [title.text for title in root.iter(f"{svg}title")]
+    assert f"{name}, parameters: 1.5 KiB" in titles
+    bars = [rect for rect in root.iter(f"{svg}rect") if rect.find(f"{svg}title") is not None]
+    end = max(float(bar.get("x")) + float(bar.get("width")) for bar in bars)
+    assert end < float(texts["2.0 KiB"].get("x")) < end + 10
+    assert float(texts["4.0 KiB"].get("x")) > end + 100
+
+
+def test_a_picture_has_colours_for_a_dark_screen():
+    root = ElementTree.fromstring(picture("small", [("tp 2", {"parameters": 1})], None))
+    (style,) = root.iter("{http://www.w3.org/2000/svg}style")
+    assert "prefers-color-scheme: dark" in style.text
+    back = next(root.iter("{http://www.w3.org/2000/svg}rect"))
+    assert (back.get("class"), back.get("width")) == ("back", root.get("width"))
+
+
 def run(*options):
     return CliRunner().invoke(main, ["plan", *options])
 

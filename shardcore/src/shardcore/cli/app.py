@@ -96,6 +96,7 @@ def packs(verbose: bool, as_json: bool) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Compare two plans saved with --json.",
 )
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the mesh and the cuts.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help=_HTML_HELP)
 @click.option("-v", "--verbose", is_flag=True, help="Also what becomes of each module.")
 def explain(
@@ -107,6 +108,7 @@ def explain(
     device: str | None,
     as_json: bool,
     diff: tuple[Path, Path] | None,
+    svg: Path | None,
     html: Path | None,
     verbose: bool,
 ) -> None:
@@ -120,7 +122,7 @@ def explain(
     Examples:
       shardcore explain LlamaForCausalLM --tp 4
       shardcore explain LlamaForCausalLM --tp 4 -v
-      shardcore explain ./checkpoint --tp 4 --dp 2 --html mesh.html
+      shardcore explain ./checkpoint --tp 4 --dp 2 --svg mesh.svg --html mesh.html
       shardcore explain ./checkpoint --tp 2 --set enable_all_optimization=true --device cuda
       shardcore explain ./checkpoint --tp 2 --set gradient_checkpoint_config=0.5
       shardcore explain ./checkpoint --tp 2 --pp 2 --set pipeline_schedule=interleaved
@@ -142,6 +144,10 @@ def explain(
         explained = command.explain(
             model, tp=tp, dp=dp, pp=pp, settings=settings, device=device, step=html is not None or not as_json
         )
+    if svg is not None:
+        from shardcore.cli.page import picture_of_a_plan
+
+        svg.write_text(picture_of_a_plan(model, explained), encoding="utf-8")
     if html is not None:
         from shardcore.cli.page import of_a_plan
 
@@ -258,7 +264,9 @@ def plan(
     if html is not None:
         from shardcore.cli.page import of_estimates
 
-        html.write_text(of_estimates(model, found, limit), encoding="utf-8")
+        with answer_only():
+            drawn = command.compiled(model, found)
+        html.write_text(of_estimates(model, found, limit, drawn), encoding="utf-8")
     command.answer(model, found, limit, search=search, as_json=as_json)
     if not any(command.fits(one, limit) for one in found):
         raise click.exceptions.Exit(1)

@@ -65,9 +65,10 @@ def _location(pack: Pack) -> str | None:
 def show(rows: list[dict[str, Any]], *, verbose: bool = False) -> None:
     """Print the packs: on a terminal the families of each, or with ``verbose`` its classes; in a pipe all of them."""
     if not rows:
+        line, others = installing("shard-llama"), ", ".join(sorted(first_party() - {"shard-llama"}))
         click.echo(
-            f"no pack is installed, so no model is served. Install one, such as shard-llama{installing('shard-llama')}; "
-            f"others: {', '.join(sorted(first_party() - {'shard-llama'}))}. Or write one: shardcore new-pack --help",
+            f"no pack is installed, so no model is served. Install one, such as shard-llama{line}; others: {others}. "
+            "Or write one: shardcore new-pack --help",
             err=True,
         )
     if not sys.stdout.isatty():

@@ -20,7 +20,9 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations.calls import call_of
 from shardcore.integrations.models import meta_model
 from shardcore.mesh import Sizes
+from shardcore.plan import ShardPlan
 from shardcore.planner import KINDS, Estimate, Workload, estimate
+from shardcore.planner.preparing import planned
 from shardcore.planner.search import Found, cost, ordered
 from shardcore.planner.search import search as meshes_of
 
@@ -29,6 +31,7 @@ __all__ = [
     "answer",
     "bars_of",
     "bytes_of",
+    "compiled",
     "configuration",
     "drawing",
     "fits",
@@ -81,6 +84,12 @@ def plan(source: str, config: ShardConfig, workload: Workload) -> Estimate:
         ShardcoreError: there is no such model, or it cannot be sharded or called so.
     """
     return estimate(meta_model(source), config, workload, call_of)
+
+
+def compiled(source: str, found: Sequence[Found]) -> ShardPlan | None:
+    """Return the plan of the first mesh that could be planned."""
+    first = next((f.estimate for f in found if f.estimate is not None), None)
+    return None if first is None else planned(meta_model(source), first.config)
 
 
 def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:

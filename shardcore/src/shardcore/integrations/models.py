@@ -29,8 +29,8 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 _NOT_CACHED = (
-    "the local cache of the hub holds no config.json of a model of this name; no command asks the network. If it is one "
-    "of the hub, fetch it first: hf download {} config.json"
+    "the local cache of the hub holds no config.json of a model of this name; no command asks the network. If it is "
+    "one of the hub, fetch it first: hf download {} config.json"
 )
 
 _KINDS = "give a folder, a config.json, a class of transformers or package.module.Class"
