@@ -295,11 +295,12 @@ def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
     from shardcore.cli import verify as command
+    from shardcore.cli.watching import progress_bar
 
     with answer_only():
         jobs = command.jobs_for(model, tp)
     begin = time.monotonic()
-    with command.progress_bar(len(jobs), quiet=as_json) as (progress, notes), answer_only():
+    with progress_bar(jobs, quiet=as_json) as (progress, notes), answer_only():
         done = command.verify(jobs, tp, timeout=timeout, progress=progress, notes=notes)
     seconds = time.monotonic() - begin
     click.echo(json.dumps(command.to_json(done), indent=2)) if as_json else command.show(done, seconds)
