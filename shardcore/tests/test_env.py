@@ -126,6 +126,13 @@ def test_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _env.compilers() == ("icpx", "g++", "clang++")
 
 
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert _env.threads() == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert _env.threads() == "4"
+
+
 @pytest.mark.parametrize("before", [None, "0"])
 def test_a_setting_ends_with_its_call(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
     monkeypatch.delenv("SOME_LIBRARY_OPTION", raising=False)

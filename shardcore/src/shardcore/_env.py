@@ -12,6 +12,7 @@
 | `SLURM_STEP_NODELIST`, `SLURM_JOB_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` | `torchrun` | where they meet |
 | all others | `of_a_child` | handed on to a process that is no rank of a job |
 | `CXX` | `compilers` | the C++ compiler that torch.compile runs on the CPU |
+| `OMP_NUM_THREADS` | `threads` | the threads that each process computes with |
 
 Every reader looks at the environment when it is called; nothing is remembered. `setting` is the one place that changes
 it, for as long as a call of another library lasts. This module imports no torch.
@@ -27,7 +28,17 @@ from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = ["TorchrunEnv", "compilers", "disabled_packs", "of_a_child", "packs", "setting", "strict", "torchrun"]
+__all__ = [
+    "TorchrunEnv",
+    "compilers",
+    "disabled_packs",
+    "of_a_child",
+    "packs",
+    "setting",
+    "strict",
+    "threads",
+    "torchrun",
+]
 
 
 # Variables of mpirun and srun: the number of a process on its machine, and its number among all.
@@ -185,6 +196,11 @@ def compilers() -> tuple[str, ...]:
     """Return the C++ compilers that torch.compile may run: the one in `CXX`, and those that it looks for."""
     named = os.environ.get("CXX")
     return (*((named,) if named else ()), "g++", "clang++")
+
+
+def threads() -> str:
+    """Return what `OMP_NUM_THREADS` says, or nothing."""
+    return os.environ.get("OMP_NUM_THREADS", "")
 
 
 def _names(variable: str) -> frozenset[str] | None:

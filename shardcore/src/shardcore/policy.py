@@ -222,7 +222,7 @@ class Heads:
             fits = [n for n in range(1, counts.query + 1) if counts.query % n == 0]
             what = (
                 f"{counts.query} query heads ({self.query}) cannot be split over {ranks} ranks: whole heads are needed "
-                "on each rank, and the policy does not say that they may be uneven"
+                "on each rank"
             )
             return what, f"use a tensor_parallel_size of {', '.join(map(str, fits))}"
         if counts.kv % ranks and ranks % counts.kv:

@@ -143,7 +143,7 @@ def test_explain(site):
     assert "Net by shard_net.policy.NetPolicy (shard-net 1.5), tp 2, digest" in result.output
     assert "weight (12, 8) -> (6, 8)  split on dim 0" in result.output
     assert "collectives per step: 2 all_reduce forward, 1 all_reduce backward" in result.output
-    assert "parameters per rank: 0.0 MiB" in result.output
+    assert "parameters per rank: 600 B of 1.1 KiB, in float32\n" in result.output
 
 
 def test_what_policies_and_models_print_is_no_part_of_the_answer(site, capfd):
@@ -198,6 +198,7 @@ def test_differences_name_places():
         (["explain", "cli_models.NOT_A_MODEL"], "error: cli_models.NOT_A_MODEL is not a model class"),
         (["explain", "nowhere/config.json"], "error: nowhere/config.json: there is no such file"),
         (["explain", "cli_models.Other"], "cli_models.Other"),
+        (["explain", "cli_models.Other"], "cli_models.Other.\n  way out: have a pack drafted: shardcore new-pack "),
         (["explain", "cli_models.NeedsSize"], "cli_models.NeedsSize: NeedsSize could not be built: TypeError: "),
         (["explain", "cli_models.Net", "--set", "nonsense"], "'nonsense' is no setting; wanted name=value, such as "),
         (["explain", "cli_models.Net", "--set", "colour=red"], "unknown configuration field 'colour'."),
@@ -220,6 +221,7 @@ def test_errors_are_messages(site, arguments, message):
     assert result.exit_code == 1
     assert message in result.output
     assert "Traceback" not in result.output
+    assert "policy=" not in result.output  # which nobody can pass from here
 
 
 def test_the_command_line_is_checked(site):

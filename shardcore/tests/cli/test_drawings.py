@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardcore.cli.drawings import cut, mesh, schedule
+from shardcore.cli.drawings import cut, mesh, schedule, size_of
 from shardcore.mesh import Sizes
 from shardcore.pipeline import SCHEDULES
 from shardcore.planner.timeline import bubble, orders, slots
@@ -31,6 +31,22 @@ def test_of_many_ranks_the_first_and_the_last_are_drawn():
     assert said == [0, 1, 2, 3, 4, 5, 63]
 
 
+def _light(colour):
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_number_of_every_rank_can_be_read():
+    root = ElementTree.fromstring(mesh(Sizes(tp=8)))
+    squares = [rect.get("fill") for rect in root.iter(f"{SVG}rect")]
+    numbers = [text.get("fill") for text in root.iter(f"{SVG}text") if text.text.isdigit()]
+    assert len(squares) == len(numbers) == 8
+    for square, number in zip(squares, numbers, strict=True):
+        assert (_light(number) + 0.05) / (_light(square) + 0.05) > 4.5
+    assert not [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill-opacity")]
+
+
 @pytest.mark.parametrize(
     ("full", "local", "down"),
     [((8, 4), (2, 4), True), ((8, 4), (8, 1), False), ((4,), (1,), True), ((4, 4), (4, 4), True)],
@@ -41,6 +57,11 @@ def test_a_cut_has_the_share_of_the_rank(full, local, down):
     share = 1 if full == local else 0.25
     assert float(part.get(side)) == pytest.approx(share * float(whole.get(side)), abs=0.1)
     assert part.get(other) == whole.get(other)
+
+
+def test_the_size_of_a_drawing():
+    root = ElementTree.fromstring(drawn := mesh(Sizes(tp=3, dp_shard=2)))
+    assert size_of(drawn) == (int(root.get("width")), int(root.get("height")))
 
 
 def test_a_schedule_shows_every_action_and_its_waiting():

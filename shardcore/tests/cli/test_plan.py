@@ -7,14 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
+from terminals import at_a_terminal, plain
 
-from shardcore.cli import main
+from shardcore.cli import main, plan
 from shardcore.cli.app import _SCHEDULES
 from shardcore.cli.bars import picture
 from shardcore.cli.plan import bytes_of
 from shardcore.cli.tables import in_words
+from shardcore.config import ShardConfig
 from shardcore.config.pipelining import SCHEDULE_NAMES
 from shardcore.errors import ConfigError
+from shardcore.planner import Workload
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,29 @@ def test_bars_and_the_limit_have_one_scale():
     line = root.find(f"{name}line")
     first = float(bars[0].get("x"))
     assert (float(line.get("x1")) - first) / widths[0] == pytest.approx(16, rel=0.01)
+
+
+def test_names_of_bars_have_room_and_sizes_their_unit():
+    svg = "{http://www.w3.org/2000/svg}"
+    name = "tp 2 x dp_shard 2 x dp_replicate 2: rank 3 on pp"
+    root = ElementTree.fromstring(picture("small", [(name, {"parameters": 1536, "gradients": 512})], 4096))
+    texts = {text.text: text for text in root.iter(f"{svg}text")}
+    assert {"2.0 KiB", "4.0 KiB"} <= texts.keys()
+    assert float(texts[name].get("x")) > 7 * len(name)
+    titles = [title.text for title in root.iter(f"{svg}title")]
+    assert f"{name}, parameters: 1.5 KiB" in titles
+    bars = [rect for rect in root.iter(f"{svg}rect") if rect.find(f"{svg}title") is not None]
+    end = max(float(bar.get("x")) + float(bar.get("width")) for bar in bars)
+    assert end < float(texts["2.0 KiB"].get("x")) < end + 10
+    assert float(texts["4.0 KiB"].get("x")) > end + 100
+
+
+def test_a_picture_has_colours_for_a_dark_screen():
+    root = ElementTree.fromstring(picture("small", [("tp 2", {"parameters": 1})], None))
+    (style,) = root.iter("{http://www.w3.org/2000/svg}style")
+    assert "prefers-color-scheme: dark" in style.text
+    back = next(root.iter("{http://www.w3.org/2000/svg}rect"))
+    assert (back.get("class"), back.get("width")) == ("back", root.get("width"))
 
 
 def run(*options):
@@ -138,6 +164,22 @@ def test_a_search(small):
     nothing = run(small, "--search", "--ranks", "2", "--seq", "16", "--memory", "1KiB")
     assert nothing.exit_code == 1
     assert "no mesh fits" in nothing.output
+
+
+def test_at_a_terminal_meshes_can_be_compared_and_what_does_not_fit_is_red(small, capsys, monkeypatch):
+    at_a_terminal(monkeypatch)
+    config, workload = ShardConfig(), Workload(seq=16)
+    found = plan.search(small, config, workload, ranks=4, max_tp=4, memory=None)
+    plan.show_search(small, found, None)
+    text = plain(capsys.readouterr().out)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert ["4", "1", "1", "yes"] in [row[:4] for row in rows]
+    assert len(rows) == len(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert found[0].estimate is not None
+    for limit, said in ((1, "\x1b[1;31mpeak"), (2**40, "\x1b[32mpeak")):
+        plan.show(small, found[0].estimate, limit)
+        assert said in capsys.readouterr().out
 
 
 def test_a_pipeline(small, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -52,6 +53,7 @@ def test_no_pack_at_all_is_said_with_what_to_do(monkeypatch):
     done = run("packs")
     assert done.exit_code == 0
     assert "no pack is installed" in done.output
+    assert re.search(r"python -m pip install \S+/packs/shard-llama; others: shard-albert, ", done.output)
     assert "shardcore new-pack" in done.output
 
 
@@ -71,6 +73,14 @@ def test_a_backend_without_a_device_does_not_work(monkeypatch):
     found = checks()
     assert (found["nccl"]["state"], found["CUDA devices"]["state"]) == ("missing", "missing")
     assert "no CUDA device" in found["nccl"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("", "set OMP_NUM_THREADS so that ranks do not"), ("3", "; OMP_NUM_THREADS is 3")]
+)
+def test_what_is_set_is_not_advised(monkeypatch, value, said):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert said in checks()["CPU cores"]["why"]
 
 
 def with_torch(tmp_path, source, *arguments):
@@ -105,6 +115,10 @@ def test_a_broken_torch_is_a_finding(tmp_path, source, reason, command):
         assert "torch\tfails\t" in done.stdout
         assert "shardcore\t0." in done.stdout  # and all that does not need torch is said
         assert "context parallelism" in done.stdout
+        packs = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("pack ")]
+        assert packs
+        assert {state for _, state, _ in packs} <= {"not tried", "missing"}
+        assert all(why.startswith("torch fails; ") for _, _, why in packs)
     else:
         assert done.stderr.startswith("error: torch fails: ")
 

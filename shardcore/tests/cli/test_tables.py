@@ -6,8 +6,9 @@ import io
 
 import pytest
 from rich.console import Console
+from terminals import at_a_terminal
 
-from shardcore.cli.tables import drawn, folded, widths
+from shardcore.cli.tables import drawn, folded, say, show_table, widths, wrapped
 
 CLASSES = "LlamaForCausalLM, LlamaForQuestionAnswering, Wav2Vec2ForAudioFrameClassification"
 ROW = ["shard-llama 0.1.0", "loaded", CLASSES, "transformers >=4.57.6,<5.24 (5.23.0)"]
@@ -68,6 +69,41 @@ def test_states_have_a_colour_and_names_have_none():
     assert "\x1b[33mmissing" in text
     assert text.count("\x1b[32m") == 1
     assert "\x1b[1;36m" not in text
+
+
+def test_lines_end_between_words_and_keep_their_indent(capsys, monkeypatch):
+    assert wrapped("    one two three", 12) == ["    one two", "    three"]
+    assert wrapped("one two three", 8) == ["one two", "    three"]
+    assert wrapped("transformers.models.llama", 8) == ["transformers.models.llama"]
+    say("in a pipe there is one line, however long it is " * 3)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    at_a_terminal(monkeypatch, 30)
+    say("at a terminal there are several lines\n\nand paragraphs")
+    assert capsys.readouterr().out == "at a terminal there are\n    several lines\n\nand paragraphs\n"
+
+
+@pytest.mark.parametrize(("state", "code"), [("yes", "\x1b[32m"), ("no", "\x1b[1;31m"), ("", "")])
+def test_what_is_said_has_the_colour_of_its_state(capsys, monkeypatch, state, code):
+    at_a_terminal(monkeypatch)
+    say("it [fits]", state)
+    assert capsys.readouterr().out == (f"{code}it [fits]\x1b[0m\n" if code else "it [fits]\n")
+    monkeypatch.setenv("NO_COLOR", "1")
+    say("it [fits]", state)
+    assert "\x1b[32m" not in capsys.readouterr().out
+
+
+def test_columns_to_spare_are_left_out_before_anything_is_folded(capsys, monkeypatch):
+    columns, rows = ("mesh", "peak", "parameters"), [["tp 2 x dp 2", "16.1 GiB", "6.0 GiB"]]
+    assert show_table("meshes", columns, rows, spare=1)
+    assert capsys.readouterr().out == "mesh\tpeak\tparameters\ntp 2 x dp 2\t16.1 GiB\t6.0 GiB\n"
+    at_a_terminal(monkeypatch, 30)
+    assert not show_table("meshes", columns, rows, spare=1)
+    narrow = capsys.readouterr().out
+    assert "tp 2 x dp 2" in narrow
+    assert "parameters" not in narrow
+    at_a_terminal(monkeypatch, 60)
+    assert show_table("meshes", columns, rows, spare=1)
+    assert "parameters" in capsys.readouterr().out
 
 
 def test_markup_in_a_cell_is_text():

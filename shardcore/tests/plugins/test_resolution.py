@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import importlib_metadata
 import pytest
 from sites import Site, model, plugin, serves, status
 
 from shardcore.errors import AmbiguousPolicyError, NoPolicyError, PackError
 from shardcore.plugins.registry import Registry
-from shardcore.plugins.unserved import FIRST_PARTY
+from shardcore.plugins.unserved import FIRST_PARTY, for_a_shell, installing
 
 
 def test_the_policy_is_imported_by_load_only(site: Site) -> None:
@@ -31,7 +32,7 @@ def test_a_tie_is_an_error_when_that_model_is_sharded(site: Site, monkeypatch: p
         "several policies serve user.Mine, all for models.Model with priority 0:",
         "  shard_one.policy:ModelPolicy of pack one (shard-one 1.1)",
         "  shard_two.policy:ModelPolicy of pack two (shard-two 2.2)",
-        "  way out: pass policy= (a Policy class or an instance)",
+        "  way out in Python: pass policy= (a Policy class or an instance)",
         "  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS=shard-one:one or shard-two:two",
     ]
     monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "shard-one:one")
@@ -104,13 +105,13 @@ def test_no_policy_says_what_was_left_out(site: Site) -> None:
         site.discover().resolve(model("Mine", "user", model()))
     assert str(caught.value).splitlines() == [
         "no installed pack serves user.Mine.",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
+        "  way out in Python: pass policy= (a Policy class or an instance), which needs no pack",
+        "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
+        "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
         "  looked for: user.Mine, models.Model",
         "  installed packs:",
         "    loaded: new, off",
-        "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
-        "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
-        "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
-        "  way out: pass policy= (a Policy class or an instance), which needs no pack",
     ]
 
 
@@ -119,11 +120,13 @@ def test_no_policy_without_any_pack() -> None:
         Registry([]).resolve(model("Mine", "user"))
     assert str(caught.value).splitlines() == [
         "no installed pack serves user.Mine.",
+        "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
+        "  way out in Python: pass policy= (a Policy class or an instance), which needs no pack",
         "  looked for: user.Mine",
         "  installed packs: none",
-        "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
-        "  way out: pass policy= (a Policy class or an instance), which needs no pack",
     ]
+    assert "Python" not in for_a_shell(str(caught.value))
+    assert len(for_a_shell(str(caught.value)).splitlines()) == 4
 
 
 @pytest.mark.parametrize(("start", "pack"), FIRST_PARTY.items())
@@ -131,10 +134,30 @@ def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
     served = model("Model", f"{start}modeling")
     with pytest.raises(NoPolicyError) as caught:
         Registry([]).resolve(model("Mine", "user", served))
-    assert f"  the first-party pack for this family is {pack}" in str(caught.value).splitlines()
+    line = str(caught.value).splitlines()[1]
+    assert line.startswith(f"  way out: install {pack}, the first-party pack for this family")
     assert "pip install shard" not in str(caught.value)  # none is published
-    assert str(caught.value).splitlines()[4].endswith(f": python -m pip install ./packs/{pack}")
+    assert line.endswith(f"/packs/{pack}")
     assert "new-pack" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("file://{here}/shardcore", ": python -m pip install {here}/packs/shard-bert"),
+        (
+            "file://{here}/elsewhere/shardcore",
+            ", from a checkout of shardcore: python -m pip install ./packs/shard-bert",
+        ),
+        ("https://example.org/shardcore", ", from a checkout of shardcore: python -m pip install ./packs/shard-bert"),
+    ],
+)
+def test_the_line_that_installs_a_pack_names_the_sources_that_are_here(tmp_path, monkeypatch, url, line) -> None:
+    (tmp_path / "packs" / "shard-bert").mkdir(parents=True)
+    monkeypatch.setattr(
+        importlib_metadata.PathDistribution, "read_text", lambda self, name: f'{{"url": "{url.format(here=tmp_path)}"}}'
+    )
+    assert installing("shard-bert") == line.format(here=tmp_path)
 
 
 def test_no_policy_says_what_is_the_matter_with_the_first_party_pack(site: Site, monkeypatch) -> None:
@@ -159,8 +182,8 @@ def test_no_policy_names_the_bases_that_a_policy_could_be_for() -> None:
         Registry([]).resolve(model("NewModel", "transformers.models.new_one.modeling", base))
     name = "transformers.models.new_one.modeling.NewModel"
     lines = str(caught.value).splitlines()
-    assert lines[1] == f"  looked for: {name}, transformers.models.new_one.modeling.Pre"
-    assert f"  way out: have a pack drafted: shardcore new-pack shard-new-one --model {name}" in lines
+    assert lines[1] == f"  way out: have a pack drafted: shardcore new-pack shard-new-one --model {name}"
+    assert f"  looked for: {name}, transformers.models.new_one.modeling.Pre" in lines
 
 
 @pytest.mark.parametrize(

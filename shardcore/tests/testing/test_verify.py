@@ -6,11 +6,14 @@ import importlib
 import json
 import re
 import sys
+import time
 
 import pytest
 from click.testing import CliRunner
+from terminals import at_a_terminal, plain
 
 from shardcore.cli import main, verify
+from shardcore.cli.watching import Steps, progress_bar
 from shardcore.errors import ConfigError
 from shardcore.plugins.registry import GROUP, default_registry
 from shardcore.testing.checks import SECTIONS
@@ -91,6 +94,56 @@ def test_the_ranks_say_what_they_are_at(pack, tmp_path):
     at, _, compared = (tmp_path / "notes").read_text().partition(", ")
     assert at in SECTIONS["training"].checks
     assert int(compared.split()[0]) > 100
+
+
+def test_what_is_done_before_a_check_is_said_too(pack, tmp_path, monkeypatch):
+    pack()
+    said = []
+    monkeypatch.setattr(type(tmp_path), "write_text", lambda self, text: said.append(text))
+    jobs = [job for job in verify.jobs_for("verified_models.Small", 2) if job.section == "plan"]
+    verify.verify(jobs, 2, timeout=100, progress=lambda job: None, notes=tmp_path / "notes")
+    assert said == [
+        "starting ranks, which import torch: 0 of 2 are there",
+        "starting ranks, which import torch: 1 of 2 are there",
+        "ranks meet",
+        "importing the pack and the model's library",
+    ]
+
+
+def test_steps_count_the_checks_of_all_jobs(pack):
+    pack()
+    jobs = verify.jobs_for("verified_models.Small", 2)
+    assert [job.section for job in jobs] == ["plan", "training", "communication"]
+    steps = Steps(jobs)
+    assert steps.total == sum(len(SECTIONS[job.section].checks) for job in jobs) == 10
+    steps.begin(jobs[0])
+    assert (steps.done("starting ranks, which import torch: 0 of 2 are there"), steps.started) == (0, False)
+    assert (steps.done("plan: building the model"), steps.started) == (0, True)
+    steps.begin(jobs[1])
+    assert [steps.done(note) for note in ("forward, 3 compared", "loss, 4 compared", "forward, 5 compared")] == [
+        1,
+        2,
+        2,
+    ]
+    steps.begin(jobs[2])
+    assert steps.done("communication, 0 compared") == 9
+
+
+def test_at_a_terminal_what_the_ranks_are_at_is_seen_while_they_are(pack, capsys, monkeypatch):
+    pack()
+    jobs = verify.jobs_for("verified_models.Small", 2)
+    at_a_terminal(monkeypatch, 100)
+    with progress_bar(jobs, quiet=False) as (begin, notes):
+        begin(jobs[0])
+        for note in ("ranks meet", "plan: building the model"):
+            notes.write_text(note)
+            time.sleep(0.3)
+    shown = plain(capsys.readouterr().err)
+    assert re.search(r"Small at tp 2 .* 0/\?\s.* ranks meet", shown)
+    assert re.search(r"Small at tp 2 .* 0/10 .* plan: building the model", shown)
+    with progress_bar(jobs, quiet=True) as (begin, notes):
+        begin(jobs[0])
+    assert (notes, capsys.readouterr().err) == (None, "")
 
 
 def test_a_policy_that_is_wrong(pack):

@@ -12,6 +12,7 @@ import click
 import shardcore
 from shardcore.cli.surroundings import answer_only, require_torch
 from shardcore.errors import ShardcoreError
+from shardcore.plugins.unserved import for_a_shell
 
 __all__ = ["main"]
 
@@ -28,7 +29,7 @@ _HTML_HELP = "Draw the mesh, the cuts and the memory of each rank into one file 
 _BATCH_HELP = "Samples of each replica [default: 1; of a pipeline 1 in each micro-batch]."
 _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each rank of the pipeline]."
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
-_DEVICE_HELP = "Whose optimizer it is: on cuda torch steps all parameters together."
+_DEVICE_HELP = "Device the optimizer runs on; on cuda it updates all parameters in one call."
 
 
 class _Group(click.Group):
@@ -38,7 +39,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ShardcoreError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {for_a_shell(str(error))}", err=True)
             ctx.exit(1)
 
 
@@ -55,7 +56,12 @@ def main() -> None:
 @main.command(
     short_help="List the installed packs and the classes they serve.", epilog="Exit code 1 if a pack is broken."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also where each of them is installed.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also each class, the libraries it was tested with, and where it is installed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def packs(verbose: bool, as_json: bool) -> None:
     """List the installed packs: what became of them, which classes they serve, what they were tested with.
@@ -90,6 +96,7 @@ def packs(verbose: bool, as_json: bool) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Compare two plans saved with --json.",
 )
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the mesh and the cuts.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help=_HTML_HELP)
 @click.option("-v", "--verbose", is_flag=True, help="Also what becomes of each module.")
 def explain(
@@ -101,6 +108,7 @@ def explain(
     device: str | None,
     as_json: bool,
     diff: tuple[Path, Path] | None,
+    svg: Path | None,
     html: Path | None,
     verbose: bool,
 ) -> None:
@@ -114,7 +122,7 @@ def explain(
     Examples:
       shardcore explain LlamaForCausalLM --tp 4
       shardcore explain LlamaForCausalLM --tp 4 -v
-      shardcore explain ./checkpoint --tp 4 --dp 2 --html mesh.html
+      shardcore explain ./checkpoint --tp 4 --dp 2 --svg mesh.svg --html mesh.html
       shardcore explain ./checkpoint --tp 2 --set enable_all_optimization=true --device cuda
       shardcore explain ./checkpoint --tp 2 --set gradient_checkpoint_config=0.5
       shardcore explain ./checkpoint --tp 2 --pp 2 --set pipeline_schedule=interleaved
@@ -136,6 +144,10 @@ def explain(
         explained = command.explain(
             model, tp=tp, dp=dp, pp=pp, settings=settings, device=device, step=html is not None or not as_json
         )
+    if svg is not None:
+        from shardcore.cli.page import picture_of_a_plan
+
+        svg.write_text(picture_of_a_plan(model, explained), encoding="utf-8")
     if html is not None:
         from shardcore.cli.page import of_a_plan
 
@@ -158,7 +170,9 @@ def explain(
 @click.option("--schedule", "pipeline_schedule", type=click.Choice(_SCHEDULES), help="Of --pp [default: 1f1b].")
 @click.option("--chunks", "num_model_chunks", type=click.IntRange(1), help="Of --pp: stages of each rank.")
 @click.option("--microbatches", "num_microbatches", type=click.IntRange(1), help=_MICRO_BATCHES_HELP)
-@click.option("--microbatch-size", type=click.IntRange(1), help="Of --pp, in place of their number: samples of each.")
+@click.option(
+    "--microbatch-size", type=click.IntRange(1), help="Samples in each micro-batch (instead of --microbatches)."
+)
 @click.option("--sp", is_flag=True, help="Split activations along the sequence (sequence parallelism).")
 @click.option("--batch", type=click.IntRange(1), help=_BATCH_HELP)
 @click.option("--seq", type=click.IntRange(1), help="Tokens of a sample [default: the model's most, up to 4096].")
@@ -250,7 +264,9 @@ def plan(
     if html is not None:
         from shardcore.cli.page import of_estimates
 
-        html.write_text(of_estimates(model, found, limit), encoding="utf-8")
+        with answer_only():
+            drawn = command.compiled(model, found)
+        html.write_text(of_estimates(model, found, limit, drawn), encoding="utf-8")
     command.answer(model, found, limit, search=search, as_json=as_json)
     if not any(command.fits(one, limit) for one in found):
         raise click.exceptions.Exit(1)
@@ -279,11 +295,12 @@ def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
     from shardcore.cli import verify as command
+    from shardcore.cli.watching import progress_bar
 
     with answer_only():
         jobs = command.jobs_for(model, tp)
     begin = time.monotonic()
-    with command.progress_bar(len(jobs), quiet=as_json) as (progress, notes), answer_only():
+    with progress_bar(jobs, quiet=as_json) as (progress, notes), answer_only():
         done = command.verify(jobs, tp, timeout=timeout, progress=progress, notes=notes)
     seconds = time.monotonic() - begin
     click.echo(json.dumps(command.to_json(done), indent=2)) if as_json else command.show(done, seconds)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import shardcore
-from shardcore import _planned
+from shardcore import _env, _planned
 from shardcore.cli.packs import describe
 from shardcore.cli.surroundings import torch_failure
 from shardcore.cli.tables import show_table
@@ -23,7 +23,7 @@ _LIBRARIES = ("torch", "transformers", "timm", "accelerate", "flash-attn", "plug
 
 
 def examine() -> dict[str, Any]:
-    """Return versions, and checks with a state of ``works``, ``missing`` or ``fails`` and the reason."""
+    """Return versions, and checks with a state (``works``, ``missing``, ``fails`` or ``not tried``) and the reason."""
     versions = {"python": platform.python_version(), "shardcore": shardcore.__version__}
     versions |= {name: _version(name) for name in _LIBRARIES}
     return {"versions": versions, "checks": list(_checks())}
@@ -46,7 +46,7 @@ def _checks() -> Iterator[dict[str, str]]:
         yield _finding("torch", "fails", f"{failure}; install a torch that works here")
     for feature, release in _planned.features().items():
         yield _finding(feature, "missing", f"planned for release {release}")
-    yield from (_pack(row) for row in describe())
+    yield from (_pack(row, works=failure is None) for row in describe())
 
 
 def _of_torch() -> Iterator[dict[str, str]]:
@@ -64,7 +64,9 @@ def _of_torch() -> Iterator[dict[str, str]]:
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     yield _finding("CUDA devices", "works" if count else "missing", f"{count} {names}".strip())
     cores = os.cpu_count() or 1
-    yield _finding("CPU cores", "works", f"{cores}; set OMP_NUM_THREADS so that ranks do not compete for them")
+    threads = _env.threads()
+    advice = f"OMP_NUM_THREADS is {threads}" if threads else "set OMP_NUM_THREADS so that ranks do not compete for them"
+    yield _finding("CPU cores", "works", f"{cores}; {advice}")
     yield _attention(count)
     yield from _of_release(torch.__version__)
 
@@ -102,7 +104,8 @@ def _attention(devices: int) -> dict[str, str]:
     return _finding("flash attention", "missing", f"{reason}; sdpa and eager attention work")
 
 
-def _pack(row: dict[str, Any]) -> dict[str, str]:
+def _pack(row: dict[str, Any], *, works: bool) -> dict[str, str]:
+    """Return what is known of a pack; ``works`` says whether torch does."""
     name = f"pack {row['name']} ({row['distribution']} {row['version']})"
     if row["error"]:
         return _finding(name, "fails", row["error"])
@@ -111,7 +114,9 @@ def _pack(row: dict[str, Any]) -> dict[str, str]:
     count = len(row["classes"])
     notes = [note for t in row["tested"] if (note := _note(t))]
     lacks = any(t["installed"] is None and not t["optional"] for t in row["tested"])
-    return _finding(name, "missing" if lacks else "works", "; ".join([f"{count} class{'es' * (count != 1)}", *notes]))
+    state = "missing" if lacks else "works" if works else "not tried"
+    said = [f"{count} class{'es' * (count != 1)}", *notes]
+    return _finding(name, state, "; ".join(said if works else ["torch fails", *said]))
 
 
 def _note(found: dict[str, Any]) -> str | None:

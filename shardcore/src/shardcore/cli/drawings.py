@@ -1,21 +1,24 @@
-"""Drawings as SVG that take their colours from the page around them: a mesh, a cut weight, a schedule."""
+"""Drawings as SVG, whose colours the stylesheet around them may change: a mesh, a cut weight, a schedule."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
+from shardcore.cli.colours import KINDS_OF_WORK
 from shardcore.mesh import Sizes
 from shardcore.planner import Slot
 
-__all__ = ["cut", "mesh", "schedule"]
+__all__ = ["cut", "mesh", "schedule", "size_of"]
 
 _CELL, _GAP, _TITLE = 46, 6, 24
 _MOST = 8  # ranks of an axis that are drawn; of more, the first and the last ones
 
+_FIRST, _LAST = (0x2F, 0x6F, 0xA8), (0x1B, 0x44, 0x69)  # of the squares, from left to right: white is read on all
+
 _TALL, _WIDE = 36, 54  # of a drawn weight, at most
 
 _ROW, _SLOT = 30, 26  # of a schedule: a rank's height, the width of a forward
-_COLOURS = {"F": "var(--k1, #67b0de)", "B": "var(--k3, #f4a259)", "I": "var(--k3, #f4a259)", "W": "var(--k2, #8fcbbd)"}
 _WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
@@ -37,7 +40,7 @@ def mesh(sizes: Sizes) -> str:
             lines.append(f'<text x="{x + _GAP}" y="{_TITLE + 8}" font-size="12">{name}</text>')
             lines.append(
                 f'<rect x="{x}" y="{top}" width="{wide}" height="{tall}" rx="6" fill="none" '
-                'stroke="var(--line, #cfd6df)"/>'
+                'class="line" stroke="#cfd6df"/>'
             )
         for row, replica in enumerate(down):
             for column, member in enumerate(across):
@@ -56,14 +59,11 @@ def _drawn(size: int) -> list[int | None]:
 
 
 def _square(x: int, y: int, column: int, rank: int | None) -> Iterator[str]:
-    shade = 0.95 - 0.09 * column
     if rank is not None:
-        yield (
-            f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="5" fill="var(--keep, #2f6fa8)" '
-            f'fill-opacity="{shade:.2f}"/>'
-        )
+        shade = "".join(f"{round(a + (b - a) * column / (_MOST - 1)):02x}" for a, b in zip(_FIRST, _LAST, strict=True))
+        yield f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="5" fill="#{shade}"/>'
     text = "&#8230;" if rank is None else str(rank)
-    colour = "" if rank is None else ' style="fill:#fff"'
+    colour = "" if rank is None else ' class="on" fill="#ffffff"'
     yield f'<text x="{x + _CELL / 2}" y="{y + _CELL / 2 + 5}" font-size="14" text-anchor="middle"{colour}>{text}</text>'
 
 
@@ -77,15 +77,15 @@ def cut(full: Sequence[int], local: Sequence[int], ranks: int) -> str:
     down = split != 1
     part = (wide, tall * share) if down else (wide * share, tall)
     lines = [
-        f'<rect x="1" y="1" width="{wide:.1f}" height="{tall:.1f}" fill="var(--away, #dfe6ee)"/>',
-        f'<rect x="1" y="1" width="{part[0]:.1f}" height="{part[1]:.1f}" fill="var(--keep, #2f6fa8)"/>',
+        f'<rect x="1" y="1" width="{wide:.1f}" height="{tall:.1f}" class="away" fill="#dfe6ee"/>',
+        f'<rect x="1" y="1" width="{part[0]:.1f}" height="{part[1]:.1f}" fill="#2f6fa8"/>',
     ]
     for number in range(1, min(ranks, 16) if split is not None else 1):
         at = 1 + (tall if down else wide) * min(1.0, number * share)
         ends = f'x1="1" x2="{1 + wide:.1f}" y1="{at:.1f}" y2="{at:.1f}"'
         if not down:
             ends = f'y1="1" y2="{1 + tall:.1f}" x1="{at:.1f}" x2="{at:.1f}"'
-        lines.append(f'<line {ends} stroke="var(--back, #fff)" stroke-width="1"/>')
+        lines.append(f'<line {ends} class="edge" stroke="#ffffff" stroke-width="1"/>')
     return _svg(_WIDE + 2, int(tall) + 2, "a weight and the part of the first rank", lines)
 
 
@@ -104,18 +104,18 @@ def schedule(slots: Sequence[Slot]) -> str:
         said = f"{_WORDS[slot.kind]} of micro-batch {slot.micro_batch} in stage {slot.stage}"
         late = 0.65 if stages > ranks and slot.stage >= ranks else 1.0
         lines.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_ROW - 6}" fill="{_COLOURS[slot.kind]}" '
-            f'fill-opacity="{late}" stroke="var(--back, #fff)"><title>{said}</title></rect>'
+            f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_ROW - 6}" fill="{KINDS_OF_WORK[slot.kind]}" '
+            f'fill-opacity="{late}" class="edge" stroke="#ffffff"><title>{said}</title></rect>'
         )
         if wide > 9:
             lines.append(
                 f'<text x="{x + wide / 2:.1f}" y="{y + 16}" font-size="11" text-anchor="middle" '
-                f'style="fill:#12171d">{slot.micro_batch}</text>'
+                f'class="work">{slot.micro_batch}</text>'
             )
     names = [kind for kind in "FBIW" if any(slot.kind == kind for slot in slots)]
     for place, kind in enumerate(names):
         x, y = left + 150 * place, _ROW * ranks + 10
-        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLOURS[kind]}"/>')
+        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{KINDS_OF_WORK[kind]}"/>')
         lines.append(f'<text x="{x + 18}" y="{y + 11}" font-size="12">{_WORDS[kind]}</text>')
     return _svg(int(max(left + width, left + 150 * len(names))) + 4, _ROW * ranks + 30, "schedule", lines)
 
@@ -124,3 +124,9 @@ def _svg(width: int, height: int, title: str, lines: Sequence[str]) -> str:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" role="img">'
     return "\n".join([head, f"<title>{title}</title>", *lines, "</svg>"])
+
+
+def size_of(drawn: str) -> tuple[int, int]:
+    """Return how wide and how tall a drawing is."""
+    found = re.search(r'width="(\d+)" height="(\d+)"', drawn)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

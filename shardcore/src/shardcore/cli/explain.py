@@ -14,6 +14,7 @@ import click
 
 from shardcore.cli.pipelines import show_stages, stages_to_json
 from shardcore.cli.summary import step_of, summary
+from shardcore.cli.tables import say
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
@@ -160,7 +161,7 @@ def show(explained: Explained, *, verbose: bool = False, hint: str = "") -> None
         verbose: show the modules, as a tree on a terminal.
         hint: a last line, for a person at a terminal.
     """
-    click.echo("\n".join([*heading(explained.plan), "", *in_short(explained)]))
+    say("\n".join([*heading(explained.plan), "", *in_short(explained)]))
     if explained.stages:
         click.echo()
         show_stages(explained.stages)

@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 
-from shardcore.cli.tables import show_table
+from shardcore.cli.tables import say, show_table
 from shardcore.errors import BrokenPackWarning
 from shardcore.plugins.isolation import in_full
 from shardcore.plugins.registry import Pack, Registry
+from shardcore.plugins.unserved import first_party, installing
 from shardcore.plugins.versions import tested
 
 __all__ = ["describe", "show"]
@@ -62,23 +63,72 @@ def _location(pack: Pack) -> str | None:
 
 
 def show(rows: list[dict[str, Any]], *, verbose: bool = False) -> None:
-    """Print the packs as a table; ``verbose`` adds where each of them is."""
-    columns = ("pack", "distribution", "status", "serves", "tested with", "location")
-    end = len(columns) if verbose else -1
-    start = 1 if sys.stdout.isatty() and all(row["distribution"] == f"shard-{row['name']}" for row in rows) else 0
-    show_table("installed packs", columns[start:end], [_cells(row)[start:end] for row in rows])
+    """Print the packs: on a terminal the families of each, or with ``verbose`` its classes; in a pipe all of them."""
     if not rows:
+        line, others = installing("shard-llama"), ", ".join(sorted(first_party() - {"shard-llama"}))
         click.echo(
-            "no pack is installed, so no model is served: install one (shard-llama, shard-bert, ...; the README lists "
-            "all of them), or write one: shardcore new-pack --help",
+            f"no pack is installed, so no model is served. Install one, such as shard-llama{line}; others: {others}. "
+            "Or write one: shardcore new-pack --help",
             err=True,
         )
+    if not sys.stdout.isatty():
+        columns = ("pack", "distribution", "status", "serves", "tested with", "location")
+        end = len(columns) if verbose else -1
+        show_table("installed packs", columns[:end], [_cells(row)[:end] for row in rows])
+    elif verbose:
+        for row in rows:
+            _show_in_full(row)
+    elif rows:
+        _show_in_short(rows)
+
+
+def _show_in_short(rows: list[dict[str, Any]]) -> None:
+    columns = ("pack", "status", "classes", "of")
+    show_table("installed packs", columns, map(_short, rows))
+    for row in rows:
+        if row["error"] is not None:
+            say(f"{row['distribution']}: {row['error']}", "broken")
+        for found in row["tested"]:
+            if not found["inside"] and not (found["optional"] and found["installed"] is None):
+                say(f"{row['distribution']}: tested with {_range(found)}", "missing")
+    say("Each class, and what it was tested with: shardcore packs -v")
+
+
+def _short(row: dict[str, Any]) -> tuple[str, ...]:
+    served = [*dict.fromkeys(map(_family, row["classes"])), *_modules(row)]
+    return _named(row), row["status"], str(len(row["classes"])), ", ".join(served)
+
+
+def _named(row: dict[str, Any]) -> str:
+    """Return the distribution with its version, and the pack's own name where nobody could guess it."""
+    name = "" if row["distribution"] == f"shard-{row['name']}" else f" ({row['name']})"
+    return f"{row['distribution']} {row['version']}{name}"
+
+
+def _family(target: str) -> str:
+    """Return what a class belongs to: a family of transformers, or the library that it is from."""
+    parts = target.split(".")
+    return parts[2] if target.startswith("transformers.models.") and len(parts) > 3 else parts[0]
+
+
+def _modules(row: dict[str, Any]) -> list[str]:
+    return [f"{spec['target'].rpartition('.')[2]} by {spec['module']}" for spec in row["modules"]]
+
+
+def _show_in_full(row: dict[str, Any]) -> None:
+    say(f"{_named(row)}: {row['status']}", row["status"])
+    if row["error"] is not None:
+        say(f"    {row['error']}")
+    served = [name.rpartition(".")[2] for name in row["classes"]]
+    for part in (", ".join([*served, *_modules(row)]), *map(_range, row["tested"])):
+        say(f"    {part}")
+    click.echo(f"    {row['location'] or ''}\n")  # in one piece, to be copied
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     status = row["status"] if row["error"] is None else f"{row['status']}\n{row['error']}"
     serves = [name.rpartition(".")[2] for name in row["classes"]]
-    serves += [f"{spec['target'].rpartition('.')[2]} by {spec['module']}" for spec in row["modules"]]
+    serves += _modules(row)
     return (
         row["name"],
         f"{row['distribution']} {row['version']}",

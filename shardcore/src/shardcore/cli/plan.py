@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,14 +13,16 @@ import click
 from shardcore.cli.bars import Bar, picture
 from shardcore.cli.explain import parse_settings
 from shardcore.cli.pipelines import pipeline_to_json, show_pipeline, traffic_to_json
-from shardcore.cli.tables import in_words, show_table
+from shardcore.cli.tables import in_words, say, show_table
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations.calls import call_of
 from shardcore.integrations.models import meta_model
 from shardcore.mesh import Sizes
+from shardcore.plan import ShardPlan
 from shardcore.planner import KINDS, Estimate, Workload, estimate
+from shardcore.planner.preparing import planned
 from shardcore.planner.search import Found, cost, ordered
 from shardcore.planner.search import search as meshes_of
 
@@ -28,6 +31,7 @@ __all__ = [
     "answer",
     "bars_of",
     "bytes_of",
+    "compiled",
     "configuration",
     "drawing",
     "fits",
@@ -82,6 +86,12 @@ def plan(source: str, config: ShardConfig, workload: Workload) -> Estimate:
     return estimate(meta_model(source), config, workload, call_of)
 
 
+def compiled(source: str, found: Sequence[Found]) -> ShardPlan | None:
+    """Return the plan of the first mesh that could be planned."""
+    first = next((f.estimate for f in found if f.estimate is not None), None)
+    return None if first is None else planned(meta_model(source), first.config)
+
+
 def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
     """Return an estimate as JSON data; sizes are bytes of one rank."""
     workload, sizes = found.workload, found.sizes
@@ -107,7 +117,7 @@ def _mesh_to_json(sizes: Sizes) -> dict[str, int]:
 
 def show(model: str, found: Estimate, memory: int | None) -> None:
     """Print an estimate as tables."""
-    click.echo(headline(model, found))
+    say(headline(model, found))
     held = {**found.held, "activations": found.kept}
     rows = [(kind, in_words(held[kind]), in_words(found.at_peak[kind])) for kind in KINDS]
     show_table(
@@ -122,7 +132,9 @@ def show(model: str, found: Estimate, memory: int | None) -> None:
     if found.pipeline is not None:
         show_pipeline(found.pipeline)
         click.echo()
-    click.echo("\n".join(_summary(found, memory)))
+    peak, *rest = _summary(found, memory)
+    say(peak, "" if memory is None else "yes" if found.fits(memory) else "no")
+    say("\n".join(rest))
 
 
 def mesh_in_words(sizes: Sizes) -> str:
@@ -176,19 +188,24 @@ def show_search(model: str, found: Sequence[Found], memory: int | None) -> None:
     """Print the meshes as a table, then why others are none."""
     first = next((f.estimate for f in found if f.estimate is not None), None)
     if first is not None:
-        click.echo(headline(model, first, mesh=False))
-    columns = ("mesh", "fits", "peak", "sent for a sample", *KINDS)
-    show_table(
-        "meshes, cheapest traffic first", columns, [_mesh_row(f, f.estimate, memory) for f in found if f.estimate]
-    )
+        say(headline(model, first, mesh=False))
+    rows = [_mesh_row(f, f.estimate, memory) for f in found if f.estimate]
+    title = "meshes, cheapest traffic first"
+    if not sys.stdout.isatty():
+        show_table(title, ("mesh", "fits", "peak", "sent for a sample", *KINDS), rows)
+    else:
+        axes = [(str(f.sizes.tp), str(f.sizes.dp_shard), str(f.sizes.dp_replicate)) for f in found if f.estimate]
+        narrow = [(*sizes, *row[1:]) for sizes, row in zip(axes, rows, strict=True)]
+        columns = ("tp", "dp_shard", "dp_replicate", "fits", "peak", "sent", *KINDS)
+        if not show_table(title, columns, narrow, spare=len(KINDS)):
+            say("Memory by kind: --svg, --html, --json, or a wider terminal.")
+        say("sent: by each rank, for one sample.")
     for f in found:
         if f.estimate is None:
-            click.echo(f"{mesh_in_words(f.sizes)}: {f.problem}")
+            say(f"{mesh_in_words(f.sizes)}: {f.problem}")
     if not any(fits(f, memory) for f in found):
-        click.echo(
-            "\nno mesh fits: try --sp, --checkpointing, a smaller --batch, more --ranks, or --optimizer adafactor",
-            err=True,
-        )
+        advice = "try --sp, --checkpointing, a smaller --batch, more --ranks, or --optimizer adafactor"
+        say(f"\nno mesh fits: {advice}", "no", err=True)
 
 
 def _mesh_row(found: Found, estimate: Estimate, memory: int | None) -> tuple[str, ...]:

@@ -96,16 +96,17 @@ def summary(
         step: what one takes, or why that is not known.
         staged: the model is cut into stages.
     """
-    low, high = _mebibytes(min(held)), _mebibytes(max(held))
+    low, high = in_words(min(held)), in_words(max(held))
     size = high if low == high else f"{low} to {high}"
     shards = plan.config.dp_shard_size or 1
     whole = sum(_bytes(parameter) for parameter in plan.parameters)
     over = f", divided by {shards} over dp_shard" if shards > 1 else ""
-    yield f"parameters per rank: {size} of {_mebibytes(whole)}{over}"
+    dtypes = " and ".join(dict.fromkeys(parameter.dtype.removeprefix("torch.") for parameter in plan.parameters))
+    yield f"parameters per rank: {size} of {in_words(whole)}{over}{f', in {dtypes}' * bool(dtypes)}"
     if not staged:
         for share in shares(plan):
             weights = f"{share.count} weight{'s' * (share.count != 1)}"
-            yield f"    {share.what}: {weights}, {_mebibytes(share.held)} of {_mebibytes(share.whole)}"
+            yield f"    {share.what}: {weights}, {in_words(share.held)} of {in_words(share.whole)}"
     counts = Counter((c.phase, c.operation) for c in sent)
     words = (f"{count} {operation} {phase}" for (phase, operation), count in sorted(counts.items(), reverse=True))
     of = "collectives of all stages, for each micro-batch" if staged else "collectives per step"
@@ -117,11 +118,7 @@ def _of_a_step(step: Estimate) -> str:
     work = step.workload
     samples = f"{work.batch} sample{'s' * (work.batch != 1)}"
     tokens = f" of {work.seq} tokens" if work.seq else ""
-    run = f"{samples}{tokens} in {work.dtype}" + (f" with {work.optimizer}" if work.trains else ", inference")
+    run = f"{samples}{tokens}, all in {work.dtype}, " + (f"with {work.optimizer}" if work.trains else "inference")
     return (
         f"bytes of a step: each rank sends {in_words(step.sent)}, and holds {in_words(step.peak)} at the peak ({run})"
     )
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["drawn", "folded", "in_words", "show_table", "widths"]
+__all__ = ["drawn", "folded", "in_words", "say", "show_table", "widths", "wrapped"]
 
 #: Words that say how something is, and how they are shown: nothing else in a table has a colour.
 _COLOURS = {
     **dict.fromkeys(("passed", "works", "loaded", "yes"), "green"),
     **dict.fromkeys(("failed", "fails", "broken", "no"), "bold red"),
-    **dict.fromkeys(("missing", "blocked", "closed"), "yellow"),
+    **dict.fromkeys(("missing", "blocked", "closed", "not tried"), "yellow"),
 }
 
 #: Where a word may be folded: behind these signs (not in a number), before a capital that follows a small letter.
@@ -30,17 +31,59 @@ _SEAM = re.compile(r"(?<=[._/,:=-])(?=\D)|(?<=,)|(?<=[a-z0-9])(?=[A-Z])|(?<=\w)(
 _FRAME = 3  # signs that a column takes besides its text
 
 
-def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; without a terminal, a header line and one line of tab-separated cells for each row."""
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, spare: int = 0) -> bool:
+    """Print a table; without a terminal, a header line and one line of tab-separated cells for each row.
+
+    Args:
+        title: stands above it at a terminal.
+        columns: their names.
+        rows: the cells.
+        spare: how many of the last columns are left out at a terminal that has no room for them.
+
+    Returns:
+        Whether all columns are there.
+    """
     if not sys.stdout.isatty():
         click.echo("\t".join(columns))
         for row in rows:
             click.echo("\t".join(cell.replace("\n", "; ").replace("\t", " ") for cell in row))
-        return
+        return True
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(drawn(title, columns, [list(row) for row in rows], console.width))
+    cells = [list(row) for row in rows]
+    whole = not spare or _fit([list(columns), *cells], console.width)
+    end = None if whole else -spare
+    console.print(drawn(title, columns[:end], [row[:end] for row in cells], console.width))
+    return whole
+
+
+def _fit(cells: Sequence[Sequence[str]], width: int) -> bool:
+    """Tell whether a table is at most ``width`` wide although nothing in it is folded."""
+    sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return sum(sizes) + 1 + _FRAME * len(sizes) <= width
+
+
+def say(text: str, state: str = "", *, err: bool = False) -> None:
+    """Print text; on a terminal in the colour of a state, with lines that end between words and keep their indent."""
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty():
+        click.echo(text, err=err)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, stderr=err)
+    for line in text.split("\n"):
+        for part in wrapped(line, console.width):
+            console.print(Text(part, style=_COLOURS.get(state, "")), soft_wrap=True)
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Return a line as several that are at most ``width`` wide, as far as words are; further ones are indented."""
+    indent = " " * (len(line) - len(line.lstrip()) or 4)
+    found = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return found or [""]
 
 
 def drawn(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Group | Table:

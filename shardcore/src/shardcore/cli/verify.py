@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from torch import nn
-from typing_extensions import override
 
 from shardcore.cli.tables import show_table
 from shardcore.errors import ConfigError
@@ -28,7 +25,7 @@ from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerPool
 from shardcore.testing.subject import Subject, cases_of
 
-__all__ = ["Job", "build_given", "jobs_for", "passed", "progress_bar", "show", "summary", "to_json", "verify"]
+__all__ = ["Job", "build_given", "jobs_for", "passed", "show", "summary", "to_json", "verify"]
 
 #: What is compared on a model as it was given; the cases of a pack go through everything.
 _OF_A_MODEL = ("plan", "training", "communication")
@@ -152,12 +149,17 @@ def verify(
         tp: the largest number of ranks.
         timeout: limit of one section, in seconds.
         progress: called before each job.
-        notes: a file into which the first rank writes what it is at.
+        notes: a file into which what is done is written: before the ranks run by this process, then by the first one.
     """
     done: list[Job] = []
     planless: set[tuple[str, int]] = set()
     ranks = max((job.subject.tp * SECTIONS[job.section].replicas for job in jobs), default=tp)
-    with WorkerPool(max(tp, ranks), collective_timeout=min(timeout, 120.0)) as pool:
+
+    def note(text: str) -> None:
+        if notes is not None:
+            notes.write_text(text)
+
+    with WorkerPool(max(tp, ranks), collective_timeout=min(timeout, 120.0), note=note) as pool:
         for job in jobs:
             progress(job)
             key = (job.subject.case.name, job.subject.tp)
@@ -168,50 +170,6 @@ def verify(
             if job.section == "plan" and findings[0].state == "failed":
                 planless.add(key)
     return done
-
-
-@contextlib.contextmanager
-def progress_bar(total: int, *, quiet: bool) -> Iterator[tuple[Callable[[Job], None], Path | None]]:
-    """Yield what shows the progress, and a file that it reads: a bar on a terminal, nothing in a pipe.
-
-    The bar shows the section, or what stands in the file: the check that the ranks are at, and how much was compared.
-    """
-    if quiet or not sys.stderr.isatty():
-        yield lambda job: None, None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-    from rich.text import Text
-
-    class Now(ProgressColumn):
-        @override
-        def render(self, task: Task) -> Text:
-            at = ""
-            with contextlib.suppress(OSError):
-                at = notes.read_text()
-            return Text(at or task.fields["section"], style="dim", no_wrap=True, overflow="ellipsis")
-
-    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), Now())
-    with tempfile.TemporaryDirectory(prefix="shardcore-verify-") as folder:
-        notes = Path(folder, "notes")
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("starting the ranks", total=total, section="")
-            started = [False]
-
-            def show_progress(job: Job) -> None:
-                notes.write_text("")
-                bar.update(task, advance=int(started[0]), description=str(job.subject), section=job.section)
-                started[0] = True
-
-            yield show_progress, notes
 
 
 def to_json(done: list[Job]) -> dict[str, Any]:

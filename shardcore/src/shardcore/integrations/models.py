@@ -25,6 +25,14 @@ __all__ = ["meta_model"]
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
+#: A module and a class in it, which is no name of a model of the hub.
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+_NOT_CACHED = (
+    "the local cache of the hub holds no config.json of a model of this name; no command asks the network. If it is "
+    "one of the hub, fetch it first: hf download {} config.json"
+)
+
 _KINDS = "give a folder, a config.json, a class of transformers or package.module.Class"
 
 
@@ -44,7 +52,7 @@ def meta_model(source: str) -> nn.Module:
     path = Path(source)
     if path.is_dir() or path.suffix == ".json" or "/" in source:
         cls, config = _from_file(path)
-    elif "." not in source and (found := _in_the_cache_of_the_hub(source)) is not None:
+    elif not _DOTTED.fullmatch(source) and (found := _in_the_cache_of_the_hub(source)) is not None:
         cls, config = _from_file(found)  # names such as gpt2
     else:
         cls = _class(source)
@@ -167,7 +175,11 @@ def _class(name: str) -> Any:
         where = f"module {given!r}" if given else "transformers"
         known = isinstance(error, AttributeError)  # the module is there: nothing more is to be said of it
         why = "" if known else f" ({in_one_line(error)})"
-        raise ConfigError(f"no class {short!r} in {where}{why}{_near(short, module) or f'; {_KINDS}'}") from error
+        near = _near(short, module)
+        if not near and (known or given) and not _DOTTED.fullmatch(name):
+            said = f"no class {name!r} in transformers, and {_NOT_CACHED.format(name)}; or {_KINDS}"
+            raise ConfigError(said) from error
+        raise ConfigError(f"no class {short!r} in {where}{why}{near or f'; {_KINDS}'}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(f"{name} is not a model class (a subclass of torch.nn.Module)")
     return found

@@ -1,10 +1,15 @@
-"""What is said of a model class that no installed pack serves: who was asked, and every way out."""
+"""What is said of a model class that no installed pack serves: every way out, then who was asked."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
+import importlib_metadata
 from packaging.requirements import Requirement
 
 from shardcore.hooks import PolicySpec
@@ -12,7 +17,9 @@ from shardcore.plugins.isolation import in_one_line
 from shardcore.plugins.loading import Pack
 from shardcore.plugins.versions import installed
 
-__all__ = ["FIRST_PARTY", "first_party", "full_name", "unserved"]
+__all__ = ["FIRST_PARTY", "first_party", "for_a_shell", "full_name", "installing", "unserved"]
+
+_IN_PYTHON = "  way out in Python: "
 
 #: Start of a class's full name -> the pack of this project that serves the family.
 FIRST_PARTY = {
@@ -90,18 +97,23 @@ def unserved(
     """
     names = [full_name(base) for base in cls.__mro__ if base is not object]
     yield f"no installed pack serves {names[0]}."
-    yield f"  looked for: {', '.join([names[0], *(name for name in names[1:] if _is_of_a_model(name))])}"
-    yield "  installed packs:" if packs else "  installed packs: none"
-    for status, by in (("loaded", ""), ("blocked", " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS")):
-        if found := [pack.name for pack in packs if pack.status == status and not pack.error]:
-            yield f"    {status}{by}: {', '.join(found)}"
-    yield from (f"    {pack}: {pack.status}: {in_one_line(pack.error)}" for pack in packs if pack.error)
+    yield from _ways_out(names, packs)
+    yield f"{_IN_PYTHON}pass policy= (a Policy class or an instance), which needs no pack"
     for spec, pack in (offer for name in names for offer in offers.get(name, ())):
         if spec.requires is not None:
             have = installed(Requirement(spec.requires).name) or "not installed"
             yield f"  left out: {spec.policy} of pack {pack} requires {spec.requires} (here: {have})"
-    yield from _ways_out(names, packs)
-    yield "  way out: pass policy= (a Policy class or an instance), which needs no pack"
+    yield f"  looked for: {', '.join([names[0], *(name for name in names[1:] if _is_of_a_model(name))])}"
+    yield "  installed packs:" if packs else "  installed packs: none"
+    yield from (f"    {pack}: {pack.status}: {in_one_line(pack.error)}" for pack in packs if pack.error)
+    for status, by in (("blocked", " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS"), ("loaded", "")):
+        if found := [pack.name for pack in packs if pack.status == status and not pack.error]:
+            yield f"    {status}{by}: {', '.join(found)}"
+
+
+def for_a_shell(text: str) -> str:
+    """Return what an error says without the ways out that only a program has."""
+    return "\n".join(line for line in text.split("\n") if not line.startswith(_IN_PYTHON))
 
 
 def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
@@ -110,8 +122,7 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
     family = next(starts, None)
     here = next((pack for pack in packs if pack.distribution == family), None)
     if family and here is None:
-        yield f"  the first-party pack for this family is {family}"
-        yield f"  way out: install it, from a checkout of shardcore: python -m pip install ./packs/{family}"
+        yield f"  way out: install {family}, the first-party pack for this family{installing(family)}"
         return
     if here is not None and here.status == "blocked":
         yield f"  the first-party pack for this family, {family}, is installed and blocked"
@@ -120,10 +131,28 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
     if here is not None and here.error is None:
         yield f"  the first-party pack for this family, {family}, is installed and serves other classes of it"
     if names[0].startswith("transformers."):
-        yield '  way out: policy="infer", which infers one and proves it on a small copy of the class'
         yield f"  way out: have a pack drafted: shardcore new-pack {_drafted(names[0])} --model {names[0]}"
+        yield f'{_IN_PYTHON}policy="infer", which derives a policy from a small copy of the model and proves it there'
     else:
         yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
+
+
+def installing(family: str) -> str:
+    """Return the end of a sentence with the line that installs a first-party pack, which no index has yet."""
+    sources = _sources()
+    if sources is not None and (folder := sources / "packs" / family).is_dir():
+        return f": python -m pip install {folder}"
+    return f", from a checkout of shardcore: python -m pip install ./packs/{family}"
+
+
+def _sources() -> Path | None:
+    """Return the checkout that shardcore was installed from, as far as its metadata tells."""
+    try:
+        said = json.loads(importlib_metadata.distribution("shardcore").read_text("direct_url.json") or "{}")
+        parts = urlsplit(said.get("url", ""))
+    except Exception:  # not installed, or metadata that is damaged in any way
+        return None
+    return Path(url2pathname(parts.path)).parent if parts.scheme == "file" else None
 
 
 def first_party() -> frozenset[str]:

@@ -49,7 +49,9 @@ def case(s: Subject, ledger: Ledger) -> None:
 def plan(s: Subject, ledger: Ledger) -> None:
     """Every policy compiles on meta, accounts for every parameter, and splits what the case says."""
     with ledger.check("plan"):
+        ledger.doing("building the model")
         model = s.build()
+        ledger.doing("compiling the policy")
         made = s.plan(meta_copy(model))
         ledger.true(made.digest == s.plan(model).digest, "the plan of the model on meta is another one")
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -100,6 +100,11 @@ class Ledger:
         finally:
             self._prefix = before
 
+    def doing(self, text: str) -> None:
+        """Tell what is done that takes long and compares nothing."""
+        if self._note is not None:
+            self._note(f"{self._current}: {text}")
+
     def error(self, where: str, error: float, check: str | None = None, *, tolerance: float | None = None) -> None:
         """Write down one relative difference."""
         tolerance = self.tolerance if tolerance is None else tolerance

@@ -73,11 +73,15 @@ class WorkerPool:
     Args:
         size: the largest number of ranks of a call.
         collective_timeout: limit of one collective, in seconds; longer on a machine that is busy when the ranks meet.
+        note: told what is done before a function runs: processes start, ranks meet, libraries are imported.
     """
 
-    def __init__(self, size: int = 4, *, collective_timeout: float = 30.0) -> None:
+    def __init__(
+        self, size: int = 4, *, collective_timeout: float = 30.0, note: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.size = size
         self.collective_timeout = collective_timeout
+        self._note = note
         self._workers: list[_Handle] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shardcore-pool-")
         self._generation = 0
@@ -134,6 +138,7 @@ class WorkerPool:
             env = {} if port is None else _torchrun_variables(rank, world, port)
             tasks.append(Task(function=reference, call=call, grouped=process_group, env=env))
         limit = timeout * slowness()
+        self._note("importing the pack and the model's library")
         replies, failures = self._ask(tasks, limit)
         if failures or len(replies) < world:
             raise self._report(f"{reference.qualname} on {world} ranks", replies, failures, world, limit)
@@ -164,6 +169,7 @@ class WorkerPool:
         self._workers += new
         try:
             for worker in new:
+                self._note(f"starting ranks, which import torch: {worker.rank} of {world} are there")
                 worker.wait_until_ready()
         except BaseException:
             self.kill()
@@ -174,6 +180,7 @@ class WorkerPool:
         tries = 0
         while self._joined != world:
             self._start(world)
+            self._note("ranks meet")
             tries += 1
             self._generation += 1
             port = self._workers[0].port
