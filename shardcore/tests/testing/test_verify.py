@@ -100,7 +100,7 @@ def test_what_is_done_before_a_check_is_said_too(pack, tmp_path, monkeypatch):
     pack()
     said = []
     monkeypatch.setattr(type(tmp_path), "write_text", lambda self, text: said.append(text))
-    jobs = [job for job in verify.jobs_for("verified_models.Small", 2) if job.section == "plan"]
+    jobs = [job for job in verify.jobs_for("verified_models.Small", 2) if job.section != "training"]
     verify.verify(jobs, 2, timeout=100, progress=lambda job: None, notes=tmp_path / "notes")
     assert said == [
         "starting ranks, which import torch: 0 of 2 are there",
@@ -138,9 +138,14 @@ def test_at_a_terminal_what_the_ranks_are_at_is_seen_while_they_are(pack, capsys
         for note in ("ranks meet", "plan: building the model"):
             notes.write_text(note)
             time.sleep(0.3)
+        notes.write_text(
+            "importing the pack and the model's library, whose name is too long for the line of a terminal"
+        )
+        time.sleep(0.3)
     shown = plain(capsys.readouterr().err)
     assert re.search(r"Small at tp 2 .* 0/\?\s.* ranks meet", shown)
     assert re.search(r"Small at tp 2 .* 0/10 .* plan: building the model", shown)
+    assert re.search(r"Small at tp 2 ━+  0/10 \d:\d\d:\d\d importing the pack .*…", shown)
     with progress_bar(jobs, quiet=True) as (begin, notes):
         begin(jobs[0])
     assert (notes, capsys.readouterr().err) == (None, "")

@@ -14,7 +14,7 @@ import click
 import torch
 from torch import nn
 
-from shardcore.cli.tables import show_table
+from shardcore.cli.tables import say, show_table
 from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
 from shardcore.nn.randomness.dropout import DropoutSites
@@ -204,7 +204,8 @@ def show(done: list[Job], seconds: float) -> None:
     for job, finding in found:
         if finding.state == "failed":
             click.echo(f"\n{finding.check}, {job.subject}:\n  " + finding.explained().replace("\n", "\n  "))
-    click.echo(f"\n{summary(done, seconds)}")
+    click.echo()
+    say(summary(done, seconds), "passed" if passed(done) else "failed")
 
 
 def summary(done: list[Job], seconds: float) -> str:

@@ -59,11 +59,26 @@ def progress_bar(jobs: Sequence[Job], *, quiet: bool) -> Iterator[tuple[Callable
         yield lambda job: None, None
         return
     from rich.console import Console, RenderableType
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.table import Column
+    from rich.text import Text
 
     steps = Steps(jobs)
     with tempfile.TemporaryDirectory(prefix="shardcore-verify-") as folder:
         notes = Path(folder, "notes")
+
+        class Now(ProgressColumn):
+            @override
+            def render(self, task: Task) -> Text:
+                return Text(task.fields["now"], style="dim", no_wrap=True, overflow="ellipsis")
 
         class Watching(Progress):
             @override
@@ -75,7 +90,7 @@ def progress_bar(jobs: Sequence[Job], *, quiet: bool) -> Iterator[tuple[Callable
                     task.total = steps.total if steps.started else None
                 return super().get_renderables()
 
-        now = TextColumn("{task.fields[now]}", style="dim", markup=False)
+        now = Now(table_column=Column(no_wrap=False))  # it alone gives way where there is no room
         columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), now)
         with Watching(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=None, now="")

@@ -24,7 +24,7 @@ __all__ = ["communication", "options", "recomputation", "training"]
 
 def training(s: Subject, ledger: Ledger, *, steps: int = 2) -> None:
     """Train beside the unsharded model, with two micro-batches for each step."""
-    ledger.doing("building the model and sharding its twin")
+    ledger.doing("building and sharding the model")
     reference, model = s.twins()
     _names(s, ledger, reference, model)
     _ties(ledger, reference, model)

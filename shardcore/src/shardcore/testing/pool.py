@@ -129,6 +129,7 @@ class WorkerPool:
             raise ValueError(f"world={world} is out of range: this pool runs 1 to {self.size} ranks")
         reference = FunctionRef.of(function)
         call = pickle.dumps((args, kwargs, list(warnings.filters), _without_islands()))
+        new = self._joined is None
         self._start(world)
         if process_group:
             self._join(world)
@@ -138,7 +139,8 @@ class WorkerPool:
             env = {} if port is None else _torchrun_variables(rank, world, port)
             tasks.append(Task(function=reference, call=call, grouped=process_group, env=env))
         limit = timeout * slowness()
-        self._note("importing the pack and the model's library")
+        if new:
+            self._note("importing the pack and the model's library")
         replies, failures = self._ask(tasks, limit)
         if failures or len(replies) < world:
             raise self._report(f"{reference.qualname} on {world} ranks", replies, failures, world, limit)
