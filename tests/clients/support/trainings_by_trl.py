@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import shardcore
 from shardcore.testing.parity import whole
-from trainings_by_clients import SETTINGS, llama, parameters  # from support/
+from trainings_by_clients import SETTINGS, by_torchrun, llama, parameters  # from support/
 
 WORDS = [f"w{number}" for number in range(90)]
 #: Every other message is an answer; the marks let the tokenizer tell words that are trained from the rest.
@@ -73,6 +73,10 @@ def texts(kind: str, count: int = 16) -> Any:
     return datasets.Dataset.from_dict(rows)
 
 
+#: What trainers by rewards keep of the last completions.
+_TABLE = ("prompt", "completion", "advantages")
+
+
 def settings(kind: Any, folder: str, **more: Any) -> Any:
     return kind(
         **{
@@ -92,6 +96,25 @@ def reward(completions: Any, **others: Any) -> list[float]:
     return [float(at % 3) + 0.1 * len(answer) for at, answer in enumerate(completions)]
 
 
+def worth(completions: Any, **others: Any) -> list[float]:
+    """Answers are worth something by their letters, wherever they stand."""
+    return [float(sum(map(ord, answer)) % 7) for answer in completions]
+
+
+def answering(replica: int) -> Any:
+    """Return a ``generate`` whose answers follow from a prompt and its place among the rows of all replicas."""
+
+    def generate(input_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        answers = torch.zeros(len(input_ids), 6, dtype=torch.long)  # filled up with <pad>
+        for row, prompt in enumerate(input_ids.tolist()):
+            draw = random.Random(f"{[token for token in prompt if token]} {replica * len(input_ids) + row}")
+            answer = [*draw.choices(range(5, 95), k=draw.randint(2, 5)), 1]
+            answers[row, : len(answer)] = torch.tensor(answer)
+        return torch.cat([input_ids, answers], dim=1)
+
+    return generate
+
+
 def trained(
     folder: str,
     mesh: Mapping[str, Any] | None,
@@ -105,6 +128,7 @@ def trained(
     reference: float | None = None,
     saved: float | None = None,
     rewards: Any = None,
+    answers: bool = False,
     evaluate: int = 0,
 ) -> dict[str, Any]:
     """Train by ``trl.{method}Trainer``, and return what it logged and the parameters after it.
@@ -122,6 +146,7 @@ def trained(
         reference: by what the parameters of the reference model are multiplied that it gets; None: it gets none.
         saved: the same, of one in a folder, which the configuration of the model names.
         rewards: a function.
+        answers: let the model give those of `answering`, instead of drawing its own.
         evaluate: so many rows after the training.
     """
     from shardcore.integrations.trainer import sharded
@@ -155,6 +180,8 @@ def trained(
         given["ref_model"] = shard(build(reference))
     if rewards is not None:
         given["reward_funcs"] = rewards
+    if answers:
+        model.generate = answering(dist.get_rank() // mesh["tp"] if mesh else 0)
     transformers.set_seed(42)  # some releases draw adapters with what there is
     trainer = sharded(getattr(trl, f"{method}Trainer"))(
         model=model,
@@ -182,13 +209,20 @@ def trained(
         "steps": trainer.state.global_step,
         "adapters": sorted(adapters_of) if adapters_of else [],
         "parameters": parameters(trainer.model),
+        "table": {name: list(values) for name, values in getattr(trainer, "_logs", {}).items() if name in _TABLE},
     }
+
+
+def launched(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Train in processes that torchrun has started, so that arguments of trainers count them."""
+    with by_torchrun():
+        return trained(*args, **kwargs)
 
 
 def refused(*args: Any, **kwargs: Any) -> str:
     """Return the words with which a training is refused."""
     try:
-        trained(*args, **kwargs)
+        launched(*args, **kwargs)
     except shardcore.errors.ShardcoreError as error:
         return str(error)
     return "it is not refused"
