@@ -97,7 +97,6 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
         "shardcore.integrations._rewards.gathering_over",
         "shardcore.comm.strided.install",
         "shardcore.mesh.seeding.install",
-        "shardcore.nn.broadcasts.refuse_broadcasts",
         "shardcore.nn.numbers.warn_of_partial_numbers",
         "shardcore.nn.scaling.find_inf_on_all_ranks",
     }

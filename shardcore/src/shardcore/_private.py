@@ -17,7 +17,6 @@ from packaging.version import Version
 from shardcore.errors import NotSupportedError
 
 __all__ = [
-    "BROADCASTS",
     "CLIPPING",
     "CORE",
     "DATA_PARALLEL",
@@ -51,7 +50,6 @@ SAVING = "saving"
 LOADING = "models without values"
 KIT = "shardcore.testing"
 SCALING = "gradient scalers over ranks"
-BROADCASTS = "a refusal of DDP around a module that holds a sharded model"
 NUMBERS = "a warning of numbers of one rank's part"
 PLANNING = "planning a step"
 
@@ -160,8 +158,6 @@ TORCH: tuple[PrivateName, ...] = (
         "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "telling all ranks of an inf", SCALING
     ),
     PrivateName("torch.ops.aten._local_scalar_dense.default", "seeing where they are taken", NUMBERS),
-    PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "naming what to do instead", BROADCASTS),
-    PrivateName("torch.ops.c10d.broadcast_.default", "naming what to do instead", BROADCASTS),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group"),
     PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of the process group"),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "recording how values come about", LOADING),

@@ -57,6 +57,9 @@ def texts(kind: str, count: int = 16) -> Any:
         rows = {"prompt": [words(3, 8) for _ in range(count)], "completion": [" " + words(2, 7) for _ in range(count)]}
     elif kind == "prompt":
         rows = {"prompt": [words(3, 8) for _ in range(count)]}
+    elif kind == "judged":
+        rows = {"prompt": [words(3, 8) for _ in range(count)], "completion": [" " + words(2, 7) for _ in range(count)]}
+        rows["label"] = [at % 3 > 0 for at in range(count)]
     elif kind == "chat":
         rows = {
             "messages": [
@@ -126,6 +129,7 @@ def trained(
     before: bool = False,
     drawn: int | None = None,
     reference: float | None = None,
+    whole_reference: bool = False,
     saved: float | None = None,
     rewards: Any = None,
     answers: bool = False,
@@ -144,6 +148,7 @@ def trained(
         drawn: seed of the values that the trainer's adapters get; None: what they were made with, which is not the same
             on data-parallel replicas as in one process.
         reference: by what the parameters of the reference model are multiplied that it gets; None: it gets none.
+        whole_reference: leave it unsharded.
         saved: the same, of one in a folder, which the configuration of the model names.
         rewards: a function.
         answers: let the model give those of `answering`, instead of drawing its own.
@@ -153,6 +158,10 @@ def trained(
 
     def build(factor: float = 1.0) -> Any:
         model = llama(max_position_embeddings=64)
+        if method == "Reward":
+            model.config.update({"num_labels": 1, "pad_token_id": 0})
+            torch.manual_seed(0)
+            model = transformers.LlamaForSequenceClassification(model.config).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(factor)
@@ -177,7 +186,7 @@ def trained(
         model = shard(model)
         given |= {} if adapters is None else {"peft_config": adapters}
     if reference is not None:
-        given["ref_model"] = shard(build(reference))
+        given["ref_model"] = build(reference) if whole_reference else shard(build(reference))
     if rewards is not None:
         given["reward_funcs"] = rewards
     if answers:

@@ -29,7 +29,7 @@ from shardcore.config import ShardConfig
 from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
-from shardcore.nn.broadcasts import refuse_broadcasts
+from shardcore.nn.ddp import refuse_ddp
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.numbers import warn_of_partial_numbers
@@ -315,7 +315,7 @@ class ModelSharder:
         warn_of_partial_numbers()
         prepare_steps()
         find_inf_on_all_ranks()
-        refuse_broadcasts()
+        refuse_ddp()
         for policy in self._policies:
             self._run_users_code(policy.postprocess)
         self._watch(context)
