@@ -82,6 +82,7 @@ def test_trains_as_unsharded(pool, tmp_path, loss, mesh):
 def test_checkpoints(pool, tmp_path, options):
     (wanted,) = pool.run(checkpointed, str(tmp_path / "one"), None, world=1, **options)
     assert len({value["shown"] for value in wanted["saved"].values()}) == 2  # the card has numbers of its model
+    same_parameters(wanted["parameters"], wanted["saved"][2]["parameters"])  # the best ones
     for got in pool.run(checkpointed, str(tmp_path / "two"), {"tp": 2}, world=2, **options):
         same_history(got, wanted)
         same_parameters(got["parameters"], wanted["parameters"])

@@ -104,10 +104,14 @@ def worth(completions: Any, **others: Any) -> list[float]:
     return [float(sum(map(ord, answer)) % 7) for answer in completions]
 
 
-def answering(replica: int) -> Any:
-    """Return a ``generate`` whose answers follow from a prompt and its place among the rows of all replicas."""
+def answering(replica: int, *, together: bool) -> Any:
+    """Return a ``generate`` whose answers follow from a prompt and its place among the rows of all replicas.
 
-    def generate(input_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+    With ``together`` it has to be told that replicas call the model equally often.
+    """
+
+    def generate(input_ids: torch.Tensor, synced_gpus: bool = False, **others: Any) -> torch.Tensor:
+        assert synced_gpus == together
         answers = torch.zeros(len(input_ids), 6, dtype=torch.long)  # filled up with <pad>
         for row, prompt in enumerate(input_ids.tolist()):
             draw = random.Random(f"{[token for token in prompt if token]} {replica * len(input_ids) + row}")
@@ -190,7 +194,8 @@ def trained(
     if rewards is not None:
         given["reward_funcs"] = rewards
     if answers:
-        model.generate = answering(dist.get_rank() // mesh["tp"] if mesh else 0)
+        several = mesh is not None and mesh.get("dp", 1) > 1
+        model.generate = answering(dist.get_rank() // mesh["tp"] if mesh else 0, together=several)
     transformers.set_seed(42)  # some releases draw adapters with what there is
     trainer = sharded(getattr(trl, f"{method}Trainer"))(
         model=model,
