@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 import trl  # noqa: E402  # after it is known to be there
 from packaging.version import Version  # noqa: E402
 
-from trainings_by_trl import refused, reward, trained  # noqa: E402  # from support/
+from trainings_by_trl import launched, refused, reward, trained, worth  # noqa: E402  # from support/
 
 #: Since then TRL multiplies with the head by itself, logs more, and evaluates each replica's batch by itself.
 FUSED = Version(trl.__version__) >= Version("1.0")
@@ -100,6 +100,7 @@ DPO: dict[str, dict[str, Any]] = {
     "reference": {"reference": 1.1, "evaluate": 6},
     "copy": {"reference": 1.0},
     "adapters": {"adapters": lora()},
+    "unsharded": {"reference": 1.1, "whole_reference": True},
     "moving": {"reference": 1.1, "options": {"sync_ref_model": True, "ref_model_sync_steps": 2}},
 }
 
@@ -148,6 +149,23 @@ def test_two_replicas(pool, tmp_path, case):
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
 
 
+#: Trainers that are no more than compared.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Reward": {"kind": "preference", "evaluate": 6},
+    "KTO": {"kind": "judged", "reference": 1.1},
+}
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_trainers(pool, tmp_path, method):
+    case = {"method": method, **OTHERS[method]}
+    (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1, **case)
+    moved(wanted)
+    for got in pool.run(trained, str(tmp_path / "two"), TP2, world=2, **case):
+        same_history(got, wanted, 1e-6)
+        same_parameters(got, wanted, 1e-9)
+
+
 def test_grpo(pool, tmp_path):
     # With top_k=1 the random stream of the model does not matter; it learns from the reference then, not from rewards.
     options = {"top_k": 1, "num_generations": 2, "max_completion_length": 6, "beta": 0.5}
@@ -155,16 +173,71 @@ def test_grpo(pool, tmp_path):
     (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1, **case)
     moved(wanted)
     for got in pool.run(trained, str(tmp_path / "two"), TP2, world=2, **case):
-        same_history(got, wanted, 1e-5, without=("reward_std", "rewards/reward/std", "frac_reward_zero_std"))
+        same_history(got, wanted, 1e-5)
         same_parameters(got, wanted, 1e-6)  # what cancels out of two answers alike is float32's
 
 
+#: Of answers that are worth different rewards.
+REWARDED: dict[str, dict[str, Any]] = {
+    "groups": {"method": "GRPO", "evaluate": 8},
+    "batches": {"method": "GRPO", "options": {"scale_rewards": "batch"}},
+    "accumulated": {"method": "GRPO", "options": {"gradient_accumulation_steps": 2}},
+    "leave-one-out": {"method": "RLOO", "saved": 1.1, "options": {"normalize_advantages": True, "beta": 0.1}},
+}
+
+
+def rewarded(name: str, **options: Any) -> dict[str, Any]:
+    case = {"kind": "prompt", "rewards": worth, "answers": True, **REWARDED[name]}
+    settings = {"num_generations": 2, "max_completion_length": 6, **case.get("options", {}), **options}
+    return {**case, "options": settings}
+
+
+@pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=["tp2", "tp2dp2"])
+@pytest.mark.parametrize("name", REWARDED)
+def test_rewards(pool, tmp_path, name, mesh):
+    replicas = mesh.get("dp", 1)
+    (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1, **rewarded(name))
+    moved(wanted)
+    sizes = {f"per_device_{what}_batch_size": 4 // replicas for what in ("train", "eval")}
+    case = rewarded(name, **sizes)
+    for got in pool.run(launched, str(tmp_path / "more"), mesh, world=2 * replicas, **case):
+        same_history(got, wanted, 1e-5, without=("total_flos", "entropy") if replicas > 1 else ())
+        same_parameters(got, wanted, 1e-6)  # log-probabilities are float32's
+        assert got["table"] == wanted["table"]
+
+
+def test_replicas_generate_answers_of_other_lengths(pool, tmp_path):
+    # One replica is done before the other: of these prompts some are answered in two words, some in twelve.
+    ends = {"sequence_bias": [[[1], 0.1]]}
+    options = {"top_k": 1, "num_generations": 2, "max_completion_length": 12, "beta": 0.5, "generation_kwargs": ends}
+    case = {"method": "GRPO", "kind": "prompt", "rewards": worth, "saved": 1.1}
+    (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1, options=options, **case)
+    lengths = [[entry[f"completions/{end}_length"] for end in ("min", "max")] for entry in wanted["history"][:-1]]
+    assert any(shortest < longest for shortest, longest in lengths)
+    half = {**options, "per_device_train_batch_size": 2}
+    for got in pool.run(launched, str(tmp_path / "four"), TP2DP2, world=4, options=half, **case):
+        same_history(got, wanted, 1e-5, without=("total_flos", "entropy", "kl"))
+        same_parameters(got, wanted, 1e-6)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], int, dict[str, Any], str]] = {
-    "rewards": (
-        TP2DP2,
-        4,
-        {"method": "GRPO", "kind": "prompt", "rewards": reward, "options": {"num_generations": 2}},
-        "counts ranks",
+    "groups": (
+        TP2,
+        2,
+        {"method": "GRPO", "kind": "prompt", "rewards": reward, "options": {"num_generations": 4}},
+        "no whole groups of num_generations=4",
+    ),
+    "evaluated groups": (
+        TP2,
+        2,
+        {
+            "method": "GRPO",
+            "kind": "prompt",
+            "rewards": reward,
+            "evaluate": 4,
+            "options": {"num_generations": 4, "per_device_train_batch_size": 4},
+        },
+        "no whole groups of 4 answers",
     ),
     "copy": (TP2DP2, 4, {"method": "DPO", "kind": "preference"}, "torch cannot copy"),
     "adapters": (TP2DP2, 4, {"adapters": lora(modules_to_save=["lm_head"])}, "Attach it before shard"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -94,6 +98,15 @@ def arguments(folder: str, kind: str = "TrainingArguments", **more: Any) -> Any:
         named = "train_sampling_strategy" in known
         settings |= {"train_sampling_strategy": "group_by_length"} if named else {"group_by_length": True}
     return getattr(transformers, kind)(**settings)
+
+
+@contextlib.contextmanager
+def by_torchrun() -> Iterator[None]:
+    """Let arguments of trainers count processes in here, as if torchrun had started them."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where they have met already
+    with mock.patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, **met}):
+        yield
 
 
 def parameters(model: Any) -> dict[str, Tensor]:

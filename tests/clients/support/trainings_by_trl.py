@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import shardcore
 from shardcore.testing.parity import whole
-from trainings_by_clients import SETTINGS, llama, parameters  # from support/
+from trainings_by_clients import SETTINGS, by_torchrun, llama, parameters  # from support/
 
 WORDS = [f"w{number}" for number in range(90)]
 #: Every other message is an answer; the marks let the tokenizer tell words that are trained from the rest.
@@ -57,6 +57,9 @@ def texts(kind: str, count: int = 16) -> Any:
         rows = {"prompt": [words(3, 8) for _ in range(count)], "completion": [" " + words(2, 7) for _ in range(count)]}
     elif kind == "prompt":
         rows = {"prompt": [words(3, 8) for _ in range(count)]}
+    elif kind == "judged":
+        rows = {"prompt": [words(3, 8) for _ in range(count)], "completion": [" " + words(2, 7) for _ in range(count)]}
+        rows["label"] = [at % 3 > 0 for at in range(count)]
     elif kind == "chat":
         rows = {
             "messages": [
@@ -71,6 +74,10 @@ def texts(kind: str, count: int = 16) -> Any:
             "rejected": [" " + words(2, 7) for _ in range(count)],
         }
     return datasets.Dataset.from_dict(rows)
+
+
+#: What trainers by rewards keep of the last completions.
+_TABLE = ("prompt", "completion", "advantages")
 
 
 def settings(kind: Any, folder: str, **more: Any) -> Any:
@@ -92,6 +99,29 @@ def reward(completions: Any, **others: Any) -> list[float]:
     return [float(at % 3) + 0.1 * len(answer) for at, answer in enumerate(completions)]
 
 
+def worth(completions: Any, **others: Any) -> list[float]:
+    """Answers are worth something by their letters, wherever they stand."""
+    return [float(sum(map(ord, answer)) % 7) for answer in completions]
+
+
+def answering(replica: int, *, together: bool) -> Any:
+    """Return a ``generate`` whose answers follow from a prompt and its place among the rows of all replicas.
+
+    With ``together`` it has to be told that replicas call the model equally often.
+    """
+
+    def generate(input_ids: torch.Tensor, synced_gpus: bool = False, **others: Any) -> torch.Tensor:
+        assert synced_gpus == together
+        answers = torch.zeros(len(input_ids), 6, dtype=torch.long)  # filled up with <pad>
+        for row, prompt in enumerate(input_ids.tolist()):
+            draw = random.Random(f"{[token for token in prompt if token]} {replica * len(input_ids) + row}")
+            answer = [*draw.choices(range(5, 95), k=draw.randint(2, 5)), 1]
+            answers[row, : len(answer)] = torch.tensor(answer)
+        return torch.cat([input_ids, answers], dim=1)
+
+    return generate
+
+
 def trained(
     folder: str,
     mesh: Mapping[str, Any] | None,
@@ -103,8 +133,10 @@ def trained(
     before: bool = False,
     drawn: int | None = None,
     reference: float | None = None,
+    whole_reference: bool = False,
     saved: float | None = None,
     rewards: Any = None,
+    answers: bool = False,
     evaluate: int = 0,
 ) -> dict[str, Any]:
     """Train by ``trl.{method}Trainer``, and return what it logged and the parameters after it.
@@ -120,14 +152,20 @@ def trained(
         drawn: seed of the values that the trainer's adapters get; None: what they were made with, which is not the same
             on data-parallel replicas as in one process.
         reference: by what the parameters of the reference model are multiplied that it gets; None: it gets none.
+        whole_reference: leave it unsharded.
         saved: the same, of one in a folder, which the configuration of the model names.
         rewards: a function.
+        answers: let the model give those of `answering`, instead of drawing its own.
         evaluate: so many rows after the training.
     """
     from shardcore.integrations.trainer import sharded
 
     def build(factor: float = 1.0) -> Any:
         model = llama(max_position_embeddings=64)
+        if method == "Reward":
+            model.config.update({"num_labels": 1, "pad_token_id": 0})
+            torch.manual_seed(0)
+            model = transformers.LlamaForSequenceClassification(model.config).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(factor)
@@ -152,9 +190,12 @@ def trained(
         model = shard(model)
         given |= {} if adapters is None else {"peft_config": adapters}
     if reference is not None:
-        given["ref_model"] = shard(build(reference))
+        given["ref_model"] = build(reference) if whole_reference else shard(build(reference))
     if rewards is not None:
         given["reward_funcs"] = rewards
+    if answers:
+        several = mesh is not None and mesh.get("dp", 1) > 1
+        model.generate = answering(dist.get_rank() // mesh["tp"] if mesh else 0, together=several)
     transformers.set_seed(42)  # some releases draw adapters with what there is
     trainer = sharded(getattr(trl, f"{method}Trainer"))(
         model=model,
@@ -182,13 +223,20 @@ def trained(
         "steps": trainer.state.global_step,
         "adapters": sorted(adapters_of) if adapters_of else [],
         "parameters": parameters(trainer.model),
+        "table": {name: list(values) for name, values in getattr(trainer, "_logs", {}).items() if name in _TABLE},
     }
+
+
+def launched(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Train in processes that torchrun has started, so that arguments of trainers count them."""
+    with by_torchrun():
+        return trained(*args, **kwargs)
 
 
 def refused(*args: Any, **kwargs: Any) -> str:
     """Return the words with which a training is refused."""
     try:
-        trained(*args, **kwargs)
+        launched(*args, **kwargs)
     except shardcore.errors.ShardcoreError as error:
         return str(error)
     return "it is not refused"

@@ -117,7 +117,8 @@ def _compared(ranks: tuple[int, ...], model: str, presence: Presence, brought: B
                 "divide data by replicas and not by ranks, for instance with a sampler that has "
                 "num_replicas=context.sizes.replicas and rank=context.replica, where "
                 "context = shardcore.mesh.context_of(model), or with shardcore.ShardedDataLoader, and seed its "
-                "shuffling alike on all ranks. ShardConfig.check_inputs_every says how often this is looked at"
+                "shuffling alike on all ranks. The order of a set of texts differs between processes unless "
+                "PYTHONHASHSEED is set. ShardConfig.check_inputs_every says how often this is looked at"
             )
 
 

@@ -101,10 +101,10 @@ class Checkpoints:
             batch_size = self.args.train_batch_size
         return super()._inner_training_loop(batch_size, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """Load the weights, unless they come with the optimizer's state afterwards."""
         if not self._has_own(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # of the Trainer
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         model = sharded_in(self.model)

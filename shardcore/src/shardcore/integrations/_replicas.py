@@ -22,7 +22,7 @@ from shardcore.mesh import DATA_AXES, ShardContext, axis_name, context_of, divis
 
 __all__ = ["Replicas", "beside", "rowwise", "sharded_in", "whole"]
 
-_SHARED = "_shardcore_shared"  # on a model whose plain parameters are kept alike
+_SHARED = "_shardcore_shared"  # on a parameter that is kept alike
 
 
 def sharded_in(model: Any) -> nn.Module | None:
@@ -124,18 +124,22 @@ class Replicas:
             AcceleratorState._shared_state["device"] = state.device
 
     def share_plain(self, model: nn.Module) -> None:
-        """Keep alike what is trained beside a sharded model, such as a head of the user's around it.
+        """Keep alike what is trained beside a sharded model, such as a head of the user's around it."""
+        self.share(beside(model).values())
+
+    def share(self, parameters: Iterable[Tensor]) -> None:
+        """Keep alike parameters that are not sharded.
 
         The first rank's values are taken, and replicas average the gradients in the backward, as FSDP2 does it for the
         sharded model.
         """
-        if model.__dict__.get(_SHARED):
-            return
-        for parameter in beside(model).values():
+        for parameter in parameters:
+            if parameter.__dict__.get(_SHARED):
+                continue
             dist.broadcast(parameter.detach(), src=0)
             if self.count > 1:
                 parameter.register_post_accumulate_grad_hook(self._average)
-        model.__dict__[_SHARED] = True
+            parameter.__dict__[_SHARED] = True
 
     def _average(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

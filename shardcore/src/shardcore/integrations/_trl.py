@@ -13,15 +13,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import accelerate.utils
 import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardcore.errors import NotSupportedError
 from shardcore.integrations._replicas import Replicas, sharded_in
+from shardcore.integrations._rewards import sized_by_replicas
 
-__all__ = ["Given", "made_ready", "refusal_of_rows", "takes_filled_batches_only"]
+__all__ = ["Given", "is_of_trl", "made_ready", "refusal_of_rows", "takes_filled_batches_only"]
 
 _REFERENCE = "ref"  # what TRL calls the adapter that it copies to be the reference
 
@@ -53,8 +53,8 @@ class Given:
             self.kwargs[name] = value
 
 
-def _is_of_trl(trainer: type[Any], name: str | None = None) -> bool:
-    """Tell whether a class is one of TRL's trainers, or derives from one, of this name."""
+def is_of_trl(trainer: type[Any], name: str | None = None) -> bool:
+    """Tell whether a class is one of TRL's trainers, or derives from one; on wish, from the one of this name."""
     own = [cls for cls in trainer.__mro__ if cls.__module__.partition(".")[0] == "trl"]
     return any(name is None or cls.__name__ == name for cls in own)
 
@@ -64,10 +64,10 @@ def takes_filled_batches_only(trainer: Any) -> bool:
 
     Such a trainer gathers what it reports sample by sample, inside of its loss, or has other rows than samples.
     """
-    if not _is_of_trl(type(trainer)):
+    if not is_of_trl(type(trainer)):
         return False
     flat = getattr(trainer, "padding_free", False) or getattr(trainer.args, "eval_packing", False)
-    return bool(flat) or not _is_of_trl(type(trainer), "SFTTrainer")
+    return bool(flat) or not is_of_trl(type(trainer), "SFTTrainer")
 
 
 def refusal_of_rows(trainer: Any, subject: str) -> str:
@@ -90,30 +90,40 @@ def made_ready(trainer: type[Any], given: Given) -> Callable[[Any], None]:
         NotSupportedError: it would compute something else than with the unsharded model, or fail.
     """
     model, args = given.get("model"), given.get("args")
-    if not _is_of_trl(trainer) or (sharded := sharded_in(model)) is None:
+    if not is_of_trl(trainer) or (sharded := sharded_in(model)) is None:
         return lambda _: None
     _refuse(trainer, given, sharded)
+    if args is not None:
+        given.set("args", args := sized_by_replicas(args, Replicas.of(sharded)))
     if "peft_config" in given.names and given.get("peft_config") is not None and not _has_adapters(model):
         if given.get("ref_model") is not None and not getattr(args, "force_use_ref_model", True):
-            return _check_evaluation  # TRL refuses both together
+            return _complete  # TRL refuses both together
         return _attach(given, args)
     if "ref_model" in given.names and given.get("ref_model") is None and not _has_adapters(model):
         given.set("ref_model", _reference(model, args))
-    return _check_evaluation
+    return _complete
 
 
-def _check_evaluation(trainer: Any) -> None:
-    """Refuse now what an evaluation in the middle of the training would refuse.
+def _complete(trainer: Any) -> None:
+    """Size what TRL has sized by ranks, and refuse now what an evaluation in the middle of the training would refuse.
 
     Raises:
         NotSupportedError: the last batches would be filled up, and cannot be.
     """
+    trainer.args = sized_by_replicas(trainer.args, trainer._replicas)
+    given = trainer.eval_dataset
+    rows = trainer.args.per_device_eval_batch_size * trainer._replicas.count
+    answers = getattr(trainer, "num_generations_eval", None) or getattr(trainer, "num_generations", 1)
+    if given is not None and rows % answers:
+        raise NotSupportedError(
+            f"{rows} answers are evaluated at a time (per_device_eval_batch_size x replicas), which are no whole "
+            f"groups of {answers} answers to one prompt. Raise per_device_eval_batch_size"
+        )
     if trainer._replicas.count == 1 or not takes_filled_batches_only(trainer):
         return
-    given = trainer.eval_dataset
     for data in given.values() if isinstance(given, Mapping) else [given]:
         samples = len(data) if hasattr(data, "__len__") else 0
-        if samples % (trainer.args.per_device_eval_batch_size * trainer._replicas.count):
+        if samples % rows:
             raise NotSupportedError(refusal_of_rows(trainer, f"{samples} samples of eval_dataset do"))
 
 
@@ -142,7 +152,7 @@ def _without_reference_adapter(trainer: Any) -> None:
     """
     if _REFERENCE in trainer.model.peft_config:
         trainer.model.delete_adapter(_REFERENCE)
-    _check_evaluation(trainer)
+    _complete(trainer)
 
 
 def _reference(model: Any, args: Any) -> Any:
@@ -173,16 +183,9 @@ def _refuse(trainer: type[Any], given: Given, sharded: nn.Module) -> None:
             f"{replicas.count} replicas already. Pass ref_model=, sharded in the same way, without adapters if the "
             "adapter is new"
         )
-    if replicas.count > 1 and len(replicas.ranks) > 1 and _uses(trainer, "gather", accelerate.utils.gather):
-        raise NotSupportedError(
-            f"{name} gathers rewards by accelerate.utils.gather, which counts ranks, and takes its own from them as "
-            f"if they were the {replicas.count} replicas: a replica would learn from the rewards of another one. Train "
-            "with tensor parallelism alone (leave dp out of shard()), or with data parallelism alone (tp=1)"
-        )
 
 
-def _uses(trainer: type[Any], name: str, what: Any = None) -> bool:
-    """Tell whether a module of TRL that defines the trainer has imported ``name``, or ``what`` under this name."""
+def _uses(trainer: type[Any], name: str) -> bool:
+    """Tell whether a module of TRL that defines the trainer has imported ``name``."""
     modules = [sys.modules.get(cls.__module__) for cls in trainer.__mro__ if cls.__module__.startswith("trl.")]
-    found = [getattr(module, name, None) for module in modules]
-    return any(value is not None and (what is None or value is what) for value in found)
+    return any(getattr(module, name, None) is not None for module in modules)

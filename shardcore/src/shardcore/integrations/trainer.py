@@ -13,7 +13,8 @@ from shardcore.integrations._checkpoints import Checkpoints
 from shardcore.integrations._evaluating import Evaluating
 from shardcore.integrations._losses import Losses
 from shardcore.integrations._replicas import beside, sharded_in
-from shardcore.integrations._trl import Given, made_ready
+from shardcore.integrations._rewards import Gathering
+from shardcore.integrations._trl import Given, is_of_trl, made_ready
 from shardcore.integrations.accelerate import adopt
 from shardcore.integrations.sentence_transformers.training import Embedding, trains_embeddings
 from shardcore.integrations.transformers import prepared_by_shardcore
@@ -135,8 +136,9 @@ def sharded(trainer: type[Any]) -> type[Any]:
     if issubclass(trainer, _Sharded):
         return trainer
     namespace = {"__doc__": trainer.__doc__, "__module__": __name__, "__qualname__": trainer.__qualname__}
-    own = (Embedding, _Sharded) if trains_embeddings(trainer) else (_Sharded,)
-    return type(trainer.__name__, (*own, trainer), namespace)
+    ways = [(Embedding, trains_embeddings), (Gathering, is_of_trl)]
+    own = [way for way, applies in ways if applies(trainer)]
+    return type(trainer.__name__, (*own, _Sharded, trainer), namespace)
 
 
 Trainer = sharded(transformers.Trainer)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardcore.errors import WrapError
 from shardcore.nn.root import ShardedModel
 
 __all__ = ["refuse_ddp_around_sharded"]
@@ -37,7 +38,7 @@ def refuse_ddp_around_sharded() -> None:
 
 
 def _look(module: nn.Module) -> None:
-    """Ask the first sharded model of which DDP would take parameters.
+    """Refuse a module with a sharded model inside of which DDP would take parameters.
 
     Raises:
         WrapError: there is one.
@@ -47,4 +48,11 @@ def _look(module: nn.Module) -> None:
             ignored = set(getattr(module, _IGNORED, ()))
             names = (f"{path}.{name}" for name, p in part.named_parameters() if isinstance(p, DTensor))
             if not ignored.issuperset(names):
-                getattr(part, _IGNORED)
+                raise WrapError(
+                    f"DistributedDataParallel cannot wrap a {type(module).__name__} that holds a sharded "
+                    f"{type(part).__name__}: its parameters are DTensors, and each rank would get other batches. Where "
+                    "a trainer does it, change one line: from shardcore.integrations.trainer import Trainer; for any "
+                    "other class of trainers sharded(SentenceTransformerTrainer), sharded(CrossEncoderTrainer) and the "
+                    "like from the same module; for Accelerate: from shardcore.integrations.accelerate import "
+                    "Accelerator. In a loop of your own leave DDP out, and give shard() a data axis (dp=...)"
+                )

@@ -8,6 +8,14 @@ from shardcore.errors import NotSupportedError
 
 __all__ = ["attached_to"]
 
+#: What each kind of pipeline does; its trainer has its name.
+_DOES = {
+    "CrossEncoder": "predicts",
+    "MultiVectorEncoder": "encodes",
+    "SentenceTransformer": "encodes",
+    "SparseEncoder": "encodes",
+}
+
 
 def attached_to(model: nn.Module) -> None:
     """Refuse a whole pipeline of sentence-transformers, and name what in it to shard.
@@ -22,8 +30,10 @@ def attached_to(model: nn.Module) -> None:
     if not inside:
         return
     first = f"[{inside[0]}]" if inside[0] else ""
+    kinds = [cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _DOES]
+    kind = kinds[0] if kinds else "SentenceTransformer"
     raise NotSupportedError(
         f"a {name} is no model of transformers, but holds one. Shard that, in place: shardcore.shard(model{first}."
-        f"auto_model, ...) with the same arguments, and go on with the {name}, which encodes, trains "
-        "(shardcore.integrations.trainer.sharded(SentenceTransformerTrainer)) and saves as ever"
+        f"auto_model, ...) with the same arguments, and go on with the {name}, which {_DOES[kind]}, trains "
+        f"(shardcore.integrations.trainer.sharded({kind}Trainer)) and saves as ever"
     )
