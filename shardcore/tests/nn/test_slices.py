@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import batch, twins
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardcore import NotSupportedError
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
@@ -124,8 +124,12 @@ def trained():
     for each in (reference, model):
         weight = each.head.weight
         other = nn.Parameter(weight.detach() * 2)
-        both = torch.cat([weight, other])
-        total = (both.pow(2).sum() + weight[5:9].pow(3).sum()) / 50
+        scale = torch.arange(194, dtype=torch.float64)[:, None].expand(194, 32).contiguous() / 100
+        if isinstance(weight, DTensor):
+            scale = distribute_tensor(scale, weight.device_mesh, weight.placements)
+        # The gradient of both is split, and what is cut out of it for each is not.
+        both = torch.cat([weight, other]) * scale
+        total = (both.sum() + weight[5:9].pow(3).sum()) / 50
         (total.full_tensor() if isinstance(total, DTensor) else total).backward()
         optimizer = torch.optim.SGD([weight, other], lr=0.1)
         nn.utils.clip_grad_norm_([weight, other], 0.1)
