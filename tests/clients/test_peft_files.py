@@ -184,6 +184,7 @@ def merges(config: Any, options: dict[str, Any], safely: bool, when: str, family
         model = peft_room().get_peft_model(shardcore.shard(base(family, case), **options), config)
         state = {name: p.detach() for name, p in named(reference).items() if p.requires_grad}
         assert not model.load_state_dict(state, strict=False).unexpected_keys
+    model(**batch(family, case, reference.get_base_model())(0, 0))  # what FSDP2 gathers here, it keeps gathered
     for one in (reference, model):
         one.merge_adapter(safe_merge=safely)
     for name, parameter in named(reference).items():
@@ -198,12 +199,12 @@ def merges(config: Any, options: dict[str, Any], safely: bool, when: str, family
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")
         merged, wanted = model.merge_and_unload(), reference.merge_and_unload()
-    for name, parameter in named(wanted).items():
-        close(whole(named(merged)[name].detach()), parameter.detach(), ("unloaded", name))
     inputs = batch(family, case, wanted)
     close(outputs(merged, inputs), outputs(wanted, inputs), "merged and unloaded")
+    for name, parameter in named(wanted).items():
+        close(whole(named(merged)[name].detach()), parameter.detach(), ("unloaded", name))
     loss = merged.requires_grad_(True)(**inputs(0, 0)).loss
-    loss.backward()
+    loss.backward()  # the replicas have the same batch
     wanted.requires_grad_(True)(**inputs(0, 0)).loss.backward()
     for name, parameter in named(wanted).items():
         if parameter.grad is not None:
@@ -219,7 +220,20 @@ MERGED = {
         "llama",
         "causal_lm",
     ),
+    "magnitudes, data alone": (
+        lora(use_dora=True, target_modules=["embed_tokens", "q_proj", "down_proj", "lm_head"]),
+        {"tp": 1, "dp": 2},
+        "llama",
+        "causal_lm",
+    ),
+    "magnitudes, data": (lora(use_dora=True), {"tp": 2, "dp": 2}, "llama", "causal_lm"),
     "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}, "llama", "causal_lm"),
+    "scales, data alone": (
+        ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]),
+        {"tp": 1, "dp": 2},
+        "llama",
+        "causal_lm",
+    ),
     "a head": (lora(modules_to_save=["lm_head"]), {"tp": 2, **SP}, "llama", "causal_lm"),
     "fused": (EVERY, {"tp": 2}, "gpt_neo", "GPTNeoXForCausalLM"),
     "transposed": (lora(target_modules="all-linear", fan_in_fan_out=True), {"tp": 2}, "gpt2", "causal_lm"),
@@ -230,10 +244,13 @@ MERGED = {
 @pytest.mark.parametrize("name", MERGED)
 def test_merging(pool, name, safely):
     config, options, *model = MERGED[name]
-    pool.run(merges, config, options, safely, "before", *model, world=2)
+    pool.run(merges, config, options, safely, "before", *model, world=options["tp"] * options.get("dp", 1))
 
 
-@pytest.mark.parametrize("name", ["LoRA", "magnitudes", "magnitudes of a table", "a head", "fused"])
+LATER = ["LoRA", "magnitudes", "magnitudes of a table", "magnitudes, data alone", "a head", "fused"]
+
+
+@pytest.mark.parametrize("name", LATER)
 def test_merging_what_came_after(pool, name):
     config, options, *model = MERGED[name]
     pool.run(merges, config, options, True, "after", *model, world=2)

@@ -20,6 +20,7 @@ from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.integrations.peft._checks import check_method, check_new, check_targets
 from shardcore.integrations.peft._dora import begin_with_norms
 from shardcore.integrations.peft._layers import is_new, keep_on_replicas, place
+from shardcore.integrations.peft._merging import let_merge
 from shardcore.integrations.peft._prompts import keep_own_heads, place_prompts
 from shardcore.integrations.peft._saving import save_adapters
 from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
@@ -330,6 +331,8 @@ def _give_forms(new: Mapping[str, nn.Parameter], inner: nn.Module, context: Shar
         begin = [name for name, magnitude in held.items() if is_new(magnitude.weight)]
         if context.size > 1:
             place(site.layer, context, site.path)
+        else:
+            let_merge(site.layer, context)
         for name in begin:  # PEFT has looked at a base without values
             begin_with_norms(site.layer, name)
         if context.sizes.replicas > 1:

@@ -13,6 +13,7 @@ from shardcore.agree.fingerprint import Item, model_items, tensor_items
 from shardcore.errors import NotSupportedError
 from shardcore.integrations.peft._checks import check_base, check_layer, check_method
 from shardcore.integrations.peft._layers import place
+from shardcore.integrations.peft._merging import let_merge
 from shardcore.integrations.peft._models import serve
 from shardcore.integrations.peft._sites import base_of, inner_name, nested, own_children, sites
 from shardcore.mesh import ShardContext
@@ -112,6 +113,8 @@ class AttachedAdapters:
             site.parent._modules[site.name] = site.layer
             if context.size > 1:
                 place(site.layer, context, site.path)
+            elif context.replica_groups:
+                let_merge(site.layer, context)
         if context.size == 1:  # FSDP2 divides them with the model
             self.model.__dict__["_shard_intact"].accept(self.model)
         serve(self.outer, context)
