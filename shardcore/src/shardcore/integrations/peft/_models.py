@@ -18,6 +18,7 @@ from shardcore.agree.agreement import Report, agree
 from shardcore.apply.together import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.integrations.peft._checks import check_method, check_new, check_targets
+from shardcore.integrations.peft._copies import Tied
 from shardcore.integrations.peft._dora import begin_with_norms
 from shardcore.integrations.peft._layers import is_new, keep_on_replicas, place
 from shardcore.integrations.peft._merging import let_merge
@@ -326,11 +327,12 @@ def _give_forms(new: Mapping[str, nn.Parameter], inner: nn.Module, context: Shar
     first, group = int(context.mesh.mesh.flatten()[0]), group_of(context.mesh)
     for parameter in new.values():
         dist.broadcast(parameter.data, first, group=group)
+    tied: Tied = {}
     for site in sites(inner):
         held: Any = site.layer._modules.get("lora_magnitude_vector") or {}
         begin = [name for name, magnitude in held.items() if is_new(magnitude.weight)]
         if context.size > 1:
-            place(site.layer, context, site.path)
+            place(site.layer, context, site.path, tied, has_values=False)
         else:
             let_merge(site.layer, context)
         for name in begin:  # PEFT has looked at a base without values

@@ -12,6 +12,7 @@ from torch import nn
 from shardcore.agree.fingerprint import Item, model_items, tensor_items
 from shardcore.errors import NotSupportedError
 from shardcore.integrations.peft._checks import check_base, check_layer, check_method
+from shardcore.integrations.peft._copies import Tied
 from shardcore.integrations.peft._layers import place
 from shardcore.integrations.peft._merging import let_merge
 from shardcore.integrations.peft._models import serve
@@ -107,12 +108,13 @@ class AttachedAdapters:
         """
         if receive is not None:
             receive(self._held())
+        tied: Tied = {}
         for site in self._sites:
             layer = nested(site.layer)[-1]
             layer._modules[inner_name(layer)] = site.parent._modules[site.name]
             site.parent._modules[site.name] = site.layer
             if context.size > 1:
-                place(site.layer, context, site.path)
+                place(site.layer, context, site.path, tied, has_values=True)
             elif context.replica_groups:
                 let_merge(site.layer, context)
         if context.size == 1:  # FSDP2 divides them with the model
