@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from peft.utils import ModulesToSaveWrapper
@@ -14,12 +14,16 @@ from shardcore.comm.parts import part_of
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn import ColumnLinear, RowLinear, VocabHead
+from shardcore.nn.experts.slices import Slices
 from shardcore.nn.intact import AROUND
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["Tied", "place_copies"]
+__all__ = ["Part", "Tied", "check_copied", "parts_of", "place_copies"]
 
+
+#: A module below another one: its path there, its class, and whether it gathers its output.
+Part = tuple[str, type, bool]
 
 #: The parameters of copies as PEFT made them, and in their forms: PEFT ties what stands for tied modules.
 Tied = dict[nn.Parameter, nn.Parameter]
@@ -41,14 +45,7 @@ def place_copies(
         NotSupportedError: it is a part of a region, which a copy of it would not be.
     """
     original = wrapper.original_module
-    for path, module in original.named_modules():
-        alone = isinstance(module, VocabHead) or (isinstance(module, ColumnLinear) and module.gather_output)
-        if isinstance(module, RowLinear) or (isinstance(module, ColumnLinear) and not alone):
-            raise NotSupportedError(
-                f"modules_to_save names {where}, whose {path or 'weight'} is split as a part of a tensor-parallel "
-                "region, which a copy is not. Train it with LoRA (target_modules); heads, embeddings, norms and "
-                "classifiers can be named"
-            )
+    check_copied(where, parts_of(original))
     for name, plain in wrapper.modules_to_save.items():
         if any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
             continue
@@ -59,6 +56,27 @@ def place_copies(
         wrapper.modules_to_save[name] = new
         take_full_tensors(new)
     wrapper.__dict__[AROUND] = original
+
+
+def check_copied(where: str, parts: Iterable[Part]) -> None:
+    """Refuse a copy of a module that has ``parts``.
+
+    Raises:
+        NotSupportedError: one of them is split as a part of a region, which a copy of it would not be.
+    """
+    for path, kind, gathers in parts:
+        alone = issubclass(kind, VocabHead) or (issubclass(kind, ColumnLinear) and gathers)
+        if issubclass(kind, RowLinear | Slices) or (issubclass(kind, ColumnLinear) and not alone):
+            raise NotSupportedError(
+                f"modules_to_save names {where}, whose {path or 'weight'} is split as a part of a tensor-parallel "
+                "region, which a copy is not. Train it with LoRA (target_modules); heads, embeddings, norms and "
+                "classifiers can be named"
+            )
+
+
+def parts_of(module: nn.Module) -> Iterator[Part]:
+    """Yield the parts of a module of a sharded model."""
+    return ((path, type(part), bool(getattr(part, "gather_output", False))) for path, part in module.named_modules())
 
 
 def _shared(original: nn.Module, context: ShardContext) -> dict[int, Any]:

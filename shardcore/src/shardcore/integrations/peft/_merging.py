@@ -17,7 +17,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn import SwappedModule
 from shardcore.nn.units import unit_of
 
-__all__ = ["Merging", "let_merge", "of_whole_tensors"]
+__all__ = ["Merging", "let_go", "let_merge", "of_whole_tensors"]
 
 
 class Merging(SwappedModule):
@@ -53,7 +53,7 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
 
     Every rank of the mesh calls it. What is changed beside the base is forgotten.
     """
-    _let_go(layer)
+    let_go(layer)
     there: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, parameter)
         for module in layer.modules()
@@ -76,7 +76,7 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
             held[name] = parameter
 
 
-def _let_go(layer: nn.Module) -> None:
+def let_go(layer: nn.Module) -> None:
     """Let FSDP2 put its DTensors back in ``layer``: after a forward with gradients, some are gathered still."""
     for unit in {unit for module in layer.modules() if (unit := unit_of(module)) is not None}:
         unit.module.reshard()  # type: ignore[operator]  # of FSDPModule
