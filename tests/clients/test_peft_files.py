@@ -185,7 +185,7 @@ def swaps_and_refuses(folder: str, options: dict[str, Any]) -> None:
     reference = adapted(base(), lora())
     model = shardcore.shard(copy.deepcopy(reference), **options)
     before = outputs(reference, inputs)
-    with pytest.raises(shardcore.ConfigError, match="has r=4,.* r=6,.*Load it beside"):
+    with pytest.raises(shardcore.ConfigError, match=r"has r=4,.* r=6,.*Load it beside"):
         peft_room().hotswap_adapter(model, place / "larger", "default")
     close(outputs(model, inputs), before, "refused")
     model(**inputs(0, 0))  # what FSDP2 gathers here, it keeps gathered
