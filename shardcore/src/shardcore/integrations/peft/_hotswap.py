@@ -87,5 +87,5 @@ def _of_whole_adapters(model: nn.Module) -> Iterator[None]:
         for held, name, parameter in there:
             held[name] = parameter
     with torch.no_grad():
-        for (*_, parameter), full in zip(there, whole, strict=True):
-            parameter.copy_(part_of(full.detach(), parameter))
+        for (*_, own), full in zip(there, whole, strict=True):
+            own.copy_(part_of(full.detach(), own))
