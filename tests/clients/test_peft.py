@@ -77,6 +77,18 @@ CASES: dict[str, tuple[Any, ...]] = {
     "scales, sequence": (ia3(["k_proj", "o_proj", "up_proj", "down_proj"], ["up_proj"]), {"tp": 2, **SP}),
     "scales, data": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2, "dp": 2}),
     "scales in bert": (ia3(["query", "value", "dense"], ["dense"]), {"tp": 2, **SP}, "bert", "masked_lm"),
+    "a tied table, trained": (
+        lora(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+        {"tp": 2, **SP},
+        "llama",
+        "tied_shared_kv",
+    ),
+    "a tied table, trained, data": (
+        lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+        {"tp": 2, "dp": 2},
+        "llama",
+        "tied_shared_kv",
+    ),
     "rank patterns": (
         lora(rank_pattern={"q_proj": 2, "down_proj": 7}, alpha_pattern={"v_proj": 3}, use_rslora=True),
         {"tp": 2},
@@ -131,6 +143,12 @@ AFTER = {
     "the head trained": (lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), {"tp": 2}),
     "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}),
     "neox, fused": (EVERY, {"tp": 2}, "gpt_neo", "GPTNeoXForCausalLM"),
+    "a tied table, trained": (
+        lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+        {"tp": 2, **SP},
+        "llama",
+        "tied_shared_kv",
+    ),
     "data": (lora(lora_dropout=0.5), {"tp": 2, "dp": 2, **SP}),
     "data alone": (lora(target_modules=[*LINEARS, "embed_tokens"], bias="none", use_dora=True), {"tp": 1, "dp": 2}),
     "whole replicas": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 1, "dp": 2, **WHOLE}),

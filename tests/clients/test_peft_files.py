@@ -175,6 +175,77 @@ def test_adapters_of_the_model_itself(pool, tmp_path, name):
     pool.run(saves_by_the_model, str(tmp_path), options, *rest, world=2 * options.get("dp", 1))
 
 
+def swaps_and_refuses(folder: str, options: dict[str, Any]) -> None:
+    """The values of another adapter, with another scaling, take the place of the first one's; other ranks do not."""
+    place, inputs = Path(folder), batch("llama", "causal_lm", base())
+    if dist.get_rank() == 0:
+        adapted(base(), lora(lora_alpha=5), seed=1).save_pretrained(place / "other")
+        adapted(base(), lora(r=6), seed=2).save_pretrained(place / "larger")
+    dist.barrier()
+    reference = adapted(base(), lora())
+    model = shardcore.shard(copy.deepcopy(reference), **options)
+    before = outputs(reference, inputs)
+    with pytest.raises(shardcore.ConfigError, match=r"has r=4,.* r=6,.*Load it beside"):
+        peft_room().hotswap_adapter(model, place / "larger", "default")
+    close(outputs(model, inputs), before, "refused")
+    model(**inputs(0, 0))  # what FSDP2 gathers here, it keeps gathered
+    importlib.import_module("peft.utils.hotswap").hotswap_adapter(reference, place / "other", "default", "cpu")
+    peft_room().hotswap_adapter(model, place / "other", "default", "cpu")
+    close(outputs(model, inputs), outputs(reference, inputs), "swapped")
+    assert not torch.equal(before, outputs(reference, inputs))
+    for name, parameter in named(reference).items():
+        close(whole(named(model)[name].detach()), parameter.detach(), name)
+    assert {n for n, p in named(model).items() if p.requires_grad} == {
+        n for n, p in named(reference).items() if p.requires_grad
+    }
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 1, "dp": 2}], ids=["tp", "data alone"])
+def test_swapping(pool, tmp_path, options):
+    pool.run(swaps_and_refuses, str(tmp_path), options, world=2)
+
+
+def reads_what_was_computed(folder: str) -> None:
+    """Adapters that began with what another run has computed are read after `shard`, and as such refused."""
+    place, inputs = Path(folder), batch("llama", "causal_lm", base())
+    warnings.filterwarnings("ignore", "lora with eva initialization")  # which takes less memory in another way
+    began = {"orthogonal": {}, "eva": {"eva_config": peft.EvaConfig()}}
+    for way, more in began.items():
+        reference = adapted(base(), lora(init_lora_weights=way, **more))
+        if dist.get_rank() == 0:
+            reference.save_pretrained(place / way)
+        dist.barrier()
+        model = peft_room().from_pretrained(shardcore.shard(base(), tp=2), place / way)
+        close(outputs(model, inputs), outputs(reference, inputs), way)
+        model.load_adapter(place / way, "second")
+        model.set_adapter("second")
+        close(outputs(model, inputs), outputs(reference, inputs), (way, "second"))
+        alone = shardcore.shard(base(), tp=2)
+        alone.load_adapter(str(place / way))
+        close(outputs(alone, inputs), outputs(reference, inputs), (way, "of the model itself"))
+    with pytest.raises(shardcore.NotSupportedError, match="init_lora_weights='eva' computes"):
+        model.add_adapter("third", lora(init_lora_weights="eva", eva_config=peft.EvaConfig()))
+
+
+def test_what_began_with_values_is_read(pool, tmp_path):
+    pool.run(reads_what_was_computed, str(tmp_path), world=2)
+
+
+def converts(folder: str) -> None:
+    """A save that PEFT would convert, for which it loads an adapter on the rank that writes, is refused on all."""
+    model = shardcore.shard(adapted(base(), lora()), tp=2)
+    model.save_pretrained(folder)
+    more = {"path_initial_model_for_weight_conversion": folder} if dist.get_rank() == 0 else {}
+    kind = shardcore.NotSupportedError if more else shardcore.AgreementError
+    with pytest.raises(kind, match="convert in one process"):
+        model.save_pretrained(f"{folder}/other", **more)
+    assert not Path(folder, "other").exists()
+
+
+def test_conversion_is_refused_on_all_ranks(pool, tmp_path):
+    pool.run(converts, str(tmp_path), world=2)
+
+
 def merges(config: Any, options: dict[str, Any], safely: bool, when: str, family: str, case: str) -> None:
     """Merged weights are those of the unsharded model, and what is trained beside the adapters is saved and loaded."""
     reference = adapted(base(family, case), config)
@@ -184,6 +255,7 @@ def merges(config: Any, options: dict[str, Any], safely: bool, when: str, family
         model = peft_room().get_peft_model(shardcore.shard(base(family, case), **options), config)
         state = {name: p.detach() for name, p in named(reference).items() if p.requires_grad}
         assert not model.load_state_dict(state, strict=False).unexpected_keys
+    model(**batch(family, case, reference.get_base_model())(0, 0))  # what FSDP2 gathers here, it keeps gathered
     for one in (reference, model):
         one.merge_adapter(safe_merge=safely)
     for name, parameter in named(reference).items():
@@ -198,12 +270,12 @@ def merges(config: Any, options: dict[str, Any], safely: bool, when: str, family
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")
         merged, wanted = model.merge_and_unload(), reference.merge_and_unload()
-    for name, parameter in named(wanted).items():
-        close(whole(named(merged)[name].detach()), parameter.detach(), ("unloaded", name))
     inputs = batch(family, case, wanted)
     close(outputs(merged, inputs), outputs(wanted, inputs), "merged and unloaded")
+    for name, parameter in named(wanted).items():
+        close(whole(named(merged)[name].detach()), parameter.detach(), ("unloaded", name))
     loss = merged.requires_grad_(True)(**inputs(0, 0)).loss
-    loss.backward()
+    loss.backward()  # the replicas have the same batch
     wanted.requires_grad_(True)(**inputs(0, 0)).loss.backward()
     for name, parameter in named(wanted).items():
         if parameter.grad is not None:
@@ -219,7 +291,20 @@ MERGED = {
         "llama",
         "causal_lm",
     ),
+    "magnitudes, data alone": (
+        lora(use_dora=True, target_modules=["embed_tokens", "q_proj", "down_proj", "lm_head"]),
+        {"tp": 1, "dp": 2},
+        "llama",
+        "causal_lm",
+    ),
+    "magnitudes, data": (lora(use_dora=True), {"tp": 2, "dp": 2}, "llama", "causal_lm"),
     "scales": (ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]), {"tp": 2}, "llama", "causal_lm"),
+    "scales, data alone": (
+        ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]),
+        {"tp": 1, "dp": 2},
+        "llama",
+        "causal_lm",
+    ),
     "a head": (lora(modules_to_save=["lm_head"]), {"tp": 2, **SP}, "llama", "causal_lm"),
     "fused": (EVERY, {"tp": 2}, "gpt_neo", "GPTNeoXForCausalLM"),
     "transposed": (lora(target_modules="all-linear", fan_in_fan_out=True), {"tp": 2}, "gpt2", "causal_lm"),
@@ -230,10 +315,13 @@ MERGED = {
 @pytest.mark.parametrize("name", MERGED)
 def test_merging(pool, name, safely):
     config, options, *model = MERGED[name]
-    pool.run(merges, config, options, safely, "before", *model, world=2)
+    pool.run(merges, config, options, safely, "before", *model, world=options["tp"] * options.get("dp", 1))
 
 
-@pytest.mark.parametrize("name", ["LoRA", "magnitudes", "magnitudes of a table", "a head", "fused"])
+LATER = ["LoRA", "magnitudes", "magnitudes of a table", "magnitudes, data alone", "a head", "fused"]
+
+
+@pytest.mark.parametrize("name", LATER)
 def test_merging_what_came_after(pool, name):
     config, options, *model = MERGED[name]
     pool.run(merges, config, options, True, "after", *model, world=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardcore
+from shardcore.optimizers import WholeTensors
 from shardcore.testing.parity import whole
 
 pytest.importorskip("transformers")
@@ -182,6 +184,9 @@ def trains_beside_a_head(folder: str, config: Any, options: dict[str, Any], *of:
     dist.barrier()
     alone = peft.PeftModel.from_pretrained(base(*of), folder).double()
     close(outputs(alone, inputs), outputs(reference, inputs), "saved", 1e-6)
+    names = "lm_head" if of[1] == "causal_lm" else "classifier, score"  # once, though PEFT saves them with its own
+    with pytest.raises(shardcore.NotSupportedError, match=rf"a part of the model \({names}\): attach it before"):
+        peft_room().from_pretrained(shardcore.shard(base(*of), **options), folder)
     again = shardcore.shard(peft.PeftModel.from_pretrained(base(*of), folder).double(), **options)
     close(outputs(again, inputs), outputs(alone, inputs), "loaded, and sharded")
 
@@ -191,3 +196,28 @@ def test_prompts_beside_a_head(pool, tmp_path, name):
     config, options, *of = BESIDE[name]
     world = options["tp"] * options.get("dp", 1)
     pool.run(trains_beside_a_head, str(tmp_path), config, options, *of, world=world)
+
+
+def lora_fa(model: Any) -> Any:
+    return importlib.import_module("peft.optimizers").create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=1e-2)
+
+
+def steps_pairs_of_matrices() -> None:
+    """LoRA-FA is refused in words before its first step, and steps whole tensors as it does unsharded."""
+    reference = adapted(base(), lora())
+    model = shardcore.shard(copy.deepcopy(reference), tp=2)
+    inputs = batch("llama", "causal_lm", base())(0, 0)
+    theirs, ours = lora_fa(reference), lora_fa(model)
+    for one in (reference, model):
+        one(**inputs).loss.backward()
+    with pytest.raises(shardcore.NotSupportedError, match=r"LoraFAOptimizer uses.*optimizers\.WholeTensors"):
+        ours.step()
+    ours = WholeTensors(type(ours), ours.param_groups)
+    for optimizer in (theirs, ours):
+        optimizer.step()
+    for name, parameter in named(reference).items():
+        close(whole(named(model)[name].detach()), parameter.detach(), name, 1e-9)
+
+
+def test_lora_fa(pool):
+    pool.run(steps_pairs_of_matrices, world=2)

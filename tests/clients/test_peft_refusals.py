@@ -25,6 +25,7 @@ from adapters import (  # from support/
     batch,
     close,
     equal_training,
+    ia3,
     lora,
     peft_room,
 )
@@ -32,23 +33,27 @@ from adapters import (  # from support/
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
-def refused(config: Any, options: dict[str, Any], error: str, words: str, when: str = "before") -> None:
+def refused(config: Any, options: dict[str, Any], error: str, words: str, when: str = "before", *of: str) -> None:
     """A refusal leaves the model as it was: it trains unsharded, or is sharded without the adapter."""
     kind = getattr(shardcore, error)
+    of = of or ("llama", "causal_lm")
     if when == "before":
-        model = adapted(base(), config)
-        inputs = batch("llama", "causal_lm", base())(0, 0)
+        model = adapted(base(*of), config)
+        inputs = batch(*of, base(*of))(0, 0)
         wanted = model(**inputs).loss
         with pytest.raises(kind, match=words):
             shardcore.shard(model, **options)
         assert torch.equal(model(**inputs).loss, wanted)
         return
-    model = shardcore.shard(base(), **options)
+    model = shardcore.shard(base(*of), **options)
     with pytest.raises(kind, match=words):
         peft_room().get_peft_model(model, config)
-    inputs = batch("llama", "causal_lm", base())(0, 0)
-    close(model(**inputs).loss.detach(), base()(**inputs).loss.detach(), "the model goes on")
+    inputs = batch(*of, base(*of))(0, 0)
+    close(model(**inputs).loss.detach(), base(*of)(**inputs).loss.detach(), "the model goes on")
 
+
+GPT2 = ("gpt2", "causal_lm")
+TIED = ("llama", "tied_shared_kv")
 
 REFUSED = {
     "an encoder of prompts that is an LSTM, and a head": (
@@ -79,6 +84,45 @@ REFUSED = {
     "another method": (peft.LoHaConfig(target_modules=["q_proj"]), {"tp": 2}, "NotSupportedError", "is LOHA"),
     "a pipeline": (lora(), {"pp": 2}, "NotSupportedError", "divided among the ranks of a pipeline"),
     "later, of values": (lora(init_lora_weights="pissa"), {"tp": 2}, "NotSupportedError", "computes of whole", "after"),
+    "later, a variant": (
+        lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"),
+        {"tp": 2},
+        "NotSupportedError",
+        "has alora_invocation_tokens",
+        "after",
+    ),
+    "later, another method with data alone": (
+        peft.LNTuningConfig(target_modules=["norm"]),
+        {"tp": 1, "dp": 2},
+        "NotSupportedError",
+        "is LN_TUNING, which may begin with values of the base: attach it before",
+        "after",
+    ),
+    "later, layers twice": (
+        lora(layer_replication=[(0, 2), (0, 2)]),
+        {"tp": 2},
+        "NotSupportedError",
+        "layer_replication=.*attach it before",
+        "after",
+    ),
+    "layers twice, data": (
+        lora(layer_replication=[(0, 2), (0, 2)]),
+        {"tp": 1, "dp": 2},
+        "NotSupportedError",
+        "layer_replication=.*tensor parallelism alone",
+    ),
+    "rows of a table, data": (
+        lora(trainable_token_indices=[3, 4]),
+        {"tp": 1, "dp": 2},
+        "NotSupportedError",
+        "trainable_token_indices",
+    ),
+    "a method around the model": (
+        peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+        {"tp": 2},
+        "NotSupportedError",
+        r"of this kind \(ADAPTION_PROMPT, a AdaptionPromptModel\)",
+    ),
     "later, a part of what is divided": (
         lora(modules_to_save=["lm_head"]),
         {"tp": 2, "dp": 2},
@@ -89,10 +133,59 @@ REFUSED = {
 }
 
 
+#: What has no form at the modules that it names, in the same words before and after: (settings, words, model)
+WHERE = {
+    "scales of a fused linear": (
+        peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
+        r"output of transformer\.h\.0\.attn\.c_attn",
+        *GPT2,
+    ),
+    "scales where PEFT knows": (
+        peft.IA3Config(fan_in_fan_out=True),
+        r"output of transformer\.h\.0\.attn\.c_attn",
+        *GPT2,
+    ),
+    "scales of heads of several ranks": (ia3(["k_proj"], []), "output of .*k_proj", *TIED),
+    "scales of a head": (ia3(["lm_head"], []), "output of lm_head"),
+    "a copy of a region": (
+        lora(target_modules=["v_proj"], modules_to_save=["mlp"]),
+        r"layers\.0\.mlp, whose .* is split",
+    ),
+    "copies of its linears": (
+        lora(target_modules=["v_proj"], modules_to_save=["q_proj", "o_proj"]),
+        "q_proj, whose weight is split",
+    ),
+    "rows of a table": (lora(trainable_token_indices=[3, 4]), "trainable_token_indices.*Leave it out"),
+    "tied adapters": (
+        lora(target_modules=["q_proj", "lm_head"], ensure_weight_tying=True),
+        "ensure_weight_tying=True with LoRA of tied modules",
+        *TIED,
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", WHERE)
+def test_refused_where_it_is(pool, name, when):
+    config, words, *of = WHERE[name]
+    tp = 4 if name == "scales of heads of several ranks" else 2
+    pool.run(refused, config, {"tp": tp}, "NotSupportedError", words, when, *of, world=tp)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(pool, name):
     _, options, *_ = REFUSED[name]
     pool.run(refused, *REFUSED[name], world=options.get("tp", 2) * options.get("dp", 1))
+
+
+def of_several_methods() -> None:
+    model = peft.get_peft_model(base(), lora(), mixed=True)
+    with pytest.raises(shardcore.NotSupportedError, match=r"PeftMixedModel cannot be sharded.*without mixed=True"):
+        shardcore.shard(model, tp=2)
+
+
+def test_mixed_models_are_refused(pool):
+    pool.run(of_several_methods, world=2)
 
 
 def attaches_by_itself() -> None:

@@ -30,6 +30,7 @@ _UNABLE = {
     ("torch", "Adafactor"): _WHOLE,
     ("torch", "LBFGS"): _WHOLE,
     ("torch", "Rprop"): _PARTS,
+    ("peft", "LoraFAOptimizer"): _WHOLE,
     ("transformers", "Adafactor"): _WHOLE,
     ("timm", "Adafactor"): _WHOLE,
     ("timm", "AdamP"): _WHOLE,

@@ -6,6 +6,7 @@ model = shardcore.integrations.peft.get_peft_model(sharded, config)   # after
 ```
 """
 
+from shardcore.integrations.peft._hotswap import hotswap_adapter
 from shardcore.integrations.peft._models import adding, from_pretrained, get_peft_model, load_into, refuse_unplaced
 
-__all__ = ["adding", "from_pretrained", "get_peft_model", "load_into", "refuse_unplaced"]
+__all__ = ["adding", "from_pretrained", "get_peft_model", "hotswap_adapter", "load_into", "refuse_unplaced"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from peft.utils import ModulesToSaveWrapper
@@ -13,41 +13,70 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm.parts import part_of
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn import ColumnLinear, RowLinear, SwappedModule, VocabHead
+from shardcore.nn import ColumnLinear, RowLinear, VocabHead
+from shardcore.nn.experts.slices import Slices
 from shardcore.nn.intact import AROUND
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["place_copies"]
+__all__ = ["Part", "Tied", "check_copied", "parts_of", "place_copies"]
 
 
-def place_copies(wrapper: ModulesToSaveWrapper, context: ShardContext, where: str) -> None:
+#: A module below another one: its path there, its class, and whether it gathers its output.
+Part = tuple[str, type, bool]
+
+#: The parameters of copies as PEFT made them, and in their forms: PEFT ties what stands for tied modules.
+Tied = dict[nn.Parameter, nn.Parameter]
+
+
+def place_copies(
+    wrapper: ModulesToSaveWrapper, context: ShardContext, where: str, tied: Tied, *, has_values: bool
+) -> None:
     """Give the copies of the native module of ``wrapper``, which is sharded already, its form.
+
+    Args:
+        wrapper: the layer of PEFT.
+        context: of the sharded model.
+        where: its path.
+        tied: what other wrappers of the model have become; what this one becomes is added.
+        has_values: the copies have values, as those that were made of an unsharded model do.
 
     Raises:
         NotSupportedError: it is a part of a region, which a copy of it would not be.
     """
     original = wrapper.original_module
-    for path, module in original.named_modules():
-        alone = isinstance(module, VocabHead) or (isinstance(module, ColumnLinear) and module.gather_output)
-        if isinstance(module, RowLinear) or (isinstance(module, ColumnLinear) and not alone):
-            raise NotSupportedError(
-                f"modules_to_save names {where}, whose {path or 'weight'} is split as a part of a tensor-parallel "
-                "region, which a copy is not. Train it with LoRA (target_modules); heads, embeddings, norms and "
-                "classifiers can be named"
-            )
+    check_copied(where, parts_of(original))
     for name, plain in wrapper.modules_to_save.items():
         if any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
             continue
-        # PEFT copies a module of a sharded model together with its context; what it holds then has no values.
-        made_after = any(isinstance(module, SwappedModule) for module in plain.modules())
         new = copy.deepcopy(original, _shared(original, context))
-        _fill(new, original if made_after else plain, plain)
+        _fill(new, plain if has_values else original, plain, tied)
         new.__dict__[AROUND] = original
         new.train(plain.training)
         wrapper.modules_to_save[name] = new
         take_full_tensors(new)
     wrapper.__dict__[AROUND] = original
+
+
+def check_copied(where: str, parts: Iterable[Part]) -> None:
+    """Refuse a copy of a module that has ``parts``.
+
+    Raises:
+        NotSupportedError: one of them is split as a part of a region, which a copy of it would not be.
+    """
+    for path, kind, gathers in parts:
+        alone = issubclass(kind, VocabHead) or (issubclass(kind, ColumnLinear) and gathers)
+        if issubclass(kind, RowLinear | Slices) or (issubclass(kind, ColumnLinear) and not alone):
+            raise NotSupportedError(
+                f"modules_to_save names {where}, whose {path or 'weight'} is split as a part of a tensor-parallel "
+                "region, which a copy is not. Train it with LoRA (target_modules); heads, embeddings, norms and "
+                "classifiers can be named"
+            )
+
+
+def parts_of(module: nn.Module) -> Iterator[Part]:
+    """Yield the parts of a module of a sharded model."""
+    return ((path, type(part), bool(getattr(part, "gather_output", False))) for path, part in module.named_modules())
 
 
 def _shared(original: nn.Module, context: ShardContext) -> dict[int, Any]:
@@ -62,18 +91,21 @@ def _tokens(original: nn.Module) -> Iterator[SequenceShard]:
         yield from (tokens for tokens in held if isinstance(tokens, SequenceShard))
 
 
-def _fill(new: nn.Module, values: nn.Module, like: nn.Module) -> None:
-    """Give ``new`` the values of ``values``, and let what needs a gradient in ``like`` need one."""
-    given, needs = dict(values.named_parameters()), dict(like.named_parameters())
+def _fill(new: nn.Module, values: nn.Module, like: nn.Module, tied: Tied) -> None:
+    """Give ``new`` the values of ``values``, and let what needs a gradient in ``like``, or is tied there, be so too."""
+    given, made = dict(values.named_parameters()), dict(like.named_parameters())
     for path, module in new.named_modules():
         for name, own in module._parameters.items():
-            if own is None:
+            source = made.get(f"{path}.{name}" if path else name)
+            if own is None or source is None:  # PEFT ties a weight alone, without the bias beside it
+                module._parameters[name] = None
                 continue
-            full = given[f"{path}.{name}" if path else name].detach()
-            if isinstance(own, DTensor) and not isinstance(full, DTensor):
-                full = part_of(full.to(own.device).clone(), own)
-            trains = needs[f"{path}.{name}" if path else name].requires_grad
-            module._parameters[name] = nn.Parameter(full.clone(), requires_grad=trains)
+            if source not in tied:
+                full = given[f"{path}.{name}" if path else name].detach()
+                if isinstance(own, DTensor) and not isinstance(full, DTensor):
+                    full = part_of(full.to(own.device).clone(), own)
+                tied[source] = nn.Parameter(full.clone(), requires_grad=source.requires_grad)
+            module._parameters[name] = tied[source]
     buffers = dict(values.named_buffers())
     for name, buffer in new.named_buffers():
         buffer.copy_(buffers[name])

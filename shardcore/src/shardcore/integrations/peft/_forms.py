@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,7 @@ from shardcore.nn import (
 from shardcore.nn.behaviour import behaviours
 from shardcore.nn.sequence.tokens import SequenceShard
 
-__all__ = ["Form", "Forms", "forms_at", "scales_at"]
+__all__ = ["Form", "Forms", "check_scales", "forms_at", "scales_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,33 @@ def scales_at(base: nn.Module, where: str, *, of_input: bool) -> Form:
             return Form(Replicated, {}, base.sequence)
     elif any(behaviour is Replicated for behaviour in behaviours(base)):
         return forms_at(base, where).first
-    raise NotSupportedError(
+    raise NotSupportedError(_no_scales(type(base), where, of_input=of_input))
+
+
+def check_scales(kind: type, options: Mapping[str, Any], where: str, *, of_input: bool) -> None:
+    """Refuse vectors that scale the input, or the output, of what becomes a ``kind`` with ``options``.
+
+    `scales_at` would, once the model has been changed.
+
+    Raises:
+        NotSupportedError: no form of them is known.
+    """
+    if issubclass(kind, ColumnLinear):
+        parts = issubclass(kind, FusedColumnLinear) or options.get("replication", 1) > 1 or options.get("used")
+        gathers = issubclass(kind, VocabHead) or options.get("gather_output")
+        wrong = gathers or (parts and not of_input)
+    elif issubclass(kind, RowLinear):
+        wrong = of_input and (options.get("used") or not options.get("parallel_input", True))
+    else:
+        wrong = False
+    if wrong:
+        raise NotSupportedError(_no_scales(kind, where, of_input=of_input))
+
+
+def _no_scales(kind: type, where: str, *, of_input: bool) -> str:
+    return (
         f"scales (IA3) of the {'input' if of_input else 'output'} of {where}: nothing is known about what each rank "
-        f"has of it at this {type(base).__qualname__}. Leave it out of target_modules, or merge the adapter before "
-        "shard()"
+        f"has of it at this {kind.__qualname__}. Leave it out of target_modules, or merge the adapter before shard()"
     )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.integrations.peft._around import Finishing
 from shardcore.integrations.peft._checks import check_layer
-from shardcore.integrations.peft._copies import place_copies
+from shardcore.integrations.peft._copies import Tied, place_copies
 from shardcore.integrations.peft._forms import Form, Forms, forms_at, scales_at
 from shardcore.integrations.peft._linears import AdapterDropout
 from shardcore.integrations.peft._merging import Merging
@@ -27,17 +27,24 @@ from shardcore.wrap.scalars import on_replicas
 __all__ = ["is_new", "keep_on_replicas", "place"]
 
 
-def place(layer: nn.Module, context: ShardContext, where: str) -> None:
+def place(layer: nn.Module, context: ShardContext, where: str, tied: Tied, *, has_values: bool) -> None:
     """Give the adapters of ``layer`` that have none yet their forms; its base is sharded already.
 
     The parameters of new adapters are whole and plain, and the same on all ranks of ``tp``.
+
+    Args:
+        layer: the layer of PEFT.
+        context: of the sharded model.
+        where: its path.
+        tied: see `place_copies`.
+        has_values: see `place_copies`.
 
     Raises:
         NotSupportedError: no form is known.
     """
     check_layer(layer, where)
     if isinstance(layer, ModulesToSaveWrapper):
-        place_copies(layer, context, where)
+        place_copies(layer, context, where, tied, has_values=has_values)
         return
     base = layer._modules["base_layer"]
     assert base is not None

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.parts import part_of
+from shardcore.integrations.peft._sites import nested
+from shardcore.mesh import ShardContext
 from shardcore.nn import SwappedModule
+from shardcore.nn.units import unit_of
 
-__all__ = ["Merging", "of_whole_tensors"]
+__all__ = ["Merging", "let_go", "let_merge", "of_whole_tensors"]
 
 
 class Merging(SwappedModule):
@@ -36,12 +40,20 @@ class Merging(SwappedModule):
             super().unmerge(*args, **kwargs)  # type: ignore[misc]  # of the native class
 
 
+def let_merge(layer: nn.Module, context: ShardContext) -> None:
+    """Let ``layer``, whose adapters and base data parallelism alone divides, merge on whole tensors."""
+    for one in nested(layer):
+        if isinstance(one, BaseTunerLayer):
+            Merging.swap_class(one, context)
+
+
 @contextlib.contextmanager
 def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
     """Put whole plain tensors in the places of the parameters of ``layer``; each rank copies back its part of the base.
 
     Every rank of the mesh calls it. What is changed beside the base is forgotten.
     """
+    let_go(layer)
     there: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, parameter)
         for module in layer.modules()
@@ -62,3 +74,9 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
     finally:
         for held, name, parameter in there:
             held[name] = parameter
+
+
+def let_go(layer: nn.Module) -> None:
+    """Let FSDP2 put its DTensors back in ``layer``: after a forward with gradients, some are gathered still."""
+    for unit in {unit for module in layer.modules() if (unit := unit_of(module)) is not None}:
+        unit.module.reshard()  # type: ignore[operator]  # of FSDPModule

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import peft
@@ -17,12 +18,15 @@ from torch.distributed.tensor import DTensor
 from shardcore.agree.agreement import Report, agree
 from shardcore.apply.together import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
-from shardcore.integrations.peft._checks import check_method, check_new, check_targets
+from shardcore.integrations.peft._checks import check_method, check_new
+from shardcore.integrations.peft._copies import Tied
 from shardcore.integrations.peft._dora import begin_with_norms
 from shardcore.integrations.peft._layers import is_new, keep_on_replicas, place
+from shardcore.integrations.peft._merging import let_merge
 from shardcore.integrations.peft._prompts import keep_own_heads, place_prompts
 from shardcore.integrations.peft._saving import save_adapters
 from shardcore.integrations.peft._sites import base_of, inner_name, own_children, sites
+from shardcore.integrations.peft._targets import check_targets
 from shardcore.integrations.peft._whole import of_whole_sizes
 from shardcore.mesh import ShardContext, group_of, nearest_context, set_context, set_part_of
 from shardcore.nn import SwappedModule
@@ -30,14 +34,16 @@ from shardcore.nn.behaviour import add_behaviour
 from shardcore.nn.intact import AROUND
 from shardcore.nn.units import unit_of
 
-__all__ = ["ShardedPeft", "adding", "from_pretrained", "get_peft_model", "load_into", "refuse_unplaced", "serve"]
+__all__ = ["HUB", "ShardedPeft", "adding", "from_pretrained", "get_peft_model", "load_into", "refuse_unplaced", "serve"]
 
 Result = TypeVar("Result")
 
 _ADDING = "_shard_adding"  # on a model that an adapter is being added to
 
+_LOADING = "_shard_loading"  # on a model whose new adapter is read from a file
+
 #: Where PEFT finds an adapter that is not in a folder.
-_HUB = ("revision", "token", "cache_dir", "subfolder")
+HUB = ("revision", "token", "cache_dir", "subfolder")
 
 _PREFIX = "base_model.model."  # of the names in a saved adapter
 
@@ -61,7 +67,8 @@ class ShardedPeft(SwappedModule):
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter in PEFT's format, which every rank reads, and of which it keeps its part."""
         _refuse_meta(kwargs)
-        return super().load_adapter(*args, **kwargs)  # type: ignore[misc]  # of the native class
+        with _loading(base_of(self)):
+            return super().load_adapter(*args, **kwargs)  # type: ignore[misc]  # of the native class
 
     def get_prompt(self, *args: Any, **kwargs: Any) -> Any:
         """Return the prompts, or this rank's heads of the keys and values of prefixes; takes what PEFT's own takes."""
@@ -165,11 +172,12 @@ def from_pretrained(
     """
     if nearest_context(model) is None:
         return PeftModel.from_pretrained(model, model_id, adapter_name, is_trainable, **kwargs)
-    hub = {name: kwargs[name] for name in _HUB if name in kwargs}
+    hub = {name: kwargs[name] for name in HUB if name in kwargs}
     config = PeftConfig.from_pretrained(model_id, **hub)
     config.inference_mode = not is_trainable
     config.base_model_name_or_path = model.__dict__.get("name_or_path", None) or None
-    made = get_peft_model(model, config, adapter_name)
+    with _loading(model):
+        made = get_peft_model(model, config, adapter_name)
     made.load_adapter(model_id, adapter_name, is_trainable=is_trainable, **kwargs)
     return made
 
@@ -197,7 +205,7 @@ def load_into(
     Raises:
         NotSupportedError: another argument is given, or the adapter has no sharded form.
     """
-    hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
+    hub = {name: kwargs.pop(name) for name in HUB if name in kwargs}
     if kwargs:
         raise NotSupportedError(
             f"load_adapter of a sharded {type(model).__name__} does not take {', '.join(sorted(kwargs))}; leave it out"
@@ -210,7 +218,8 @@ def load_into(
     peft_config.inference_mode = not is_trainable
     state = adapter_state_dict or peft.load_peft_weights(peft_model_id, device="cpu", **hub)
     state = {key.removeprefix(_PREFIX): value for key, value in state.items()}  # this model is no PeftModel
-    model.add_adapter(peft_config, name)
+    with _loading(model):
+        model.add_adapter(peft_config, name)
     found = peft.set_peft_model_state_dict(model, state, name)
     if not is_trainable:
         model.eval()
@@ -261,6 +270,16 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
     return result
 
 
+@contextlib.contextmanager
+def _loading(model: nn.Module) -> Iterator[None]:
+    """Say of ``model`` that the values of adapters which are added to it come from a file."""
+    model.__dict__[_LOADING] = True
+    try:
+        yield
+    finally:
+        model.__dict__.pop(_LOADING, None)
+
+
 def refuse_unplaced(model: nn.Module) -> None:
     """Refuse layers that PEFT has put around parallel modules by itself, as soon as it says that it has.
 
@@ -283,7 +302,7 @@ def _check(inner: nn.Module, config: Any, name: str, context: ShardContext) -> N
     sizes = context.sizes
     if not isinstance(config, PeftConfig):
         raise ConfigError(f"the settings of an adapter are a peft.PeftConfig, got a {type(config).__name__}")
-    inside, saved = not config.is_prompt_learning, getattr(config, "modules_to_save", None)
+    inside, saved = not config.is_prompt_learning, sorted(set(getattr(config, "modules_to_save", None) or ()))
     if sizes.replicas > 1 and inside and (saved or context.defers or unit_of(inner) is None):
         raise NotSupportedError(
             f"an adapter is added to a model that has {sizes.replicas} data-parallel replicas, with "
@@ -301,7 +320,7 @@ def _check(inner: nn.Module, config: Any, name: str, context: ShardContext) -> N
             "an adapter is added to a model that is divided among the ranks of a pipeline: leave pp out"
         )
     check_method(config, name, ranks=sizes.tp, replicas=sizes.replicas)
-    check_new(config, name, several=sizes.tp * sizes.replicas > 1)
+    check_new(config, name, several=sizes.tp * sizes.replicas > 1, loaded=_LOADING in inner.__dict__)
     if sizes.tp > 1:
         check_targets(inner, config, name)
 
@@ -325,11 +344,14 @@ def _give_forms(new: Mapping[str, nn.Parameter], inner: nn.Module, context: Shar
     first, group = int(context.mesh.mesh.flatten()[0]), group_of(context.mesh)
     for parameter in new.values():
         dist.broadcast(parameter.data, first, group=group)
+    tied: Tied = {}
     for site in sites(inner):
         held: Any = site.layer._modules.get("lora_magnitude_vector") or {}
         begin = [name for name, magnitude in held.items() if is_new(magnitude.weight)]
         if context.size > 1:
-            place(site.layer, context, site.path)
+            place(site.layer, context, site.path, tied, has_values=False)
+        else:
+            let_merge(site.layer, context)
         for name in begin:  # PEFT has looked at a base without values
             begin_with_norms(site.layer, name)
         if context.sizes.replicas > 1:

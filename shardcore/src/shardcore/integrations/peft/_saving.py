@@ -12,11 +12,19 @@ from torch import Tensor
 
 from shardcore.agree.meeting import Meeting
 from shardcore.agree.presence import before_meeting
+from shardcore.errors import NotSupportedError
 from shardcore.integrations._gathering import Transport
 from shardcore.integrations._saving import writer_of
 from shardcore.mesh import ShardContext
 
 __all__ = ["save_adapters"]
+
+
+_NO_CONVERSION = (
+    "save_pretrained(path_initial_model_for_weight_conversion=...) of a sharded model: PEFT loads the initial adapter "
+    "for it beside the other, which the rank that writes cannot do alone. Leave it out, and convert in one process: "
+    "PeftModel.from_pretrained(base, folder).save_pretrained(other, path_initial_model_for_weight_conversion=...)"
+)
 
 
 def save_adapters(
@@ -40,6 +48,8 @@ def save_adapters(
     tensors: dict[str, Any] = {}
     failure = None
     try:
+        if kwargs.get("path_initial_model_for_weight_conversion") is not None:
+            raise NotSupportedError(_NO_CONVERSION)
         tensors = _wanted(model, model.state_dict() if given is None else given, names, save_embedding_layers)
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error

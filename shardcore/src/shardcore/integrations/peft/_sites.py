@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
@@ -60,9 +60,14 @@ def base_of(model: Any) -> nn.Module:
     """Return the model inside of a ``PeftModel``; any other is its own.
 
     Raises:
-        NotSupportedError: it has no such model, or several.
+        NotSupportedError: it has no such model, or several, or one that is known to PEFT alone.
     """
     if not isinstance(model, PeftModel):
+        if isinstance(model, PeftMixedModel | BaseTuner):
+            raise NotSupportedError(
+                f"a {type(model).__name__} cannot be sharded: give shard() what get_peft_model(model, config) returns "
+                "without mixed=True, with adapters of one method"
+            )
         return model  # type: ignore[no-any-return]  # a module
     inner: Any = model.base_model
     if isinstance(inner, BaseTuner):
@@ -70,5 +75,11 @@ def base_of(model: Any) -> nn.Module:
     if not isinstance(inner, nn.Module) or isinstance(inner, PeftModel | BaseTuner):
         raise NotSupportedError(
             f"a {type(model).__name__} around a {type(inner).__name__} cannot be sharded; unload one of the two"
+        )
+    if type(inner).__module__.partition(".")[0] == "peft":
+        methods = ", ".join(sorted(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values()))
+        raise NotSupportedError(
+            f"adapters of this kind ({methods}, a {type(inner).__name__}) cannot be sharded; use LORA, or train it "
+            "unsharded"
         )
     return inner

@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from peft import PeftModel
-from peft.utils import AuxiliaryTrainingWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
 from shardcore.agree.fingerprint import Item, model_items, tensor_items
 from shardcore.errors import NotSupportedError
-from shardcore.integrations.peft._checks import check_base, check_layer, check_method
+from shardcore.integrations.peft._checks import TOKENS, check_method
+from shardcore.integrations.peft._copies import Tied
 from shardcore.integrations.peft._layers import place
+from shardcore.integrations.peft._merging import let_merge
 from shardcore.integrations.peft._models import serve
 from shardcore.integrations.peft._sites import base_of, inner_name, nested, own_children, sites
+from shardcore.integrations.peft._targets import check_site, planned_of
 from shardcore.mesh import ShardContext
 from shardcore.plan import ShardPlan
 
@@ -25,7 +28,7 @@ def attached_to(model: nn.Module) -> AttachedAdapters | None:
     """Return the adapters of PEFT that ``model`` has, or None.
 
     Raises:
-        NotSupportedError: they are on a model inside of another one.
+        NotSupportedError: they are on a model inside of another one, or none of them can be sharded.
     """
     if not isinstance(model, PeftModel) and not any(True for _ in sites(model)):
         return None
@@ -43,6 +46,9 @@ class AttachedAdapters:
         self.outer = model
         self.model = base_of(model)
         self._sites = list(sites(self.model))
+        for site in self._sites:
+            if isinstance(site.layer, TrainableTokensWrapper):
+                raise NotSupportedError(f"an adapter has trainable_token_indices, at {site.path}; {TOKENS}")
 
     def check(self, plan: ShardPlan) -> None:
         """Refuse what is known to have no sharded form, before anything is changed."""
@@ -56,14 +62,9 @@ class AttachedAdapters:
         for name, settings in self._methods().items():
             check_method(settings, name, ranks=ranks, replicas=replicas)
         if ranks > 1:
-            made: dict[str, list[type]] = {}
-            for step in plan.steps:
-                for path, kind in step.behaviours:
-                    made.setdefault(path, []).append(kind)
+            made = planned_of(plan)
             for site in self._sites:
-                check_layer(site.layer, site.path)
-                if not isinstance(site.layer, AuxiliaryTrainingWrapper):
-                    check_base(site.path, made.get(site.path, ()))
+                check_site(site, made)
 
     def items(self, *, values: bool) -> Iterator[Item]:
         """Yield what has to be the same on every rank: kinds, settings, shapes and ``values`` of all adapters."""
@@ -106,12 +107,15 @@ class AttachedAdapters:
         """
         if receive is not None:
             receive(self._held())
+        tied: Tied = {}
         for site in self._sites:
             layer = nested(site.layer)[-1]
             layer._modules[inner_name(layer)] = site.parent._modules[site.name]
             site.parent._modules[site.name] = site.layer
             if context.size > 1:
-                place(site.layer, context, site.path)
+                place(site.layer, context, site.path, tied, has_values=True)
+            elif context.replica_groups:
+                let_merge(site.layer, context)
         if context.size == 1:  # FSDP2 divides them with the model
             self.model.__dict__["_shard_intact"].accept(self.model)
         serve(self.outer, context)
