@@ -36,6 +36,7 @@ _DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|planned|file|pag
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 #: The most characters of a cell, but one in the first column, that is a number or a mark and no words.
 _NARROW = 12
+_BREAK = re.compile(r"(?<=[a-z0-9][._])(?=\w{3})|(?<=[a-z0-9])(?=[A-Z][a-z]{2})")
 _CLASS = re.compile(r"^\| `(\w+)` ", re.MULTILINE)
 _REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 
@@ -49,13 +50,19 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark tables of numbers and marks, whose columns may be narrow: ``tables.css`` reads it."""
-    return _TABLE.sub(lambda table: f'<div class="{_kind(table[0])}">{table[0]}</div>', html)
+    """Say of each table whether its columns may be narrow, for ``tables.css``, and where its names may be broken."""
+    return _TABLE.sub(lambda table: f'<div class="{_kind(table[0])}">{_breakable(table[0])}</div>', html)
 
 
 def _kind(table: str) -> str:
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
-    return "narrow" if all(len(re.sub(r"<[^>]+>", "", cell)) <= _NARROW for row in rows for cell in row[1:]) else "wide"
+    cells = [re.sub(r"<[^>]+>", "", cell) for row in rows for cell in row[1:]]
+    return "narrow" if all(len(cell) <= _NARROW for cell in cells) else "wide"
+
+
+def _breakable(table: str) -> str:
+    """Let names in code break after dots and underscores and between words."""
+    return re.sub(r"<code>(.*?)</code>", lambda code: f"<code>{_BREAK.sub('<wbr>', code[1])}</code>", table)
 
 
 def expand(markdown: str) -> str:
