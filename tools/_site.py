@@ -3,7 +3,6 @@
 A page may hold these lines, which are replaced by what the sources say, read without importing them:
 
     {{ docstring shardcore.hooks }}     the docstring of a module, as Markdown
-    {{ verbatim shardcore.errors }}     the docstring of a module, as it stands
     {{ words shardcore.styles }}        a table of the public functions of a module: how each is called, what it does
     {{ names shardcore.nn }}            a table of everything in ``__all__`` of a module: the name, what it is
     {{ planned shardcore._planned }}    a table of what this release lacks
@@ -32,7 +31,7 @@ SOURCE = ROOT / "shardcore" / "src"
 # A warning of this logger is an error of `mkdocs build --strict`.
 log = logging.getLogger("mkdocs.plugins.shardcore")
 
-_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|planned|file|page|titles|served|version) ([^{}]+) \}\}$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\{\{ (docstring|words|names|planned|file|page|titles|served|version) ([^{}]+) \}\}$", re.MULTILINE)
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 #: The most characters of a cell, but one in the first column, that is a number or a mark and no words.
 _NARROW = 12
@@ -61,8 +60,8 @@ def _kind(table: str) -> str:
 
 
 def _breakable(table: str) -> str:
-    """Let names in code break after dots and underscores and between words."""
-    return re.sub(r"<code>(.*?)</code>", lambda code: f"<code>{_BREAK.sub('<wbr>', code[1])}</code>", table)
+    """Let names in code break after dots and underscores and between words; a bar needs no backslash any more."""
+    return re.sub(r"<code>(.*?)</code>", lambda code: _BREAK.sub("<wbr>", code[0]).replace("\\|", "|"), table)
 
 
 def expand(markdown: str) -> str:
@@ -78,14 +77,17 @@ def tree(module: str) -> ast.Module:
 
 
 def as_markdown(module: str) -> str:
-    """Return the docstring of a module, with code blocks of list items indented as Markdown wants them."""
+    """Return the docstring of a module, with code of list items indented as Markdown wants it, and trees as lists."""
     text = ast.get_docstring(tree(module)) or ""
+    text = re.sub(r"^.+\n(?:[├│└].*(?:\n|$))+", _as_list, text, flags=re.MULTILINE)
     return re.sub(r"^ {7}(?=\S| )", " " * 8, text, flags=re.MULTILINE)
 
 
-def verbatim(module: str) -> str:
-    """Return the docstring of a module in a block that is shown as it stands."""
-    return f"```text\n{ast.get_docstring(tree(module))}\n```"
+def _as_list(tree: re.Match[str]) -> str:
+    """Return a drawn tree, of lines "name (base)   what it is", as a list of lists."""
+    lines = re.findall(r"^([│├└─ ]*)(\w+)( \(\w+\))? *(.*)$", tree[0], re.MULTILINE)
+    items = (f"{' ' * len(drawn)}* `{name}`{base}{said and ': '}{said}" for drawn, name, base, said in lines)
+    return "\n".join(items) + "\n"
 
 
 def file(path: str, language: str) -> str:
@@ -220,7 +222,6 @@ def documented(name: str) -> bool:
 
 _KINDS: dict[str, Callable[..., str]] = {
     "docstring": as_markdown,
-    "verbatim": verbatim,
     "words": words,
     "names": names,
     "planned": planned,
