@@ -31,7 +31,7 @@ SOURCE = ROOT / "shardcore" / "src"
 # A warning of this logger is an error of `mkdocs build --strict`.
 log = logging.getLogger("mkdocs.plugins.shardcore")
 
-_DIRECTIVE = re.compile(r"^\{\{ (docstring|words|names|planned|file|page|titles|served|version) ([^{}]+) \}\}$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\{\{ (\w+) ([^{}]+) \}\}$", re.MULTILINE)
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 #: The most characters of a cell, but one in the first column, that is a number or a mark and no words.
 _NARROW = 12
@@ -173,7 +173,7 @@ def planned(module: str) -> str:
     sys.modules[spec.name] = read  # dataclasses look for their module
     spec.loader.exec_module(read)
     rows = [
-        f"| {field.feature or ''} | `{name}` | {field.release} | {field.instead} |"
+        f"| {field.feature or 'other values of this field'} | `{name}` | {field.release} | {field.instead} |"
         for name, field in read.FIELDS.items()
     ]
     return "\n".join(["| feature | field | release | until then |", "|---|---|---|---|", *rows])

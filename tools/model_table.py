@@ -31,15 +31,16 @@ _HEADER = """# Models
 Every class that the packs of this repository serve, and what each supports: `tp` sizes, sequence parallelism, split
 losses, generation, recomputation. The conformance kit tests every mark.
 
-* **tp**: the numbers of tensor-parallel ranks, besides 1, at which its tiny models are compared with the unsharded ones.
+* **tp**: the numbers of tensor-parallel ranks, besides 1, at which its tiny models are compared with unsharded ones.
   3 is among them where heads may be unequal on the ranks; else the ranks divide the heads.
 * **seq**: `enable_sequence_parallelism=True`.
 * **loss**: `parallel_output=True` and `loss_chunk_size`, for classes with a head over a vocabulary.
 * **gen**: `generate`.
 * **rec**: `gradient_checkpointing_enable`; ✓ with both values of `use_reentrant`.
-* **out**: what can be asked for besides the usual outputs: **A** attentions and **H** hidden states (in encoder-decoders
-  those of the decoder), **E** the encoder's attentions, **C** cross-attentions, **R** router logits.
-* **sent**: the most collectives that one more block costs, forward+backward; one more each way where ranks share KV heads.
+* **out**: what can be asked for besides the usual outputs: **A** attentions and **H** hidden states (in
+  encoder-decoders those of the decoder), **E** the encoder's attentions, **C** cross-attentions, **R** router logits.
+* **sent**: the most collectives that one more block costs, forward+backward; one more each way where ranks share KV
+  heads.
 
 Everything else that the kit checks (gradients, optimizer steps, clipping, data parallelism, checkpoints, loading) holds
 for every class: [Testing](docs/reference/testing.md). `python tools/model_table.py --write` writes this page from the

@@ -2,6 +2,8 @@
 
     python tools/pack_readmes.py            # say which are not current
     python tools/pack_readmes.py --write    # write them
+
+The rest of a README is its pack's own.
 """
 
 from __future__ import annotations
