@@ -176,8 +176,8 @@ def add_clients(stack: str, environment: Environment) -> None:
 
     def test(session: nox.Session) -> None:
         packs = [pack.folder for pack in PACKS if pack.is_tested_with(environment.pins)]
-        # Some run what the documentation shows.
-        shown = [ROOT / "docs", ROOT / "tests" / "test_docs.py"]
+        # Some run what the documentation shows, and examples.
+        shown = [ROOT / "docs", ROOT / "examples", ROOT / "tests" / "test_docs.py"]
         places = [CORE / "src", ROOT / "tests" / "clients", *shown, *(folder / "src" for folder in packs)]
         requirements = [f"{CORE}[testing]", *map(str, packs)]
         tests = ROOT / "tests" / "clients"

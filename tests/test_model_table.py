@@ -30,4 +30,4 @@ def test_rows_of_a_library_that_is_not_here_are_kept(monkeypatch):
     assert "\n| `Old` | 2 |\n" in text
     assert "`VisionTransformer`" not in text
     assert "`No`" not in text
-    assert "| `ViTModel` | 1, 2, 4 | yes |" in text
+    assert "| `ViTModel` | 2 4 | ✓ |" in text

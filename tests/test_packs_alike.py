@@ -56,6 +56,7 @@ def test_every_part_of_the_metadata_is_kept():
         authors=["Somebody", 'Some "body" else'],
         keywords=["k" * 70, "l" * 70],
         classifiers=["Typing :: Typed"],
+        urls={"Homepage": "https://pypi.org/project/shard-x-y/"},
         data=["d==1"],
         whole=True,
         pytest={"addopts": ["-p", "x"], "timeout": 600},

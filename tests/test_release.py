@@ -58,6 +58,20 @@ def test_metadata_says_who_and_for_what(file):
     found = project(file)
     assert found["authors"] == CORE["authors"] == [{"name": "The shardcore authors"}]
     assert found["classifiers"] == CORE["classifiers"]
+    page = f"https://pypi.org/project/{found['name']}/"
+    assert found["urls"] == {"Homepage": page, "Core": CORE["urls"]["Homepage"], "History": f"{page}#history"}
+    assert set(CORE["urls"].values()) == {
+        "https://pypi.org/project/shardcore/",
+        "https://pypi.org/project/shardcore/#history",
+    }
+
+
+def test_the_citation_is_of_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    said = dict(re.findall(r"^([\w-]+): (.+)$", text, re.M))
+    assert (said["title"], said["version"], said["license"]) == (CORE["name"], CORE["version"], CORE["license"])
+    assert re.findall(r"^  - name: (.*)$", text, re.M) == [author["name"] for author in CORE["authors"]]
+    assert CORE["description"] in " ".join(text.split())
 
 
 def test_the_changelog_has_this_version_or_what_will_be():

@@ -1,14 +1,16 @@
-"""What mkdocs does not do by itself: text taken from the sources, the list of decisions, and missing docstrings.
+"""What mkdocs does not do by itself: text taken from the sources and a word for each missing docstring.
 
 A page may hold these lines, which are replaced by what the sources say, read without importing them:
 
     {{ docstring shardcore.hooks }}     the docstring of a module, as Markdown
-    {{ verbatim shardcore.errors }}     the docstring of a module, as it stands
     {{ words shardcore.styles }}        a table of the public functions of a module: how each is called, what it does
     {{ names shardcore.nn }}            a table of everything in ``__all__`` of a module: the name, what it is
     {{ planned shardcore._planned }}    a table of what this release lacks
     {{ file PATH LANGUAGE }}            a file of the repository, as a block of code
     {{ page PATH }}                     a page that is not in docs/, without its title
+    {{ titles adr }}                    a list of the pages of a folder of docs/, by their titles
+    {{ version shardcore }}             the version of a distribution of the repository
+    {{ served MODELS.md }}              the families of classes that the packs of that page serve
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,13 @@ SOURCE = ROOT / "shardcore" / "src"
 # A warning of this logger is an error of `mkdocs build --strict`.
 log = logging.getLogger("mkdocs.plugins.shardcore")
 
-_DIRECTIVE = re.compile(r"^\{\{ (docstring|verbatim|words|names|planned|file|page) ([^{}]+) \}\}$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\{\{ (\w+) ([^{}]+) \}\}$", re.MULTILINE)
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+#: The most characters of a cell, but one in the first column, that is a number or a mark and no words.
+_NARROW = 12
+_BREAK = re.compile(r"(?<=[a-z0-9][._])(?=\w{3})|(?<=[a-z0-9])(?=[A-Z][a-z]{2})")
+_CLASS = re.compile(r"^\| `(\w+)` ", re.MULTILINE)
 _REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
-
-
-def on_config(config: Any) -> Any:
-    """Add one page for each decision to the navigation."""
-    pages = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "adr").glob("*.md"))
-    config.nav.append({"Decisions": pages})
-    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -45,6 +46,22 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         if not documented(name):
             log.warning("%s: %s has no docstring", page.file.src_uri, name)
     return expand(markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Say of each table whether its columns may be narrow, for ``tables.css``, and where its names may be broken."""
+    return _TABLE.sub(lambda table: f'<div class="{_kind(table[0])}">{_breakable(table[0])}</div>', html)
+
+
+def _kind(table: str) -> str:
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
+    cells = [re.sub(r"<[^>]+>", "", cell) for row in rows for cell in row[1:]]
+    return "narrow" if all(len(cell) <= _NARROW for cell in cells) else "wide"
+
+
+def _breakable(table: str) -> str:
+    """Let names in code break after dots and underscores and between words; a bar needs no backslash any more."""
+    return re.sub(r"<code>(.*?)</code>", lambda code: _BREAK.sub("<wbr>", code[0]).replace("\\|", "|"), table)
 
 
 def expand(markdown: str) -> str:
@@ -60,14 +77,17 @@ def tree(module: str) -> ast.Module:
 
 
 def as_markdown(module: str) -> str:
-    """Return the docstring of a module, with code blocks of list items indented as Markdown wants them."""
+    """Return the docstring of a module, with code of list items indented as Markdown wants it, and trees as lists."""
     text = ast.get_docstring(tree(module)) or ""
+    text = re.sub(r"^.+\n(?:[├│└].*(?:\n|$))+", _as_list, text, flags=re.MULTILINE)
     return re.sub(r"^ {7}(?=\S| )", " " * 8, text, flags=re.MULTILINE)
 
 
-def verbatim(module: str) -> str:
-    """Return the docstring of a module in a block that is shown as it stands."""
-    return f"```text\n{ast.get_docstring(tree(module))}\n```"
+def _as_list(tree: re.Match[str]) -> str:
+    """Return a drawn tree, of lines "name (base)   what it is", as a list of lists."""
+    lines = re.findall(r"^([│├└─ ]*)(\w+)( \(\w+\))? *(.*)$", tree[0], re.MULTILINE)
+    items = (f"{' ' * len(drawn)}* `{name}`{base}{said and ': '}{said}" for drawn, name, base, said in lines)
+    return "\n".join(items) + "\n"
 
 
 def file(path: str, language: str) -> str:
@@ -83,6 +103,31 @@ def page(path: str) -> str:
 
 def _link(text: str, target: str) -> str:
     return f"[{text}]({target.removeprefix('docs/')})" if target.startswith("docs/") else text
+
+
+def titles(folder: str) -> str:
+    """Return a Markdown list of the pages of a folder of docs/, by their titles."""
+    pages = sorted((ROOT / "docs" / folder).glob("*.md"))
+    first = [page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for page in pages]
+    return "\n".join(f"* [{title}]({folder}/{page.name})" for title, page in zip(first, pages, strict=True))
+
+
+def served(path: str) -> str:
+    """Return the families that the packs in the page of models serve, with links to their tables."""
+    sections = re.split(r"^## (.+)\n", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    packs = {pack: _CLASS.findall(rows) for pack, rows in zip(sections[::2], sections[1::2], strict=True)}
+    return " ·\n".join(f"[{', '.join(families(names))}](models.md#{pack})" for pack, names in packs.items())
+
+
+def families(classes: Sequence[str]) -> list[str]:
+    """Return what the names of base models begin with; all names where none of them is called a model."""
+    bare = [re.sub(r"(Text|Vision|Encoder|QFormer|LMHead|DoubleHeads|MT)?Model$", "", name) for name in classes]
+    return list(dict.fromkeys(short for short, name in zip(bare, classes, strict=True) if short != name)) or bare
+
+
+def version(folder: str) -> str:
+    """Return the version of the distribution in a folder of the repository."""
+    return str(tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
 
 
 def words(module: str) -> str:
@@ -128,7 +173,7 @@ def planned(module: str) -> str:
     sys.modules[spec.name] = read  # dataclasses look for their module
     spec.loader.exec_module(read)
     rows = [
-        f"| {field.feature or ''} | `{name}` | {field.release} | {field.instead} |"
+        f"| {field.feature or 'other values of this field'} | `{name}` | {field.release} | {field.instead} |"
         for name, field in read.FIELDS.items()
     ]
     return "\n".join(["| feature | field | release | until then |", "|---|---|---|---|", *rows])
@@ -177,10 +222,12 @@ def documented(name: str) -> bool:
 
 _KINDS: dict[str, Callable[..., str]] = {
     "docstring": as_markdown,
-    "verbatim": verbatim,
     "words": words,
     "names": names,
     "planned": planned,
     "file": file,
     "page": page,
+    "titles": titles,
+    "served": served,
+    "version": version,
 }

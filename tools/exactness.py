@@ -34,10 +34,10 @@ PAGE = ROOT / "docs" / "exactness.md"
 
 _HEADER = """# How exact it is
 
-Written by `python tools/exactness.py --write`. For every family, a small model with random weights is trained for two
-steps in float64 next to its sharded copy; a number is the largest relative difference of any output, loss, gradient of
-a parameter, norm of all gradients, and parameter after a step of AdamW. Where models compute in float32 by themselves
-(norms, softmaxes, losses), they compute in float64 here. The bound of the
+How far a sharded model is from the unsharded one, for every family and every way to split it. A small model with random
+weights is trained for two steps in float64 next to its sharded copy; a number is the largest relative difference of any
+output, loss, gradient of a parameter, norm of all gradients, and parameter after a step of AdamW. Where models compute
+in float32 by themselves (norms, softmaxes, losses), they compute in float64 here. The bound of the
 [conformance kit](reference/testing.md) is 1e-12.
 
 * **tp 2, 3, 4**: so many tensor-parallel ranks; 3 where heads may be unequal on the ranks.
@@ -47,6 +47,7 @@ a parameter, norm of all gradients, and parameter after a step of AdamW. Where m
 * **experts**: two replicas of two tensor-parallel ranks each, which share the experts of a mixture.
 
 An empty cell is what a family does not have or does not support: [Models](models.md) says which.
+`python tools/exactness.py --write` writes this page.
 """
 _COLUMNS = ("family", "tp 2", "tp 3", "tp 4", "sequence", "split loss", "replicas", "experts")
 _SIZES = (2, 3, 4)

@@ -28,21 +28,34 @@ PAGE = ROOT / "MODELS.md"
 
 _HEADER = """# Models
 
-Every class that the packs of this repository serve, with what the conformance kit holds it to: written by
-`python tools/model_table.py --write` from the packs' own cases, and compared with them by a test.
+Every class that the packs of this repository serve, and what each supports: `tp` sizes, sequence parallelism, split
+losses, generation, recomputation. The conformance kit tests every mark.
 
-* **tp**: the numbers of ranks at which its tiny models are compared with the unsharded ones. 3 is among them where
-  heads may be unequal on the ranks; else the ranks divide the heads.
-* **sequence**: `enable_sequence_parallelism=True`.
-* **split loss**: `parallel_output=True` and `loss_chunk_size`, for classes with a head over a vocabulary.
-* **recomputation**: `gradient_checkpointing_enable`, with which value of `use_reentrant`.
-* **outputs**: what can be asked for besides the usual ones, such as `output_attentions=True`.
-* **collectives**: the most that one more block costs, forward + backward; one more each way where ranks share KV heads.
+* **tp**: the numbers of tensor-parallel ranks, besides 1, at which its tiny models are compared with unsharded ones.
+  3 is among them where heads may be unequal on the ranks; else the ranks divide the heads.
+* **seq**: `enable_sequence_parallelism=True`.
+* **loss**: `parallel_output=True` and `loss_chunk_size`, for classes with a head over a vocabulary.
+* **gen**: `generate`.
+* **rec**: `gradient_checkpointing_enable`; ✓ with both values of `use_reentrant`.
+* **out**: what can be asked for besides the usual outputs: **A** attentions and **H** hidden states (in
+  encoder-decoders those of the decoder), **E** the encoder's attentions, **C** cross-attentions, **R** router logits.
+* **sent**: the most collectives that one more block costs, forward+backward; one more each way where ranks share KV
+  heads.
 
 Everything else that the kit checks (gradients, optimizer steps, clipping, data parallelism, checkpoints, loading) holds
-for every class: [Testing](docs/reference/testing.md).
+for every class: [Testing](docs/reference/testing.md). `python tools/model_table.py --write` writes this page from the
+packs' own cases.
 """
-_COLUMNS = ("class", "tp", "sequence", "split loss", "generation", "recomputation", "outputs", "collectives")
+_COLUMNS = ("class", "tp", "seq", "loss", "gen", "rec", "out", "sent")
+_OUTPUTS = {
+    "attentions": "A",
+    "decoder_attentions": "A",
+    "hidden_states": "H",
+    "decoder_hidden_states": "H",
+    "encoder_attentions": "E",
+    "cross_attentions": "C",
+    "router_logits": "R",
+}
 
 
 @dataclass(frozen=True)
@@ -71,17 +84,17 @@ def rows_of(pack: Pack) -> list[Row]:
 
 def _row(target: str, cases: Sequence[tuple[Case, Any]], plugin: str) -> Row:
     supports = [case.supports for case, _ in cases]
-    sizes = sorted({size for s in supports for size in s.tensor_parallel})
-    outputs = list(dict.fromkeys(name for s in supports for name in s.captured))
+    sizes = sorted({size for s in supports for size in s.tensor_parallel if size > 1})
+    outputs = {_OUTPUTS.get(name, name) for s in supports for name in s.captured}
     kinds = {(s.checkpointing, s.checkpointing and s.reentrant) for s in supports}
     cells = (
-        ", ".join(map(str, sizes)),
+        " ".join(map(str, sizes)),
         _yes(any(s.sequence for s in supports)),
         _yes(any(_splits_logits(case, model, plugin) for case, model in cases)),
         _yes(any(s.generation for s in supports)),
-        "both" if (True, True) in kinds else "`False`" if (True, False) in kinds else "",
-        ", ".join(outputs),
-        " + ".join(map(str, cases[0][0].collectives)),
+        "✓" if (True, True) in kinds else "`False`" if (True, False) in kinds else "",
+        " ".join(sorted(outputs)),
+        "+".join(map(str, cases[0][0].collectives)),
     )
     library, _, name = target.partition(".")[0], *target.rpartition(".")[1:]
     return Row(library, name, cells)
@@ -94,7 +107,7 @@ def _splits_logits(case: Case, model: Any, plugin: str) -> bool:
 
 
 def _yes(holds: bool) -> str:
-    return "yes" if holds else ""
+    return "✓" if holds else ""
 
 
 def page(packs: Sequence[Pack], before: str = "") -> str:

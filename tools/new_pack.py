@@ -2,7 +2,8 @@
 
     python tools/new_pack.py shard-qwen "The Qwen family of transformers" --needs shard-llama
 
-writes them; ``policy.py``, ``cases.py`` and ``plugin.py`` are the pack's own.
+writes them; ``policy.py``, ``cases.py`` and ``plugin.py`` are the pack's own, and the example in its README is. What
+classes it serves, tools/model_table.py and then tools/pack_readmes.py write.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ From a checkout of the repository:
 ```
 pip install ./shardcore {folders}
 ```
+
+## Classes
+
+## Tested with
 
 {tested}
 """
@@ -117,6 +122,7 @@ def main(arguments: list[str]) -> None:
             authors=like.authors,
             keywords=[short if word == like.short else word for word in like.keywords],
             classifiers=like.classifiers,
+            urls={label: url.replace(like.name, options.name) for label, url in like.urls.items()},
         )
     )
     sys.stdout.write(f"{folder}: write src/{short}/policy.py, cases.py and plugin.py\n")

@@ -33,6 +33,7 @@ class Distribution:
         authors: the names of those who wrote it.
         keywords: for the index of packages.
         classifiers: for the index of packages.
+        urls: pages about it, by their labels.
         data: distributions that the tests read as files; nox installs them without what they depend on.
         whole: the whole kit is a part of every run of the tests of the repository that the pack is in.
         pytest: settings of pytest, for a pack that has a repository of its own.
@@ -48,6 +49,7 @@ class Distribution:
     authors: Sequence[str] = ()
     keywords: Sequence[str] = ()
     classifiers: Sequence[str] = ()
+    urls: Mapping[str, str] = field(default_factory=dict)
     data: Sequence[str] = ()
     whole: bool = False
     pytest: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Distribution:
             authors=[author["name"] for author in project.get("authors", ())],
             keywords=project.get("keywords", ()),
             classifiers=project.get("classifiers", ()),
+            urls=project.get("urls", {}),
             data=tool["shardcore"].get("data", ()),
             whole=tool["shardcore"].get("whole", False),
             pytest=tool.get("pytest", {}).get("ini_options", {}),
@@ -100,6 +103,7 @@ class Distribution:
         sections = [
             _BUILD,
             _table("project", project),
+            *([_table("project.urls", self.urls)] if self.urls else []),
             _table("project.optional-dependencies", self.extras),
             _table('project.entry-points."shardcore.packs"', {self.short: f"{self.package}.plugin"}),
             "# The releases the tests run against; nox reads this table.\n"
