@@ -79,8 +79,8 @@ def tree(module: str) -> ast.Module:
 def as_markdown(module: str) -> str:
     """Return the docstring of a module, with code of list items indented as Markdown wants it, and trees as lists."""
     text = ast.get_docstring(tree(module)) or ""
-    text = re.sub(r"^.+\n(?:[├│└].*(?:\n|$))+", _as_list, text, flags=re.MULTILINE)
-    return re.sub(r"^ {7}(?=\S| )", " " * 8, text, flags=re.MULTILINE)
+    text = re.sub(r"^ {7}(?=\S| )", " " * 8, text, flags=re.MULTILINE)
+    return re.sub(r"^.+\n(?:[├│└].*(?:\n|$))+", _as_list, text, flags=re.MULTILINE)
 
 
 def _as_list(tree: re.Match[str]) -> str:
