@@ -70,13 +70,13 @@ def hotswap_adapter(
 @contextlib.contextmanager
 def _of_whole_adapters(model: nn.Module) -> Iterator[None]:
     """Put whole plain tensors in the places of the parameters of all adapters; each rank copies back its part."""
-    there: list[tuple[dict[str, Any], str, DTensor]] = []
+    there: list[tuple[dict[str, Any], str, Any]] = []  # the DTensors, and who holds them
     for site in sites(model):
         let_go(site.layer)
         for layer in nested(site.layer):
             for child in own_children(layer).values():
                 for module in child.modules():
-                    held = module._parameters
+                    held: dict[str, Any] = module._parameters
                     there.extend((held, name, p) for name, p in held.items() if isinstance(p, DTensor))
     whole = [nn.Parameter(parameter.detach().full_tensor(), requires_grad=False) for *_, parameter in there]
     for (held, name, _), full in zip(there, whole, strict=True):
