@@ -70,7 +70,7 @@ def hotswap_adapter(
 @contextlib.contextmanager
 def _of_whole_adapters(model: nn.Module) -> Iterator[None]:
     """Put whole plain tensors in the places of the parameters of all adapters; each rank copies back its part."""
-    there: list[tuple[dict[str, Any], str, Any]] = []
+    there: list[tuple[dict[str, Any], str, Any]] = []  # the DTensors, and who holds them
     for site in sites(model):
         let_go(site.layer)
         for layer in nested(site.layer):
