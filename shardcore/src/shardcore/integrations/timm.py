@@ -40,10 +40,7 @@ class CheckpointSaver(timm.utils.CheckpointSaver):  # type: ignore[misc]  # timm
     Every rank makes one, with the same arguments, and makes every call. The first rank of the model brings all tensors
     together, of the model, of its average and of the optimizer, so that it needs room for them on its host; where there
     is none, use `shardcore.save_checkpoint`. The ``metric`` of that rank decides which files are kept, and all ranks
-    return what it returns.
-
-    Args:
-        model: as for the native class, as all arguments.
+    return what it returns. Its arguments are those of the native class.
     """
 
     optimizer: Any
