@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -168,7 +169,10 @@ def test_a_job_ends_in_seconds(tmp_path, alone, then, said):
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode
     assert f"others will not come: {said}" in done.stderr
-    assert float(done.stdout.split("took ")[1].split()[0]) < 20
+    took = re.findall(r"took ([\d.]+)", done.stdout)
+    # In the last case both ranks are told; where the other one ends first, torchrun ends this one with it.
+    assert took or then == "model(batch())"
+    assert all(float(seconds) < 20 for seconds in took)
     assert "Aborted" not in done.stderr
 
 
