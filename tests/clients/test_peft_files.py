@@ -184,7 +184,7 @@ def swaps_and_refuses(folder: str, options: dict[str, Any]) -> None:
     dist.barrier()
     reference = adapted(base(), lora())
     model = shardcore.shard(copy.deepcopy(reference), **options)
-    before = outputs(reference, inputs)
+    before, trains = outputs(reference, inputs), {n for n, p in named(model).items() if p.requires_grad}
     with pytest.raises(shardcore.ConfigError, match=r"has r=4,.* r=6,.*Load it beside"):
         peft_room().hotswap_adapter(model, place / "larger", "default")
     close(outputs(model, inputs), before, "refused")
@@ -195,9 +195,8 @@ def swaps_and_refuses(folder: str, options: dict[str, Any]) -> None:
     assert not torch.equal(before, outputs(reference, inputs))
     for name, parameter in named(reference).items():
         close(whole(named(model)[name].detach()), parameter.detach(), name)
-    assert {n for n, p in named(model).items() if p.requires_grad} == {
-        n for n, p in named(reference).items() if p.requires_grad
-    }
+    # What trains goes on to; PEFT 0.18 leaves it frozen.
+    assert {n for n, p in named(model).items() if p.requires_grad} == trains
 
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 1, "dp": 2}], ids=["tp", "data alone"])

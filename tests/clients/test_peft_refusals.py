@@ -18,6 +18,7 @@ pytest.importorskip("peft", reason="adapters are those of peft, which is not ins
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import peft
+from packaging.version import Version
 
 from adapters import (  # from support/
     adapted,
@@ -167,6 +168,8 @@ WHERE = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", WHERE)
 def test_refused_where_it_is(pool, name, when):
+    if (name, when) == ("tied adapters", "before") and Version(peft.__version__) < Version("0.19"):
+        pytest.skip("PEFT 0.18 ties copies alone, and says so")
     config, words, *of = WHERE[name]
     tp = 4 if name == "scales of heads of several ranks" else 2
     pool.run(refused, config, {"tp": tp}, "NotSupportedError", words, when, *of, world=tp)

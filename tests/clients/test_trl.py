@@ -161,8 +161,9 @@ def test_other_trainers(pool, tmp_path, method):
     case = {"method": method, **OTHERS[method]}
     (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1, **case)
     moved(wanted)
-    for got in pool.run(trained, str(tmp_path / "two"), TP2, world=2, **case):
-        same_history(got, wanted, 1e-6)
+    for rank, got in enumerate(pool.run(trained, str(tmp_path / "two"), TP2, world=2, **case)):
+        if rank == 0 or FUSED:  # before TRL 1.0 KTO's numbers are those of the main process, which logs
+            same_history(got, wanted, 1e-6)
         same_parameters(got, wanted, 1e-9)
 
 
@@ -201,9 +202,13 @@ def test_rewards(pool, tmp_path, name, mesh):
     sizes = {f"per_device_{what}_batch_size": 4 // replicas for what in ("train", "eval")}
     case = rewarded(name, **sizes)
     for got in pool.run(launched, str(tmp_path / "more"), mesh, world=2 * replicas, **case):
-        same_history(got, wanted, 1e-5, without=("total_flos", "entropy") if replicas > 1 else ())
+        # Averages of averages over replicas; before TRL 1.0 that of the distance to the reference too.
+        apart = ("total_flos", "entropy", *(() if FUSED else ("kl",)))
+        same_history(got, wanted, 1e-5, without=apart if replicas > 1 else ())
         same_parameters(got, wanted, 1e-6)  # log-probabilities are float32's
-        assert got["table"] == wanted["table"]
+        for column, values in wanted["table"].items():
+            exactly = all(isinstance(value, str) for value in values)
+            assert got["table"][column] == (values if exactly else pytest.approx(values, rel=1e-6, abs=1e-6)), column
 
 
 def test_replicas_generate_answers_of_other_lengths(pool, tmp_path):

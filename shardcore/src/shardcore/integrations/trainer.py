@@ -40,9 +40,19 @@ class _Sharded(Losses, Evaluating, Checkpoints):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator one that knows the model."""
+        self._refuse_a_second_sharding()  # of which Accelerate knows nothing on a CPU, or says that there is no device
         with prepared_by_shardcore():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer
         self._adopt(self.model)
+
+    def _refuse_a_second_sharding(self) -> None:
+        sharded, args = sharded_in(self.model), self.args
+        wanted = [name for name in ("fsdp", "deepspeed", "parallelism_config") if getattr(args, name, None)]
+        if sharded is not None and wanted:
+            raise ConfigError(
+                f"TrainingArguments have {wanted[0]}={getattr(args, wanted[0])!r}, and the {type(sharded).__name__} is "
+                "sharded by shardcore: it cannot be sharded twice. Leave it out, and say tp= and dp= to shard()"
+            )
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make the model of a trial, which the Accelerator has to know."""
@@ -56,14 +66,6 @@ class _Sharded(Losses, Evaluating, Checkpoints):
         _private.require("the Trainer")
         adopt(self.accelerator, model)
         args, device = self.args, self._replicas.context.device
-        # On a CPU Accelerate knows nothing of them.
-        for name in ("fsdp", "deepspeed", "parallelism_config"):
-            if getattr(args, name, None):
-                raise ConfigError(
-                    f"TrainingArguments have {name}={getattr(args, name)!r}, and the {type(model).__name__} was "
-                    "sharded by shardcore: it cannot be sharded twice. Leave it out, and say tp= and dp= to "
-                    "shardcore.shard"
-                )
         if args.device.type != device.type or (device.index or 0) != (args.device.index or 0):
             raise ConfigError(
                 f"the model lies on {device}, and TrainingArguments have chosen {args.device}. Start one process for "
