@@ -71,7 +71,7 @@ class CheckpointSaver(timm.utils.CheckpointSaver):  # type: ignore[misc]  # timm
 
     def _models(self) -> list[Any]:
         """Return what the native methods ask for its state, by `unwrap_fn`."""
-        if (task := getattr(self, "task", None)) is None:  # timm before 1.0.27 has none
+        if (task := getattr(self, "task", None)) is None:  # timm 1.0.23 has none
             return [model for model in (self.model, self.model_ema) if model is not None]
         found: list[Any] = []
 

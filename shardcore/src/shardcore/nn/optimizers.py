@@ -103,7 +103,7 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def split_whole_state(optimizer: Optimizer) -> None:
     """Let state of whole parameters be this rank's parts of it. All ranks have loaded the same, so nothing is sent."""
-    if not _has_whole_state(optimizer):
+    if not optimizer.state or not _has_whole_state(optimizer):
         return
     for parameter in _sharded(optimizer):
         state = optimizer.state.get(parameter, {})
