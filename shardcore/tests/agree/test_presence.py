@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import re
 import subprocess
@@ -14,20 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hurry import hurry
 from tiny import batch, twins
 
 from shardcore import MissingRanksError, ShardcoreWarning
 from shardcore.agree import presence
 from shardcore.agree.meeting import Meeting
 from shardcore.apply import judging
-from shardcore.comm.channel import Channel
 from shardcore.testing.parity import assert_close
 
 
 def hurried(calls: int):
-    """Return a model that has been called so often, on a rank that asks and is sure sooner than in real life."""
-    presence._TICK, presence._ASKS, presence._SURE, presence._TELLS = 0.05, 0.5, 0.3, 0.6
-    Channel.looks = datetime.timedelta(seconds=0.05)
+    """Return a model that has been called so often, on a rank that hurries."""
+    hurry()
     reference, model = twins(fields={"tp": 2})
     for _ in range(calls):
         model(batch()).sum().backward()
@@ -46,7 +44,7 @@ def evaluates_while_others_go_on(calls: int):
     dist.barrier()
     took = time.monotonic() - begin
     if rank == 1:
-        while not model._inputs_presence.failed:  # its thread hears of it
+        while not model._inputs_presence[0].failed:  # its thread hears of it
             time.sleep(0.05)
         with pytest.raises(MissingRanksError):
             model(batch())
@@ -117,11 +115,11 @@ def test_a_rank_that_is_late_is_waited_for_and_its_place_is_told(pool):
 def unused():
     _, model = hurried(0)
     presence._ASKS = 5.0
-    asked = model._inputs_presence._asked
+    asked = model._inputs_presence[0]._asked
     for _ in range(30):
         model(batch()).sum().backward()
         time.sleep(0.03)
-    return asked, model._inputs_presence._asked
+    return asked, model._inputs_presence[0]._asked
 
 
 def test_nobody_asks_as_long_as_calls_come_through(pool):
@@ -191,7 +189,7 @@ def seeds_alone():
         model(batch())
     dist.barrier()
     model(batch()).sum().backward()
-    return model._inputs_presence.failed
+    return model._inputs_presence[0].failed
 
 
 def test_a_rank_that_seeds_alone_is_waited_for(pool):

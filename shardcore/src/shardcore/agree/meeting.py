@@ -67,7 +67,8 @@ class Meeting:
         store = dist.distributed_c10d._get_default_store()  # the only store that every process group has
         base = f"shardcore/{call}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
         patience = _timeout() if patience is None else patience
-        end = time.monotonic() + patience
+        begin = time.monotonic()
+        end = begin + patience
         while True:
             name = f"{base}/{store.add(f'{base}/number', 0)}"
             missing = _attend(store, base, name, ranks, json.dumps(report), end, call, watch)
@@ -76,10 +77,11 @@ class Meeting:
                 return cls(store, name, {rank: json.loads(store.get(f"{name}/{rank}")) for rank in brought})
             if dist.get_rank() not in missing:
                 names = ", ".join(map(str, missing))
+                waited = time.monotonic() - begin
                 raise MissingRanksError(
-                    f"{call} has to be called by all {len(ranks)} ranks of the model, and within {patience:g} s (the "
-                    f"timeout of the process group) these did not: {names}. Nothing was written. Call it on every rank "
-                    "(outside any `if rank == 0`).",
+                    f"{call} has to be called by all {len(ranks)} ranks of the model, and these did not come: {names} "
+                    f"(this one has waited for {waited:.0f} s; the timeout of the process group is {patience:g} s). "
+                    "Nothing was written. Call it on every rank (outside any `if rank == 0`).",
                     missing,
                 )
 

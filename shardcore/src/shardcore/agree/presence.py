@@ -17,12 +17,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
 from shardcore.agree.whereabouts import Whereabouts
-from shardcore.comm.channel import Channel
 from shardcore.errors import MissingRanksError
 from shardcore.mesh import ShardContext
 
@@ -34,21 +33,33 @@ _TELLS = 10.0  # seconds after which it tells people
 _SURE = 3.0  # seconds that another one has stayed where it waits
 
 
+class Transport(Protocol):
+    """What ranks send each other by, and counts alike; see `shardcore.comm.channel.Channel`."""
+
+    sent: int
+    presence: Any
+    watch: Callable[[], None] | None
+
+
 class Presence:
     """Where the ranks that share a model are; made by all of them together.
 
     Args:
-        channel: between the ranks.
+        ranks: their global ranks.
+        name: what tells these ranks of a model from others that are the same ranks.
+        channel: what they send each other by.
         model: its class, for messages.
+        binding: whether each call needs all of them; else only those do in which something is sent.
     """
 
-    def __init__(self, channel: Channel, model: str) -> None:
-        group = channel.group
-        self._channel, self._model = channel, model
-        self._ranks: Sequence[int] = dist.get_process_group_ranks(group)
+    def __init__(
+        self, ranks: Sequence[int], name: str, channel: Transport, model: str, *, binding: bool = True
+    ) -> None:
+        self._channel, self._model, self._binding = channel, model, binding
+        self._ranks = ranks
         self._rank = dist.get_rank()
         self._store = dist.distributed_c10d._get_default_store()
-        key = hashlib.sha256(repr((tuple(self._ranks), group.group_name)).encode()).hexdigest()[:16]
+        key = hashlib.sha256(repr((tuple(ranks), name)).encode()).hexdigest()[:16]
         # Each rank counts for itself: what one of them made alone, before it failed, does not meet that of another.
         number = self._store.add(f"shardcore/presence/{key}/made/{self._rank}", 1)
         self._base = f"shardcore/presence/{key}/{number}"
@@ -72,6 +83,12 @@ class Presence:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # of the same ranks
 
+    def attend(self, *, watching: bool) -> None:
+        """Be what those ask who meet outside of collectives, and, if ``watching``, those who wait in them."""
+        self._channel.presence = self
+        if watching:
+            self._channel.watch = self.check
+
     @property
     def failed(self) -> bool:
         """Whether it is known that the ranks will not meet."""
@@ -83,7 +100,7 @@ class Presence:
         Raises:
             MissingRanksError: see `check`.
         """
-        if self._failed is not None:
+        if self._binding and self._failed is not None:
             self.check()
         self._thread = threading.get_ident()
         self._since = time.monotonic()
@@ -214,16 +231,22 @@ class Presence:
 
 
 def before_meeting(context: ShardContext | None) -> Callable[[], None] | None:
-    """Say that this rank is about to meet the others of its ``tp``, as all of them will, outside of a call.
+    """Say that this rank is about to meet all others of its model, as all of them will, outside of a call.
 
     Returns:
         what looks whether they will come, for `Meeting.hold`; None where nothing is known of them.
     """
-    presence: Presence | None = None if context is None else context.channel.presence
-    if presence is None:
+    if context is None:
         return None
-    presence.meet()
-    return presence.check
+    found: list[Presence] = [p for p in (context.channel.presence, context.data.presence) if p is not None]
+    for presence in found:
+        presence.meet()
+    return functools.partial(_check, found) if found else None
+
+
+def _check(presences: Sequence[Presence]) -> None:
+    for presence in presences:
+        presence.check()
 
 
 def _watch(found: weakref.ref[Presence], done: threading.Event) -> None:

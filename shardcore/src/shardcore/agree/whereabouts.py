@@ -72,7 +72,7 @@ def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ..
         if call in _PASSING:
             return "", ()
         return "a sharded model" if call in ("call", "forward") else call, tuple(inside.get("ranks", ()))
-    if module == "shardcore.comm.channel" and name == "_wait":
+    if module == "shardcore.comm.channel" and name == "wait_watched":
         channel = frame.f_locals.get("channel")
         if channel is not None:
             return "a sharded model", tuple(dist.get_process_group_ranks(channel.group))

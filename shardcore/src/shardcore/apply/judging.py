@@ -16,7 +16,7 @@ from shardcore.agree.presence import Presence
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreWarning
 from shardcore.mesh import ShardContext
 from shardcore.nn.judged import judge
-from shardcore.nn.same_inputs import Brought, compare_inputs
+from shardcore.nn.same_inputs import Brought, Meet, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds", "judge_calls"]
 
@@ -52,15 +52,26 @@ def _told(ranks: tuple[int, ...], found: str) -> str:
 def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
     """Let ``model`` compare its inputs over its ``tp``: in its first calls and each ``every``-th, if that is not 0.
 
-    A rank that calls it alone gets an error in seconds, if it can be known that others will not come.
+    A rank that calls it alone gets an error in seconds, if it can be known that others will not come; so does one that
+    waits alone for other replicas.
     """
-    if ranks := _ranks(context):
-        presence = Presence(context.channel, type(model).__name__)
-        context.channel.presence = presence
-        if context.device.type == "cpu":  # elsewhere no host waits in a collective
-            context.channel.watch = presence.check
-        meet = functools.partial(_compared, ranks, type(model).__name__, presence)
-        compare_inputs(model, every, checksum, meet, presence)
+    ranks, name = _ranks(context), type(model).__name__
+    presences: list[Presence] = []
+    meet: Meet = _alone
+    if ranks:
+        presences.append(Presence(ranks, context.group.group_name, context.channel, name))
+        meet = functools.partial(_compared, ranks, name, presences[0])
+    if context.sizes.replicas > 1:
+        everyone = tuple(map(int, context.mesh.mesh.flatten()))
+        presences.append(Presence(everyone, "replicas", context.data, name, binding=False))
+    for presence in presences:
+        presence.attend(watching=context.device.type == "cpu")  # elsewhere no host waits in a collective
+    if presences:
+        compare_inputs(model, every if ranks else 0, checksum, meet, presences)
+
+
+def _alone(brought: Brought) -> None:
+    """Compare nothing: no other rank shares the model."""
 
 
 def follow_seeds(context: ShardContext) -> None:

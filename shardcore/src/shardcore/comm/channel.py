@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
 
-__all__ = ["Channel", "Pending"]
+__all__ = ["Channel", "Pending", "Watched", "wait_watched"]
 
 
 def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
@@ -61,12 +61,28 @@ class Pending:
     def wait(self) -> Tensor:
         """Return the result; to be called once."""
         if self._work is not None:
-            _wait(self._work, self._channel)
+            wait_watched(self._work, self._channel)
         return self._result()
 
 
-def _wait(work: dist.Work, channel: Channel | None) -> None:
-    """Wait until a collective is done, and let the channel's `watch` look now and then whether it ever will be."""
+class Watched(Protocol):
+    """The ranks of a group, and what looks whether those that are waited for will come."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group."""
+
+    @property
+    def watch(self) -> Callable[[], None] | None:
+        """What looks, and may raise; None if nothing does."""
+
+    @property
+    def looks(self) -> datetime.timedelta:
+        """The time between two looks."""
+
+
+def wait_watched(work: dist.Work, channel: Watched | None) -> None:
+    """Wait until a collective is done, and let the channel's ``watch`` look now and then whether it ever will be."""
     if channel is None or channel.watch is None:
         work.wait()
         return
@@ -119,7 +135,7 @@ class Channel:
         self.sent += 1
         work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM)
         if work is not None:  # as in `Pending`
-            _wait(work, self)
+            wait_watched(work, self)
         return x
 
     def start_all_reduce(self, x: Tensor) -> Pending:
@@ -182,7 +198,7 @@ class Channel:
             return out
         self.sent += 1
         work = dist.all_to_all_single(out, flat, list(received), list(sent), group=self.group, async_op=True)
-        _wait(work, self)
+        wait_watched(work, self)
         return out
 
     def all_reduce_max(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.comm.channel import Channel
+from shardcore.comm.data import DataTransport
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name
 from shardcore.mesh.meshes import default_group, mesh_of_group, neighbours_on
@@ -39,6 +40,7 @@ class ShardContext:
         keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
         fuses_regions: whether the entry of a region computes the parameter gradients of its members beside its own
             collective. False where each node has to compute its own gradient (schedules that split a backward).
+        data: between the replicas, for the collectives of FSDP2.
         experts: the mesh of the ranks by the experts that they hold: its axes ``dp_shard`` and ``ep`` together are the
             ``dp_shard`` of ``mesh``. None where every rank has all experts, or slices of all.
         neighbours: between this rank and so many neighbours on ``tp``, as far as `join_neighbours` made it.
@@ -52,6 +54,7 @@ class ShardContext:
     partial_gradients: PartialGradients = "in_backward"
     keeps_gathered: bool = True
     fuses_regions: bool = True
+    data: DataTransport = field(default_factory=DataTransport)
     experts: DeviceMesh | None = None
     neighbours: dict[int, Channel] = field(default_factory=dict)
     origin: str = ""

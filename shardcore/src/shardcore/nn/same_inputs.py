@@ -7,7 +7,7 @@ ranks and not by replicas. Nothing fails then: sums are made of different activa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -23,7 +23,7 @@ from shardcore.mesh.random_stream import TWO_THREADS
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 
-__all__ = ["Brought", "SameInputs", "compare_inputs"]
+__all__ = ["Brought", "Meet", "SameInputs", "compare_inputs"]
 
 #: What a rank was called with: (argument, what it is, its checksum) for each.
 Brought: TypeAlias = list[tuple[str, str, str]]
@@ -70,7 +70,7 @@ class SameInputs(SwappedModule):
     _inputs_meet: Meet
     _inputs_checksum: Callable[[Tensor], str]
     _inputs_kind: tuple[bool, bool]  # of the last call: training, with gradients
-    _inputs_presence: Presence
+    _inputs_presence: Sequence[Presence]
     _inputs_open: int  # the thread in which a call is under way; 0 if none is
 
     @override
@@ -116,13 +116,15 @@ class SameInputs(SwappedModule):
     @contextmanager
     def _opened(self) -> Iterator[None]:
         own = self.__dict__
-        self._inputs_presence.enter()
+        for presence in self._inputs_presence:
+            presence.enter()
         own["_inputs_open"] = threading.get_ident()
         try:
             yield
         finally:
             own["_inputs_open"] = 0
-            self._inputs_presence.leave()
+            for presence in self._inputs_presence:
+                presence.leave()
 
     def compare_generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare the tensors that a generation begins with, if as many calls were made as between comparisons.
@@ -161,11 +163,11 @@ class SameInputs(SwappedModule):
 
 
 def compare_inputs(
-    model: nn.Module, every: int, checksum: Callable[[Tensor], str], meet: Meet, presence: Presence
+    model: nn.Module, every: int, checksum: Callable[[Tensor], str], meet: Meet, presences: Sequence[Presence]
 ) -> None:
     """Let a sharded model compare the inputs of its first calls, and of each ``every``-th; for all ranks alike.
 
-    With ``every`` 0 it compares none. ``presence`` is told of all calls.
+    With ``every`` 0 it compares none. ``presences`` are told of all calls.
     """
     context = model.__dict__["_shard_context"]
     add_behaviour(model, SameInputs)
@@ -177,7 +179,7 @@ def compare_inputs(
         _inputs_meet=meet,
         _inputs_checksum=checksum,
         _inputs_kind=(True, True),
-        _inputs_presence=presence,
+        _inputs_presence=tuple(presences),
         _inputs_open=0,
     )
 
