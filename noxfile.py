@@ -31,6 +31,8 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+from room import lacking  # noqa: E402
+
 import lanes  # noqa: E402
 from cells import Cell, Pack, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
@@ -279,6 +281,8 @@ def parallel(session: nox.Session) -> None:
     less than one after another, on two cores too.
     """
     tags = session.posargs or ["tests", "checks"]
+    if said := lacking(ENVIRONMENTS):
+        session.error(said)
     command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py")]
     listed = subprocess.run(
         [*command, "--list", "--json", "-t", *tags], check=True, capture_output=True, text=True, cwd=ROOT

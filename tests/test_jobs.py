@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 STUB = """#!/bin/sh
 echo "$@" >> calls
 case "$*" in
-  "-m nox"*) mkdir -p .nox/results; echo "7 passed, 1 failed" > .nox/results/totals; echo summary; exit {status};;
+  "-m nox"*) mkdir -p .nox/results; echo "{totals}" > .nox/results/totals; printf "{last}"; exit {status};;
 esac
 """
 
@@ -40,24 +40,41 @@ def tagged(tag: str) -> set[str]:
     return {name for name, tags in found.items() if tag in tags}
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_the_command_of_ci_runs_tests_and_checks_and_ends_with_the_totals(tmp_path, status):
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
-    stub = tmp_path / "bin" / "python"
+def run_ci(folder, **stub_fields):
+    """Run the command of CI in a ``folder`` that has nothing else, with the stub for Python."""
+    (folder / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
+    stub = folder / "bin" / "python"
     stub.parent.mkdir()
-    stub.write_text(STUB.format(status=status))
+    stub.write_text(STUB.format(**stub_fields))
     stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
     env = {**os.environ, "PATH": f"{stub.parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([folder / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_command_of_ci_runs_tests_and_checks_and_ends_with_the_totals(tmp_path, status):
+    done = run_ci(tmp_path, status=status, totals="7 passed, 1 failed", last="summary\\n")
     assert done.returncode == status
-    assert done.stdout.splitlines()[-1] == "7 passed, 1 failed"
+    assert done.stdout.splitlines()[-2:] == ["summary", "7 passed, 1 failed"]
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -s parallel"
     (parallel,) = (f for f in ast.parse((ROOT / "noxfile.py").read_text()).body if getattr(f, "name", "") == "parallel")
     defaults = [node.values[-1] for node in ast.walk(parallel) if isinstance(node, ast.BoolOp)]
     assert [ast.literal_eval(node) for node in defaults] == [["tests", "checks"]]
     assert tagged("checks") == {"lint", "types", "docs"}
     assert tagged("tests") >= {"core", "together"}
+
+
+@pytest.mark.parametrize(
+    ("status", "closing"), [(0, "7 passed, 0 failed, 2 skipped"), (3, "7 passed, 1 failed, 2 skipped")]
+)
+def test_a_run_that_was_cut_off_has_failed(tmp_path, status, closing):
+    done = run_ci(
+        tmp_path, status=status, totals="7 passed, 0 failed, 2 skipped", last="a line\\n" if not status else "a l"
+    )
+    assert done.returncode == status
+    assert done.stdout.splitlines()[-1] == closing
+    assert ("before all of its sessions" in done.stdout) == bool(status)
 
 
 def test_nox_alone_is_what_is_needed_before_a_commit():
