@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import shardcore.testing.pool
-from shardcore.testing.pool import WorkerPool, slowness
+from shardcore.testing import processes
+from shardcore.testing.pool import WorkerPool
+from shardcore.testing.processes import slowness
 
 TESTS = """
 import threading
@@ -91,7 +93,7 @@ def test_the_limit_of_a_call_grows(pool, monkeypatch):
 
 
 def test_the_limit_of_a_start_grows(monkeypatch):
-    monkeypatch.setattr(shardcore.testing.pool, "slowness", lambda: 3.0)
-    monkeypatch.setattr(shardcore.testing.pool, "_START_LIMIT", 1e-3)
+    monkeypatch.setattr(processes, "slowness", lambda: 3.0)
+    monkeypatch.setattr(processes, "_START_LIMIT", 1e-3)
     with WorkerPool(1) as workers, pytest.raises(shardcore.testing.WorkerTimeout, match=r"not start within 0\.003 s"):
         workers.run(os.getpid, world=1, process_group=False)

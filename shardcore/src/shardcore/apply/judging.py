@@ -61,7 +61,7 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
     if ranks:
         presences.append(Presence(ranks, context.group.group_name, context.channel, name))
         meet = functools.partial(_compared, ranks, name, presences[0])
-    if context.sizes.replicas > 1:
+    if context.sizes.replicas > 1 and not is_alone():
         everyone = tuple(map(int, context.mesh.mesh.flatten()))
         presences.append(Presence(everyone, "replicas", context.data, name, binding=False))
     for presence in presences:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 import shardcore
+from shardcore.cli.stored import convert, inspect
 from shardcore.cli.surroundings import answer_only, require_torch
 from shardcore.errors import ShardcoreError
 from shardcore.plugins.unserved import for_a_shell
@@ -239,13 +241,7 @@ def plan(
     from shardcore.planner import Workload
 
     limit = None if memory is None else command.bytes_of(memory)
-    sizes = {"tp": tp, "dp": dp, "pp": pp, "dp_replicate_size": dp_replicate}
-    if search and (ranks is None or any(sizes.values())):
-        raise click.UsageError("--search looks for the sizes: give --ranks, and no --tp, --dp, --pp or --dp-replicate")
-    if ranks is not None and not search:
-        raise click.UsageError("--ranks belongs to --search")
-    if not search:
-        sizes |= {"tp": tp or 1, "dp": dp or 1}
+    sizes = _sizes(search, ranks, tp=tp, dp=dp, pp=pp, dp_replicate_size=dp_replicate)
     pipeline = {
         "pipeline_schedule": pipeline_schedule,
         "num_model_chunks": num_model_chunks,
@@ -262,14 +258,28 @@ def plan(
     if svg is not None:
         svg.write_text(command.drawing(model, found, limit), encoding="utf-8")
     if html is not None:
-        from shardcore.cli.page import of_estimates
-
-        with answer_only():
-            drawn = command.compiled(model, found)
-        html.write_text(of_estimates(model, found, limit, drawn), encoding="utf-8")
+        _write_page(html, model, found, limit)
     command.answer(model, found, limit, search=search, as_json=as_json)
     if not any(command.fits(one, limit) for one in found):
         raise click.exceptions.Exit(1)
+
+
+def _write_page(file: Path, model: str, found: Sequence[Any], limit: int | None) -> None:
+    from shardcore.cli.page import of_estimates
+    from shardcore.cli.plan import compiled
+
+    with answer_only():
+        drawn = compiled(model, found)
+    file.write_text(of_estimates(model, found, limit, drawn), encoding="utf-8")
+
+
+def _sizes(search: bool, ranks: int | None, **sizes: int | None) -> dict[str, int | None]:
+    """Return the sizes of the axes that were asked for; of a search, none."""
+    if search and (ranks is None or any(sizes.values())):
+        raise click.UsageError("--search looks for the sizes: give --ranks, and no --tp, --dp, --pp or --dp-replicate")
+    if ranks is not None and not search:
+        raise click.UsageError("--ranks belongs to --search")
+    return sizes if search else {**sizes, "tp": sizes["tp"] or 1, "dp": sizes["dp"] or 1}
 
 
 @main.command(short_help="Compare a sharded model with the unsharded one.", epilog="Exit code 1 if anything differs.")
@@ -308,54 +318,8 @@ def verify(model: str, tp: int, timeout: float, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-@main.command(
-    short_help="Print what is in a training checkpoint.", epilog="Exit code 1 if the checkpoint is not complete."
-)
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def inspect(checkpoint: Path, as_json: bool) -> None:
-    """Print what is in a training CHECKPOINT: its step, model, mesh, tensors, optimizer and extras; reads no tensor.
-
-    CHECKPOINT is a folder that shardcore.save_checkpoint has made, or the folder of them: then the newest complete one.
-    """
-    require_torch()
-    from shardcore.cli import checkpoints as command
-
-    with answer_only():
-        found = command.contents(checkpoint)
-    click.echo(json.dumps(found, indent=2)) if as_json else command.show(found)
-
-
-@main.command(
-    short_help="Make a training checkpoint a standard one.", epilog="Exit code 1 if nothing could be written."
-)
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32", "float64"]),
-    help="Of the floating-point weights [default: as they were saved].",
-)
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Of one file; so much memory is needed.")
-def convert(checkpoint: Path, out: Path, dtype: str | None, max_shard_size: str) -> None:
-    """Write the model of a training CHECKPOINT into the folder OUT as a standard checkpoint in safetensors.
-
-    Needs no accelerator and no ranks, and as much memory as one file. What is written is what save_pretrained would
-    write: transformers reads it without shardcore. CHECKPOINT is one that shardcore.save_checkpoint has made, or the
-    folder of them: then the newest complete one.
-
-    \b
-    Examples:
-      shardcore convert runs/pretrain/checkpoints model
-      shardcore convert runs/pretrain/checkpoints/step-500 model --dtype bfloat16 --max-shard-size 2GB
-    """  # noqa: D301  # click reads the control character, not the letters
-    require_torch()
-    from shardcore.cli import checkpoints as command
-
-    with answer_only():
-        files = command.convert(checkpoint, out, dtype, max_shard_size)
-    for file in files:
-        click.echo(out / file)
+main.add_command(inspect)
+main.add_command(convert)
 
 
 @main.command(name="new-pack", short_help="Draft a pack for a class that none serves.")

@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import os
 import pickle
-import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from shardcore.testing._protocol import Failure, FunctionRef, Join, Reply, Task
+from shardcore.testing.processes import GRACE, WorkerError, WorkerProcess, WorkerTimeout, slowness
 
 __all__ = ["Failure", "WorkerError", "WorkerPool", "WorkerTimeout", "place"]
 
-_START_LIMIT = 120.0  # seconds for a process to import torch, on a machine that is busy with the others
 _JOIN_LIMIT = 20.0  # seconds for the ranks to make a process group and to use it once
 _JOIN_TRIES = 3  # gloo loses a connection now and then; new processes find each other
-_GRACE = 3.0  # seconds that the other ranks have to finish after the first failure
-_SLOWEST = 4.0  # a limit is at most so many times as long on a busy machine
-_DUMP_LIMIT = 2.0  # seconds to wait for the stacks of a worker that hangs
-
-
-class WorkerError(RuntimeError):
-    """At least one rank failed.
-
-    Attributes:
-        failures: every rank that failed, the first to fail first.
-        stacks: the stacks of the ranks that had to be killed, since they still waited for the others.
-    """
-
-    def __init__(self, message: str, failures: Sequence[Failure] = (), stacks: Mapping[int, str] | None = None) -> None:
-        self.failures = tuple(failures)
-        self.stacks = dict(stacks or {})
-        super().__init__(message)
-
-
-class WorkerTimeout(TimeoutError):  # noqa: N818 - named for what happened, like the TimeoutError that it is
-    """No rank failed, but some did not finish in time; not a WorkerError, so that no test expects it by accident.
-
-    Attributes:
-        stacks: the stacks of the ranks that had to be killed.
-    """
-
-    def __init__(self, message: str, stacks: Mapping[int, str] | None = None) -> None:
-        self.stacks = dict(stacks or {})
-        super().__init__(message)
 
 
 class WorkerPool:
@@ -82,7 +46,7 @@ class WorkerPool:
         self.size = size
         self.collective_timeout = collective_timeout
         self._note = note
-        self._workers: list[_Handle] = []
+        self._workers: list[WorkerProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shardcore-pool-")
         self._generation = 0
         self._joined: int | None = None  # the world size whose group every one of its ranks is in
@@ -160,14 +124,14 @@ class WorkerPool:
         for worker in self._workers:
             worker.connection.close()  # a worker leaves at the end of its input
         for worker in self._workers:
-            worker.process.join(_GRACE)
+            worker.process.join(GRACE)
         self.kill()
         self._folder.cleanup()
 
     def _start(self, world: int) -> None:
         if any(worker.process.exitcode is not None for worker in self._workers):
             self.kill()
-        new = [_Handle(rank, Path(self._folder.name)) for rank in range(len(self._workers), world)]
+        new = [WorkerProcess(rank, Path(self._folder.name)) for rank in range(len(self._workers), world)]
         self._workers += new
         try:
             for worker in new:
@@ -227,7 +191,7 @@ class WorkerPool:
                 failure = answer.failure if isinstance(answer, Reply) else answer
                 if failure is not None:
                     failures.append(failure)
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    deadline = min(deadline, time.monotonic() + GRACE)
         return replies, sorted(failures, key=lambda failure: failure.at)
 
     def _report(
@@ -241,7 +205,7 @@ class WorkerPool:
             self.kill()
         self._joined = None  # the ranks may have made different numbers of groups; a new group counts from zero
         sections = [f"--- rank {failure.rank}: {failure.error}\n{failure.details}" for failure in failures]
-        state = f"waited more than {_GRACE:g} s after the first failure" if failures else "did not finish"
+        state = f"waited more than {GRACE:g} s after the first failure" if failures else "did not finish"
         sections += [f"--- rank {rank} {state}; its stacks when it was killed:\n{stacks[rank]}" for rank in hanging]
         if failures:
             names = ", ".join(f"rank {failure.rank} ({failure.error})" for failure in failures)
@@ -254,127 +218,12 @@ class WorkerPool:
         )
 
 
-class _Handle:
-    """The parent's end of one worker process."""
-
-    def __init__(self, rank: int, folder: Path) -> None:
-        self.rank = rank
-        self.port = 0  # of the store, on rank 0
-        self.stacks = folder / f"stacks-{rank}.txt"
-        self.stacks.unlink(missing_ok=True)
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=_serve, args=(rank, theirs, str(self.stacks)), name=f"shardcore-rank-{rank}", daemon=True
-        )
-        with _hash_seed(rank):
-            self.process.start()
-        theirs.close()  # else its death would not end our input
-
-    def wait_until_ready(self) -> None:
-        limit = _START_LIMIT * slowness()
-        if not self.connection.poll(limit):
-            raise WorkerTimeout(f"rank {self.rank} did not start within {limit:g} s")
-        try:
-            self.port = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            death = self._death()
-            raise WorkerError(f"rank {self.rank} did not start: {death.details}", [death]) from None
-
-    def send(self, task: Task | Join) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died; `receive` says so
-            self.connection.send_bytes(pickle.dumps(task))
-
-    def receive(self) -> Reply | Failure | None:
-        """Return the worker's answer, its death, or None as long as there is neither."""
-        dead = self.process.exitcode is not None  # asked first: it may answer and then die
-        try:
-            if self.connection.poll():
-                reply: Reply = pickle.loads(self.connection.recv_bytes())
-                return reply
-        except (EOFError, OSError):
-            dead = True
-        return self._death() if dead else None
-
-    def dump_stacks(self) -> str:
-        """Return the Python stacks of all threads of the worker."""
-        pid = self.process.pid
-        if pid is not None and self.process.exitcode is None:
-            os.kill(pid, signal.SIGUSR1)
-        text, end = "", time.monotonic() + _DUMP_LIMIT
-        while time.monotonic() < end:
-            time.sleep(0.05)
-            before, text = text, self.stacks.read_text() if self.stacks.exists() else ""
-            if text and text == before:
-                break
-        return text.rstrip() or "(no stacks: the process does not take signals)"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-    def _death(self) -> Failure:
-        self.process.join(_GRACE)
-        code = self.process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        details = f"the process of rank {self.rank} ended with {how} and without an answer"
-        return Failure(rank=self.rank, error=f"died, {how}", details=details, at=time.monotonic())
-
-
 def place(stacks: str) -> str:
     """Return the innermost call of the main thread, and the innermost of the function that the pool has called."""
     _, _, main = stacks.rpartition("most recent call first")
     frames = [line.strip() for line in main.splitlines()[1:] if line.strip().startswith("File ")]
     called = next((at for at, frame in enumerate(frames) if "_worker.py" in frame), 0)
     return " < ".join(dict.fromkeys([*frames[:1], *frames[max(called - 1, 0) : called]])) or "no Python code"
-
-
-@contextmanager
-def _hash_seed(rank: int) -> Iterator[None]:
-    """Give each rank another order of sets, the same in every run; a process takes it when it starts."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = str(rank + 1)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONHASHSEED"]
-        else:
-            os.environ["PYTHONHASHSEED"] = before
-
-
-def _serve(rank: int, connection: Connection, stacks: str) -> None:
-    """Be a worker: the main function of its process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    with Path(stacks).open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        # After the handler, so that a hang in this import has a stack too; and the parent needs no torch for it.
-        from shardcore.testing._worker import Worker
-
-        Worker(rank, connection).serve()
-        os._exit(0)  # gloo's destructors may wait for ranks that are gone
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def slowness() -> float:
-    """Return how many processes there are for each core at least, between 1 and 4: what a limit is multiplied by."""
-    try:
-        busy = os.getloadavg()[0] / (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores())
-    except OSError:  # the system does not say
-        return 1.0
-    return min(max(busy, 1.0), _SLOWEST)
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
 
 
 def _without_islands() -> bool:
