@@ -167,9 +167,14 @@ def test_data_that_is_assigned_is_not_ignored(pool, name):
 def _assigned(name: str) -> None:
     model = shard(build(**OPTIONS), tp=2)
     parameter = model.get_parameter(name)
-    parameter.data = torch.ones(parameter.shape)
-    for training in (True, False):
-        with torch.set_grad_enabled(training), pytest.raises(shardcore.WrapError, match=r"through \.data"):
-            model(**batch(model))
-    with pytest.raises((shardcore.WrapError, shardcore.AgreementError), match=r"weight \(.* through \.data"):
-        model.save_pretrained("/nonexistent/folder")
+    before = parameter.full_tensor().clone()
+    for value in (torch.ones(parameter.shape), torch.ones_like(parameter.data), parameter.data.half()):
+        with pytest.raises(shardcore.NotSupportedError, match=r"\.data of a sharded tensor"):
+            parameter.data = value
+    assert torch.equal(parameter.full_tensor(), before)
+    parameter.data = parameter.data  # the same memory
+    parameter.data += 1.0
+    assert torch.equal(parameter.full_tensor(), before + 1.0)
+    model(**batch(model)).loss.backward()
+    with pytest.raises(shardcore.NotSupportedError, match="Nothing was changed"):
+        parameter.grad.data = torch.zeros_like(parameter.grad)

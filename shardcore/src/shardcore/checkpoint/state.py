@@ -67,7 +67,6 @@ class ModelState:
             ConfigError: a tensor has no values.
             NotSupportedError: a tensor is cut in a way that cannot be described, or its state dict is not made of the
                 model's own tensors.
-            WrapError: a tensor was assigned a plain one through ``.data``.
         """
         for part in model.modules():
             if isinstance(part, FSDPModule):

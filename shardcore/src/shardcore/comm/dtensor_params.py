@@ -30,7 +30,6 @@ __all__ = [
     "partial_spec",
     "read_local",
     "read_partial",
-    "refuse_assigned",
     "spec_of",
     "splits_on_tp",
     "with_spec",
@@ -66,7 +65,7 @@ def held(parameter: Tensor) -> Tensor:
     """Return a parameter of which this rank holds a part.
 
     Raises:
-        WrapError: it is a whole plain tensor, or was given one: somebody put one in the DTensor's place.
+        WrapError: it is a whole plain tensor: somebody put one in the DTensor's place.
     """
     if torch.compiler.is_compiling():
         return parameter
@@ -76,26 +75,7 @@ def held(parameter: Tensor) -> Tensor:
             "load_state_dict(assign=True) or torch.func.functional_call with whole tensors cannot work. "
             "model.load_state_dict(state) without assign splits whole tensors, which every rank has to pass."
         )
-    refuse_assigned(parameter)
     return parameter
-
-
-def refuse_assigned(parameter: Tensor, name: str = "a sharded parameter") -> None:
-    """Make sure that nobody has set the ``data`` of a DTensor to a plain tensor.
-
-    That gives memory to the wrapper, which has none, and leaves this rank's part as it was. (A DTensor that is set as
-    ``data`` is ignored by torch without a trace.)
-
-    Raises:
-        WrapError: somebody has.
-    """
-    if isinstance(parameter, DTensor) and parameter.data_ptr():
-        raise WrapError(
-            f"{name} {tuple(parameter.shape)} was assigned a plain tensor through .data, which torch does not bring to "
-            "the part that this rank holds. Undo it by building the model anew, and set values with "
-            "module.load_state_dict({name: tensor}, strict=False), which splits whole tensors, or under torch.no_grad()"
-            " with parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))."
-        )
 
 
 def as_dtensor(tensor: DTensor) -> DTensor:
@@ -221,8 +201,6 @@ def read_local(*parameters: Tensor, fresh: bool = False) -> tuple[Tensor, ...]:
         if not CAN_TRACE:
             return _read_untraced(*parameters, fresh=fresh)  # type: ignore[no-any-return]  # breaks the graph
         return tuple(_traced(p, fresh=fresh) if isinstance(p, DTensor) else p for p in parameters)
-    for parameter in parameters:
-        refuse_assigned(parameter)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
     out: tuple[Tensor, ...] = _ReadLocal.apply(fresh, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -248,8 +226,6 @@ def read_partial(channel: Channel, *parameters: Tensor, deferred: bool = False) 
     if torch.compiler.is_compiling():
         # Owned after the sum: the compiler makes one of two sums of one tensor.
         return tuple(_CompiledPartial.apply(p, channel) for p in read_local(*parameters))  # type: ignore[no-untyped-call]
-    for parameter in parameters:
-        refuse_assigned(parameter)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
     out: tuple[Tensor, ...] = _ReadPartial.apply(channel, deferred, *parameters)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardcore._torch import DTensorSpec
 from shardcore.comm.collectives import chunk_bounds
-from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of
+from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.strided import Block, blocks_at
 from shardcore.errors import ConfigError, NotSupportedError
 
@@ -43,7 +43,6 @@ def check_parts(state: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a tensor has no values.
         NotSupportedError: a tensor is cut in a way that `blocks_of` does not know.
-        WrapError: a tensor was assigned a plain one through ``.data``.
     """
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -51,7 +50,6 @@ def check_parts(state: Mapping[str, Any]) -> None:
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device: it has no values to save. Load the weights first.")
         if isinstance(tensor, DTensor):
-            refuse_assigned(tensor, name)
             spec = spec_of(tensor)
             wanted, held = part_shape(spec, spec.mesh.get_coordinate() or ()), tuple(local_tensor(tensor).shape)
             if wanted != held or any(p.is_partial() for p in spec.placements):

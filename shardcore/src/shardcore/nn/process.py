@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardcore.nn.assigned_data import refuse_dropped_data
 from shardcore.nn.ddp import refuse_ddp_around_sharded
 from shardcore.nn.draws import refuse_draws_on_cpu
 from shardcore.nn.numbers import warn_of_partial_numbers
@@ -16,6 +17,7 @@ def watch_torch() -> None:
     """Let torch say or do what DTensors and their optimizers lack; the first call acts."""
     warn_of_partial_numbers()
     refuse_lost_writes()
+    refuse_dropped_data()
     refuse_draws_on_cpu()
     refuse_ddp_around_sharded()
     find_inf_on_all_ranks()

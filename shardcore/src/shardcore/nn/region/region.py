@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
-from shardcore.comm.dtensor_params import local_tensor, refuse_assigned, spec_of, with_spec
+from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.mesh import ShardContext
@@ -109,7 +109,6 @@ def _is_readable(parameter: Tensor) -> bool:
 
 
 def _used(parameter: Tensor) -> Tensor:
-    refuse_assigned(parameter)
     held = local_tensor(parameter)
     return held.detach() if held.requires_grad else held
 

@@ -1,0 +1,49 @@
+"""``parameter.data = tensor`` of a DTensor, which torch drops: the wrapper gets new memory, and the part stays.
+
+A DTensor is a wrapper around this rank's part, and what torch replaces is what the wrapper is itself. So the line is
+refused, unless the tensor is the same memory, as after ``parameter.data += update``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardcore._torch import FakeTensor
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import NotSupportedError
+
+__all__ = ["refuse_dropped_data"]
+
+_NATIVE: Any = Tensor.data
+
+
+def refuse_dropped_data() -> None:
+    """Refuse what torch would drop, for the whole process; the first call acts."""
+    if "data" not in vars(DTensor):
+        patched: Any = DTensor
+        patched.data = property(_NATIVE.__get__, _set)
+
+
+def _set(tensor: DTensor, value: Tensor) -> None:
+    if not torch.compiler.is_compiling() and not _is_alias(tensor, value):
+        raise NotSupportedError(
+            f"an assignment to .data of a sharded tensor {tuple(tensor.shape)} would be dropped: torch changes the "
+            "wrapper and not this rank's part, which everything computes with. Nothing was changed. Set values with "
+            "module.load_state_dict({name: tensor}, strict=False), which splits whole tensors, or under torch.no_grad()"
+            " with parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements)); another "
+            "dtype or device with model.to(...)"
+        )
+    _NATIVE.__set__(tensor, value)
+
+
+def _is_alias(tensor: DTensor, value: Tensor) -> bool:
+    if not isinstance(value, DTensor):
+        return False
+    one, other = local_tensor(tensor), local_tensor(value)
+    if one is other or any(part.is_meta or isinstance(part, FakeTensor) for part in (one, other)):
+        return True
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()
