@@ -65,7 +65,7 @@ def _state_of_parts(folder: str, axes: dict[str, int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "_timeout", lambda: 0.5)
         if dist.get_rank() == 0:  # an error that names the others, not a collective that they never join
-            with pytest.raises(MissingRanksError, match="did not: 1"):
+            with pytest.raises(MissingRanksError, match="did not come: 1"):
                 model.save_pretrained(f"{folder}/alone", state_dict=model.state_dict())
     dist.barrier()
     assert not Path(folder, "alone").exists()
