@@ -275,7 +275,9 @@ def _missing(folder: str) -> None:
             for group in (callers, tuple(set(range(3)) - set(callers))):
                 if rank in group:
                     others = sorted(set(range(3)) - set(group))
-                    with pytest.raises(MissingRanksError, match=f"did not come: {', '.join(map(str, others))}") as caught:
+                    with pytest.raises(
+                        MissingRanksError, match=f"did not come: {', '.join(map(str, others))}"
+                    ) as caught:
                         model.save_pretrained(folder)
                     assert caught.value.missing == tuple(others)
                 dist.barrier()

@@ -70,11 +70,11 @@ def evaluates_alone():
             assert torch.equal(model(batch()), first)
     dist.barrier()
     model(batch()).sum().backward()
-    return model._inputs_presence[0].failed
+    return [presence.failed for presence in shardcore.mesh.context_of(model).presences]
 
 
 def test_a_whole_copy_may_be_called_alone(pool):
-    assert pool.run(evaluates_alone, timeout=60) == [False, False]
+    assert pool.run(evaluates_alone, timeout=60) == [[False], [False]]
 
 
 def is_late():
@@ -115,3 +115,59 @@ def meets_alone():
         assert caught.value.missing == (1,)
         return str(caught.value)
     return ""
+
+
+def evaluates_unevenly(folder):
+    """Copies of the model may evaluate other numbers of batches, load slowly, and save late."""
+    model = trained(dp_shard_size=2, dp_replicate_size=2)
+    context, rank = shardcore.mesh.context_of(model), dist.get_rank()
+    with torch.no_grad():
+        for step in range(2 if context.mesh.get_coordinate()[0] else 4):
+            if rank == 1 and step == 3:
+                time.sleep(2.0)
+            model(batch(step))
+    dist.barrier()
+    for step in range(2):
+        if rank == 1 and step:
+            time.sleep(2.0)
+        model(batch(step)).sum().backward()
+    if rank == 1:
+        time.sleep(2.0)
+    shardcore.save_checkpoint(folder, model)
+    return [presence.failed for presence in context.presences]
+
+
+def test_copies_of_divided_parameters_need_each_other_in_no_forward(pool, tmp_path):
+    found = pool.run(evaluates_unevenly, str(tmp_path / "run"), world=4, timeout=90)
+    assert found == [[False, False]] * 4  # those that share parameters, and all
+
+
+def saves_one_copy(folder):
+    model = trained(tp=1, dp_replicate_size=2)
+    if dist.get_rank() == 0:
+        shardcore.save_checkpoint(folder, model)
+    else:
+        dist.barrier()
+
+
+def test_a_copy_that_saves_alone(pool, tmp_path):
+    with pytest.raises(Exception, match=r"rank 1 waits for this one in torch\.distributed\.barrier") as caught:
+        pool.run(saves_one_copy, str(tmp_path / "run"), timeout=60)
+    assert [failure.error for failure in caught.value.failures] == ["MissingRanksError"]
+
+
+def calls_while_another_receives(kind):
+    model = trained(dp=2)
+    if dist.get_rank() == 0:
+        model(batch())
+    elif kind == "tensor":
+        dist.broadcast(torch.zeros(3), src=0)
+    else:
+        dist.broadcast_object_list([None], src=0)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "object"])
+def test_who_evaluates_alone_and_would_send_the_result_is_told(pool, kind):
+    with pytest.raises(Exception, match=r"rank 1 waits for this one in torch\.distributed\.broadcast") as caught:
+        pool.run(calls_while_another_receives, kind, timeout=60)
+    assert [failure.error for failure in caught.value.failures] == ["MissingRanksError"]

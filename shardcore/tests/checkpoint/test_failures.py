@@ -111,7 +111,9 @@ def only_one_calls(folder):
         patch.setattr(meeting, "_timeout", lambda: 0.5)
         for caller, call in ((0, training.save), (1, training.load)):
             if rank == caller:
-                with pytest.raises(MissingRanksError, match=f"called by all 2 ranks.* did not come: {1 - caller}") as caught:
+                with pytest.raises(
+                    MissingRanksError, match=f"called by all 2 ranks.* did not come: {1 - caller}"
+                ) as caught:
                     call(folder)
                 assert caught.value.missing == (1 - caller,)
             dist.barrier()

@@ -31,13 +31,13 @@ _TICK = 1.0  # seconds between two looks into the store
 _ASKS = 5.0  # seconds in a call after which a rank asks where the others are
 _TELLS = 10.0  # seconds after which it tells people
 _SURE = 3.0  # seconds that another one has stayed where it waits
+_EACH = 16  # ranks that are asked in a second: what one asks, all answer
 
 
 class Transport(Protocol):
     """What ranks send each other by, and counts alike; see `shardcore.comm.channel.Channel`."""
 
     sent: int
-    presence: Any
     watch: Callable[[], None] | None
 
 
@@ -47,13 +47,13 @@ class Presence:
     Args:
         ranks: their global ranks.
         name: what tells these ranks of a model from others that are the same ranks.
-        channel: what they send each other by.
+        channel: what they send each other by in a call; None if they only meet outside of calls.
         model: its class, for messages.
         binding: whether each call needs all of them; else only those do in which something is sent.
     """
 
     def __init__(
-        self, ranks: Sequence[int], name: str, channel: Transport, model: str, *, binding: bool = True
+        self, ranks: Sequence[int], name: str, channel: Transport | None, model: str, *, binding: bool = True
     ) -> None:
         self._channel, self._model, self._binding = channel, model, binding
         self._ranks = ranks
@@ -68,6 +68,7 @@ class Presence:
         self._waits = (0.0, 0.0)  # when it began to wait for the last time, and when it still did
         self._met = 0  # meetings of calls that this rank has come to
         self._asked = -1  # the last question that was heard
+        self._asks_again = 0.0  # when this rank may ask the next time
         self._told = False
         self._at: tuple[Any, float] = ((), 0.0)  # where this rank was when it was asked first, and when that was
         self._failed: tuple[str, list[int]] | None = None
@@ -82,12 +83,6 @@ class Presence:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # of the same ranks
-
-    def attend(self, *, watching: bool) -> None:
-        """Be what those ask who meet outside of collectives, and, if ``watching``, those who wait in them."""
-        self._channel.presence = self
-        if watching:
-            self._channel.watch = self.check
 
     @property
     def failed(self) -> bool:
@@ -126,13 +121,20 @@ class Presence:
             message, missing = self._failed
             raise MissingRanksError(message, missing)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the process group is there in which the ranks meet."""
+        return dist.is_initialized() and dist.distributed_c10d._get_default_store() is self._store
+
     def look(self) -> None:
         """In the thread: answer who asks, and ask if this rank waits."""
         now, since = time.monotonic(), self._since
         if since is None and now - self._waits[1] < 2 * _TICK:  # in a backward
             since = self._waits[0]
         waited = 0.0 if since is None else now - since
-        asks = waited > _ASKS and self._failed is None
+        asks = waited > _ASKS and self._failed is None and now > self._asks_again
+        if asks:
+            self._asks_again = now + _TICK * (len(self._ranks) // _EACH)
         asked = self._store.add(f"{self._base}/asked", int(asks))
         if asked == self._asked:
             return
@@ -145,15 +147,14 @@ class Presence:
             self._judge(waited)
 
     def lose(self) -> None:
-        """In the thread: the store is gone, and with it the rank that has it."""
-        if self._failed is None:
-            others = [rank for rank in self._ranks if rank != self._rank]
+        """In the thread: the store is gone, and with it rank 0, which holds it unless torchrun does."""
+        if self._failed is None and 0 in self._ranks:
             gone = "the store of the process group is gone: the rank that held it has ended"
-            self._failed = f"{self._begin()}, and {gone}", others
+            self._failed = f"{self._begin()}, and {gone}", [0]
 
     def _state(self) -> dict[str, Any]:
         where = Whereabouts.of(self._thread)
-        sent = self._channel.sent
+        sent = 0 if self._channel is None else self._channel.sent
         at = (where, sent, self._met, self._since)
         now = time.monotonic()
         if at != self._at[0]:
@@ -238,7 +239,7 @@ def before_meeting(context: ShardContext | None) -> Callable[[], None] | None:
     """
     if context is None:
         return None
-    found: list[Presence] = [p for p in (context.channel.presence, context.data.presence) if p is not None]
+    found: list[Presence] = context.presences
     for presence in found:
         presence.meet()
     return functools.partial(_check, found) if found else None
@@ -258,6 +259,8 @@ def _watch(found: weakref.ref[Presence], done: threading.Event) -> None:
             presence.look()
         except (RuntimeError, OSError, ValueError):  # the store is gone, or the process group was destroyed
             presence.lose()
+            return
+        if not presence.goes_on:
             return
         del presence
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,6 +22,9 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 #: Meetings in which a rank waits for some seconds, and goes on without the others.
 _PASSING = ("seed",)
+
+#: Functions of torch in which a rank waits for the one that sends.
+_OF_ONE = ("broadcast", "scatter", "recv")
 
 #: Collectives of torch that end when every rank of the group has come.
 _OF_ALL = ("all_", "barrier", "monitored_barrier", "reduce_scatter", "_all_gather_base", "_reduce_scatter_base")
@@ -53,7 +58,7 @@ class Whereabouts:
             module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
             if not waits_in:
                 waits_in, waits_for = _waits(frame, module, name)
-            ended = ended or (module, name) == ("threading", "_shutdown")
+            ended = ended or ((module, name) == ("threading", "_shutdown") and not _others_work())
             file = frame.f_code.co_filename
             if not place and module.partition(".")[0] not in _LIBRARIES and not file.startswith(_OWN):
                 place = f"{file}:{frame.f_lineno}"
@@ -61,11 +66,18 @@ class Whereabouts:
         return cls(place, waits_in, waits_for, ended)
 
 
+def _others_work() -> bool:
+    """Tell whether the main thread waits, at the end of the script, for others of the user."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+
+
 def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ...]]:
     # Only of these: the values of a frame that were read stay with it, though its variables have others by then.
     if module == "torch.distributed.distributed_c10d" and name.startswith(_OF_ALL):
         group = frame.f_locals.get("group")
         return f"torch.distributed.{name}", tuple(dist.get_process_group_ranks(group))
+    if module == "torch.distributed.distributed_c10d" and name in _OF_ONE:
+        return f"torch.distributed.{name}", _source(frame.f_locals)
     if module == "shardcore.agree.meeting" and name == "hold":
         inside = frame.f_locals
         call = str(inside.get("call"))
@@ -77,3 +89,12 @@ def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ..
         if channel is not None:
             return "a sharded model", tuple(dist.get_process_group_ranks(channel.group))
     return "", ()
+
+
+def _source(inside: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the global rank that sends in a collective with these local variables, if it says which."""
+    source, place = inside.get("src"), inside.get("group_src")
+    if isinstance(source, int):
+        return (source,)
+    group: Any = inside.get("group") or dist.group.WORLD
+    return (dist.get_global_rank(group, place),) if isinstance(place, int) else ()

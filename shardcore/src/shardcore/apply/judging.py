@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
 from shardcore.agree.presence import Presence
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreWarning
-from shardcore.mesh import ShardContext
+from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn.judged import judge
 from shardcore.nn.same_inputs import Brought, Meet, compare_inputs
 
@@ -60,14 +60,24 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
     meet: Meet = _alone
     if ranks:
         presences.append(Presence(ranks, context.group.group_name, context.channel, name))
+        context.channel.watch = _on_host(context, presences[0])
         meet = functools.partial(_compared, ranks, name, presences[0])
-    if context.sizes.replicas > 1 and not is_alone():
-        everyone = tuple(map(int, context.mesh.mesh.flatten()))
-        presences.append(Presence(everyone, "replicas", context.data, name, binding=False))
-    for presence in presences:
-        presence.attend(watching=context.device.type == "cpu")  # elsewhere no host waits in a collective
+    everyone, sharers = _everyone(context), _sharers(context)
+    if sharers:
+        presences.append(Presence(sharers, "shards", context.data, name, binding=False))
+        context.data.watch = _on_host(context, presences[-1])
     if presences:
         compare_inputs(model, every if ranks else 0, checksum, meet, presences)
+    context.presences.extend(presences)
+    if len(everyone) > 1 and everyone not in (
+        ranks,
+        sharers,
+    ):  # copies of all parameters, which need each other in no forward
+        context.presences.append(Presence(everyone, "copies", None, name))
+
+
+def _on_host(context: ShardContext, presence: Presence) -> Callable[[], None] | None:
+    return presence.check if context.device.type == "cpu" else None  # elsewhere no host waits in a collective
 
 
 def _alone(brought: Brought) -> None:
@@ -99,6 +109,21 @@ def _reseeded(ranks: tuple[int, ...], context: ShardContext) -> None:
             return
         seed = meeting.reports[ranks[0]]["seed"]
     context.reseed(seed)
+
+
+def _everyone(context: ShardContext) -> tuple[int, ...]:
+    return () if is_alone() else tuple(map(int, context.mesh.mesh.flatten()))
+
+
+def _sharers(context: ShardContext) -> tuple[int, ...]:
+    """Return the ranks that FSDP2 has divided the parameters among, with all that share a replica with one of them."""
+    if context.sizes.dp_shard == 1 or is_alone():
+        return ()
+    ranks, name = context.mesh.mesh, axis_name(context.mesh, "dp_replicate")
+    if name is not None:
+        axis, place = (context.mesh.mesh_dim_names or ()).index(name), context.mesh.get_coordinate() or ()
+        ranks = ranks.select(axis, place[axis])
+    return tuple(map(int, ranks.flatten()))
 
 
 def _ranks(context: ShardContext) -> tuple[int, ...]:

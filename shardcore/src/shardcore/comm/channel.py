@@ -106,11 +106,9 @@ class Channel:
         size: the number of its ranks.
         sent: how many collectives this rank has begun, alike on all ranks; those of compiled graphs are not counted.
         watch: called about once a second by a rank that waits for the others, on a CPU; may raise. None: nothing is.
-        presence: where the ranks are (`shardcore.agree.presence`), for those that wait outside of collectives.
     """
 
     watch: Callable[[], None] | None = None
-    presence: Any = None
     looks: ClassVar[datetime.timedelta] = datetime.timedelta(seconds=1)  # between two calls of it
 
     def __init__(self, group: ProcessGroup) -> None:

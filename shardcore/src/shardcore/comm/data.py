@@ -28,11 +28,9 @@ class DataTransport:
     Attributes:
         sent: how many of them this rank has begun, alike on all ranks.
         watch: called about once a second by a rank that waits for the others; may raise. None: nothing is.
-        presence: where the ranks are (`shardcore.agree.presence`), for those that wait outside of collectives.
     """
 
     watch: Callable[[], None] | None = None
-    presence: Any = None
     looks: ClassVar[datetime.timedelta] = datetime.timedelta(seconds=1)  # between two calls of it
 
     def __init__(self) -> None:

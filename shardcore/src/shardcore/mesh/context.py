@@ -44,6 +44,7 @@ class ShardContext:
         experts: the mesh of the ranks by the experts that they hold: its axes ``dp_shard`` and ``ep`` together are the
             ``dp_shard`` of ``mesh``. None where every rank has all experts, or slices of all.
         neighbours: between this rank and so many neighbours on ``tp``, as far as `join_neighbours` made it.
+        presences: where the ranks are (`shardcore.agree.presence`), for those that meet outside of collectives.
         origin: the distribution that brought the model's policy, and its version; empty for a policy that was given.
     """
 
@@ -57,6 +58,7 @@ class ShardContext:
     data: DataTransport = field(default_factory=DataTransport)
     experts: DeviceMesh | None = None
     neighbours: dict[int, Channel] = field(default_factory=dict)
+    presences: list[Any] = field(default_factory=list)
     origin: str = ""
 
     @classmethod
