@@ -167,9 +167,13 @@ def stale():
     with pytest.warns(StaleOptimizerWarning) as caught:
         shardcore.shard(model, policy=TinyPolicy, tp=2)
     assert str(caught[0].message) == (
-        "a SGD was made before shard() and still holds 50 of the old parameters (first: model.positions): its steps "
-        "will change nothing. Make it after shard(), or pass it as shard(..., optimizer=optimizer)."
+        "SGD was made before shard() and still holds 50 of the old parameters (first: model.positions): its steps "
+        "would change nothing, and are refused. Make it after shard(), or pass it as shard(..., optimizer=optimizer)."
     )
+    with pytest.raises(ConfigError, match=r"this SGD was made before shard\(\) .*first: model\.positions"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = list(model.parameters())  # by hand, as some do
+    _step(model, batch(), optimizer)
     assert caught[0].filename == __file__
     assert optimizer.param_groups
 

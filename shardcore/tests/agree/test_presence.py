@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hurry import hurry
 from tiny import batch, twins
 
+import shardcore
 from shardcore import MissingRanksError, ShardcoreWarning
 from shardcore.agree import presence
 from shardcore.agree.meeting import Meeting
@@ -73,8 +74,8 @@ def test_another_kind_of_call_on_one_rank_is_an_error_on_both(pool):
     assert [failure.error for failure in caught.value.failures] == ["MissingRanksError"] * 2
 
 
-def calls_while_others_save(backward: bool):
-    _, model = hurried(5)
+def calls_while_others_save(calls: int, backward: bool):
+    _, model = hurried(calls)
     output = model(batch()).sum() if backward else None
     if dist.get_rank() == 0:
         output.backward() if backward else model(batch())
@@ -82,10 +83,26 @@ def calls_while_others_save(backward: bool):
         Meeting.hold([0, 1], {}, "save_pretrained", patience=3.0)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_rank_that_waits_in_a_collective_is_told_too(pool, backward):
+@pytest.mark.parametrize(("calls", "backward"), [(5, False), (5, True)])
+def test_a_rank_that_waits_in_a_collective_is_told_too(pool, calls, backward):
     with pytest.raises(Exception, match=r"rank 1 waits for this one in save_pretrained") as caught:
-        pool.run(calls_while_others_save, backward, timeout=30)
+        pool.run(calls_while_others_save, calls, backward, timeout=30)
+    assert [failure.error for failure in caught.value.failures] == ["MissingRanksError"] * 2
+
+
+def saves_while_others_call(folder: str):
+    _, model = hurried(1)
+    if dist.get_rank() == 0:
+        shardcore.save_checkpoint(folder, model)
+    else:
+        model(batch())  # the second call, which is compared
+
+
+def test_ranks_that_wait_in_different_meetings_are_told(pool, tmp_path):
+    """Each has come to as many meetings as the other."""
+    words = r"rank (0 is in save_checkpoint with|1 is in a call of) a TinyLM .* others will not come"
+    with pytest.raises(Exception, match=words) as caught:
+        pool.run(saves_while_others_call, str(tmp_path / "run"), timeout=30)
     assert [failure.error for failure in caught.value.failures] == ["MissingRanksError"] * 2
 
 
@@ -151,12 +168,13 @@ SCRIPT = """
     ("alone", "then", "said"),
     [
         ("with torch.no_grad(): model(batch())", "", "rank 1 has ended"),
+        ("model(batch())", "", "rank 1 has ended"),
         ("model(batch())", "dist.barrier()", "rank 1 waits for this one in torch.distributed.barrier"),
         ("shardcore.save_checkpoint('run', model)", "", "rank 1 has ended"),
         ("shardcore.save_checkpoint('run', model)", "dist.barrier()", "rank 1 waits for this one in torch.dist"),
         ("shardcore.save_checkpoint('run', model)", "model(batch())", "rank "),  # whoever asks first
     ],
-    ids=["calls", "calls, barrier", "saves", "saves, barrier", "saves, call"],
+    ids=["evaluates", "calls", "calls, barrier", "saves", "saves, barrier", "saves, call"],
 )
 def test_a_job_ends_in_seconds(tmp_path, alone, then, said):
     """With the times of real life, started as users do."""

@@ -179,3 +179,18 @@ def two_threads():
 
 def test_a_second_thread_is_refused_in_the_first_calls_too(pool):
     pool.run(two_threads, world=2, timeout=60)
+
+
+def other_kinds_of_calls():
+    _, model = twins(fields={"tp": 2})
+    rank = dist.get_rank()
+    with torch.set_grad_enabled(rank == 1), pytest.raises(AgreementError) as caught:
+        model.train(rank == 1)(batch(rank))
+    return str(caught.value)
+
+
+def test_other_kinds_of_calls_are_told_as_such(pool):
+    for said in pool.run(other_kinds_of_calls):
+        assert "rank 0 makes a call in evaluation mode, without gradients, and rank 1 a call in training mode" in said
+        assert "`if rank == 0`" in said
+        assert "divide data" not in said

@@ -16,12 +16,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
-from shardcore.agree.whereabouts import Whereabouts
+from shardcore.agree.whereabouts import A_MODEL, Whereabouts
+from shardcore.comm.channel import Watch
 from shardcore.errors import MissingRanksError
 from shardcore.mesh import ShardContext
 
@@ -31,6 +32,11 @@ _TICK = 1.0  # seconds between two looks into the store
 _ASKS = 5.0  # seconds in a call after which a rank asks where the others are
 _TELLS = 10.0  # seconds after which it tells people
 _SURE = 3.0  # seconds that another one has stayed where it waits
+_ALIKE = (
+    "Call the model on all ranks that share it alike, outside of any `if rank == 0`: also `generate`, pipelines and "
+    "evaluations, of which one rank may use the result, and what saves it, where one rank writes. If there is an error "
+    "on another rank, that one comes first. Then start the job again."
+)
 _EACH = 16  # ranks that are asked in a second: what one asks, all answer
 
 
@@ -38,7 +44,7 @@ class Transport(Protocol):
     """What ranks send each other by, and counts alike; see `shardcore.comm.channel.Channel`."""
 
     sent: int
-    watch: Callable[[], None] | None
+    watch: Watch | None
 
 
 class Presence:
@@ -108,12 +114,17 @@ class Presence:
         """Count a meeting in the store, which this rank is about to come to."""
         self._met += 1
 
-    def check(self) -> None:
+    def check(self, error: Exception | None = None) -> None:
         """Go on, unless it is known that the ranks will not meet; asked again and again by who waits.
+
+        Args:
+            error: what the collective has raised that this rank has waited in. Then others may have ended.
 
         Raises:
             MissingRanksError: one of them has ended, or waits for another one elsewhere.
         """
+        if error is not None and self._failed is None:
+            self._explain(error)
         now = time.monotonic()
         first, last = self._waits
         self._waits = (now if now - last > 2 * _TICK else first, now)
@@ -125,6 +136,18 @@ class Presence:
     def goes_on(self) -> bool:
         """Whether the process group is there in which the ranks meet."""
         return dist.is_initialized() and dist.distributed_c10d._get_default_store() is self._store
+
+    def _explain(self, error: Exception) -> None:
+        """Say which rank has ended, if one says so within some seconds: its connections are closed first."""
+        end = time.monotonic() + _SURE
+        while time.monotonic() < end:
+            try:
+                gone = [r for r in self._ranks if self._store.check([f"{self._base}/left/{r}"])]
+            except (RuntimeError, OSError):
+                return  # and so is the store: nothing is known
+            if gone:
+                raise MissingRanksError(self._message(dict.fromkeys(gone, "has ended")), gone) from error
+            time.sleep(0.1)
 
     def look(self) -> None:
         """In the thread: answer who asks, and ask if this rank waits."""
@@ -163,6 +186,7 @@ class Presence:
             "place": where.place,
             "in": where.waits_in,
             "for": where.waits_for,
+            "meeting": where.meeting,
             "ended": where.ended,
             "sent": sent,
             "met": self._met,
@@ -183,7 +207,8 @@ class Presence:
                 certain[rank] = "has ended"
             elif self._store.check([f"{self._base}/at/{rank}"]):
                 other = json.loads(self._store.get(f"{self._base}/at/{rank}"))
-                if other["sent"] >= own["sent"] and other["met"] >= own["met"]:
+                parted = _are_apart(self._rank, own, rank, other)
+                if other["sent"] >= own["sent"] and other["met"] >= own["met"] and not parted:
                     continue  # it has come as far as this one, and may be slow
                 at = f"at {other['place']}" if other["place"] else "at an unknown place"
                 elsewhere = other["in"] and self._rank in other["for"]
@@ -211,24 +236,29 @@ class Presence:
             )
 
     def _decide(self, certain: dict[int, str]) -> None:
-        names = "; ".join(f"rank {rank} {what}" for rank, what in certain.items())
-        message = (
-            f"{self._begin()}, and others will not come: {names}. Call the model on all ranks that share it alike, "
-            "outside of any `if rank == 0`: also `generate`, pipelines and evaluations, of which one rank may use the "
-            "result, and what saves it, where one rank writes. If there is an error on another rank, that one comes "
-            "first. Then start the job again."
-        )
+        message = self._message(certain)
         # Of two that find out at the same time, both have their own words.
         self._store.set(f"{self._base}/verdict", json.dumps([message, sorted(certain)]))
         self._failed = message, sorted(certain)
         # The others look for it when they are asked, and may have heard the last question before it was there.
         self._asked = self._store.add(f"{self._base}/asked", 1)
 
+    def _message(self, certain: Mapping[int, str]) -> str:
+        names = "; ".join(f"rank {rank} {what}" for rank, what in certain.items())
+        return f"{self._begin()}, and others will not come: {names}. {_ALIKE}"
+
     def _begin(self) -> str:
         ranks = ", ".join(map(str, self._ranks))
-        where = Whereabouts.of(self._thread).place
-        at = f" (at {where})" if where else ""
-        return f"rank {self._rank} is in a call of a {self._model} that ranks {ranks} share{at}"
+        where = Whereabouts.of(self._thread)
+        at = f" (at {where.place})" if where.place else ""
+        call = f"{where.waits_in} with" if where.meeting and where.waits_in != A_MODEL else "a call of"
+        return f"rank {self._rank} is in {call} a {self._model} that ranks {ranks} share{at}"
+
+
+def _are_apart(rank: int, own: Mapping[str, Any], other_rank: int, other: Mapping[str, Any]) -> bool:
+    """Tell whether two ranks wait for each other in different meetings, to each of which both have to come."""
+    apart = own["meeting"] and other["meeting"] and own["meeting"] != other["meeting"]
+    return bool(apart) and other_rank in own["for"] and rank in other["for"]
 
 
 def before_meeting(context: ShardContext | None) -> Callable[[], None] | None:

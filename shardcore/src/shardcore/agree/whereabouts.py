@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Whereabouts"]
+__all__ = ["A_MODEL", "Whereabouts"]
 
 #: Packages whose lines tell a user little.
 _LIBRARIES = ("torch", "transformers", "accelerate", "threading", "queue")
 #: Those of shardcore are told by their files: what stands beside the package may bear its name.
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
+#: What was installed: a line of the user's is told rather than one of these.
+_INSTALLED = tuple({f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib", "platlib")})
+
+#: What a rank waits in that is in a call.
+A_MODEL = "a sharded model"
 
 #: Meetings in which a rank waits for some seconds, and goes on without the others.
 _PASSING = ("seed",)
@@ -38,12 +44,14 @@ class Whereabouts:
         place: the innermost line of the user's own, not a library's, for people; "" if there is none.
         waits_in: what it waits in together with other ranks, for people; "" if in nothing that is known here.
         waits_for: the global ranks that have to come there.
+        meeting: the name of the meeting that it waits in; "" if in none.
         ended: the script has come to its end, and does nothing more.
     """
 
     place: str
     waits_in: str = ""
     waits_for: tuple[int, ...] = ()
+    meeting: str = ""
     ended: bool = False
 
     @classmethod
@@ -51,19 +59,22 @@ class Whereabouts:
         """Return those of a ``thread``; of the main one, if that is not there any more."""
         # Not kept: it has the frame that this is, and with that would live on as a cycle, with all that they hold.
         frame = sys._current_frames().get(thread) or sys._current_frames().get(threading.main_thread().ident or 0)
-        place, waits_in = "", ""
+        place, library, waits_in, meeting = "", "", "", ""
         waits_for: tuple[int, ...] = ()
         ended = frame is None
         while frame is not None:
             module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
             if not waits_in:
-                waits_in, waits_for = _waits(frame, module, name)
+                waits_in, waits_for, meeting = _waits(frame, module, name)
             ended = ended or ((module, name) == ("threading", "_shutdown") and not _others_work())
             file = frame.f_code.co_filename
-            if not place and module.partition(".")[0] not in _LIBRARIES and not file.startswith(_OWN):
-                place = f"{file}:{frame.f_lineno}"
+            if module.partition(".")[0] not in _LIBRARIES and not file.startswith(_OWN):
+                if file.startswith(_INSTALLED):
+                    library = library or f"{file}:{frame.f_lineno}"
+                else:
+                    place = place or f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        return cls(place, waits_in, waits_for, ended)
+        return cls(place or library, waits_in, waits_for, meeting, ended)
 
 
 def _others_work() -> bool:
@@ -71,24 +82,25 @@ def _others_work() -> bool:
     return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
-def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ...]]:
+def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ...], str]:
     # Only of these: the values of a frame that were read stay with it, though its variables have others by then.
     if module == "torch.distributed.distributed_c10d" and name.startswith(_OF_ALL):
         group = frame.f_locals.get("group")
-        return f"torch.distributed.{name}", tuple(dist.get_process_group_ranks(group))
+        return f"torch.distributed.{name}", tuple(dist.get_process_group_ranks(group)), ""
     if module == "torch.distributed.distributed_c10d" and name in _OF_ONE:
-        return f"torch.distributed.{name}", _source(frame.f_locals)
+        return f"torch.distributed.{name}", _source(frame.f_locals), ""
     if module == "shardcore.agree.meeting" and name == "hold":
         inside = frame.f_locals
         call = str(inside.get("call"))
         if call in _PASSING:
-            return "", ()
-        return "a sharded model" if call in ("call", "forward") else call, tuple(inside.get("ranks", ()))
+            return "", (), ""
+        what = A_MODEL if call in ("call", "forward") else call
+        return what, tuple(inside.get("ranks", ())), str(inside.get("base"))
     if module == "shardcore.comm.channel" and name == "wait_watched":
         channel = frame.f_locals.get("channel")
         if channel is not None:
-            return "a sharded model", tuple(dist.get_process_group_ranks(channel.group))
-    return "", ()
+            return A_MODEL, tuple(dist.get_process_group_ranks(channel.group)), ""
+    return "", (), ""
 
 
 def _source(inside: Mapping[str, Any]) -> tuple[int, ...]:

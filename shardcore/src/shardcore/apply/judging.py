@@ -16,7 +16,7 @@ from shardcore.agree.presence import Presence
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreWarning
 from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn.judged import judge
-from shardcore.nn.same_inputs import Brought, Meet, compare_inputs
+from shardcore.nn.same_inputs import KIND, Brought, Meet, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds", "judge_calls"]
 
@@ -76,7 +76,7 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
         context.presences.append(Presence(everyone, "copies", None, name))
 
 
-def _on_host(context: ShardContext, presence: Presence) -> Callable[[], None] | None:
+def _on_host(context: ShardContext, presence: Presence) -> Callable[[Exception | None], None] | None:
     return presence.check if context.device.type == "cpu" else None  # elsewhere no host waits in a collective
 
 
@@ -147,6 +147,12 @@ def _compared(ranks: tuple[int, ...], model: str, presence: Presence, brought: B
     for other in others:
         if told := _difference(*(meeting.reports[rank]["brought"] for rank in (first, other))):
             name, here, there = told
+            if name == KIND:
+                raise AgreementError(
+                    f"ranks {first} and {other} share one {model} (tp) and need the same calls of it, but rank {first} "
+                    f"makes {here}, and rank {other} {there}. Call the model on all of its ranks alike, outside of any "
+                    "`if rank == 0`: also `generate`, pipelines and evaluations, of which one rank may use the result"
+                )
             raise AgreementError(
                 f"ranks {first} and {other} share one {model} (tp), but were called with different inputs: {name} is "
                 f"{here} on rank {first}, and {there} on rank {other}. Ranks that share a model need the same batch: "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
 
-__all__ = ["Channel", "Pending", "Watched", "wait_watched"]
+__all__ = ["Channel", "Pending", "Watch", "Watched", "wait_watched"]
 
 
 def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
@@ -65,6 +65,11 @@ class Pending:
         return self._result()
 
 
+#: Looks, while a rank waits, whether the others will come, and raises if not; or, given what a collective has raised,
+#: whether others have ended.
+Watch: TypeAlias = Callable[[Exception | None], None]
+
+
 class Watched(Protocol):
     """The ranks of a group, and what looks whether those that are waited for will come."""
 
@@ -73,8 +78,8 @@ class Watched(Protocol):
         """The group."""
 
     @property
-    def watch(self) -> Callable[[], None] | None:
-        """What looks, and may raise; None if nothing does."""
+    def watch(self) -> Watch | None:
+        """What looks; None if nothing does."""
 
     @property
     def looks(self) -> datetime.timedelta:
@@ -91,10 +96,11 @@ def wait_watched(work: dist.Work, channel: Watched | None) -> None:
             work.wait(channel.looks)
         except RuntimeError as error:
             if "Operation timed out" not in str(error):  # what waits of a work say; it goes on
+                channel.watch(error)
                 raise
         else:
             return
-        channel.watch()
+        channel.watch(None)
 
 
 class Channel:
@@ -105,10 +111,10 @@ class Channel:
         rank: this rank's position in it.
         size: the number of its ranks.
         sent: how many collectives this rank has begun, alike on all ranks; those of compiled graphs are not counted.
-        watch: called about once a second by a rank that waits for the others, on a CPU; may raise. None: nothing is.
+        watch: called about once a second by a rank that waits for the others, on a CPU. None: nothing is.
     """
 
-    watch: Callable[[], None] | None = None
+    watch: Watch | None = None
     looks: ClassVar[datetime.timedelta] = datetime.timedelta(seconds=1)  # between two calls of it
 
     def __init__(self, group: ProcessGroup) -> None:

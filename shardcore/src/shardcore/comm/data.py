@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from shardcore._torch import all_gather_single, reduce_scatter_single
-from shardcore.comm.channel import wait_watched
+from shardcore.comm.channel import Watch, wait_watched
 
 __all__ = ["DataTransport"]
 
@@ -27,10 +27,10 @@ class DataTransport:
 
     Attributes:
         sent: how many of them this rank has begun, alike on all ranks.
-        watch: called about once a second by a rank that waits for the others; may raise. None: nothing is.
+        watch: called about once a second by a rank that waits for the others. None: nothing is.
     """
 
-    watch: Callable[[], None] | None = None
+    watch: Watch | None = None
     looks: ClassVar[datetime.timedelta] = datetime.timedelta(seconds=1)  # between two calls of it
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Watched(dist.Work):
         self._work, self.group, self._transport = work, group, transport
 
     @property
-    def watch(self) -> Callable[[], None] | None:
+    def watch(self) -> Watch | None:
         return self._transport.watch
 
     @property

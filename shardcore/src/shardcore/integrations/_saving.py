@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from shardcore._private import SAVING, require
+from shardcore.agree.assembly import assemble
 from shardcore.agree.meeting import Meeting
-from shardcore.agree.presence import before_meeting
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import check_parts
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
@@ -68,11 +68,10 @@ def save_pretrained(
             "supported: no rank has all of it. Use shardcore.save_checkpoint(folder, model), and then the command "
             "'shardcore convert folder model', which writes what save_pretrained would"
         )
-    ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
     call = Call.of(model, native, *args, **kwargs)
     state = call.arguments["state_dict"]
     if state is not None and not any(isinstance(value, DTensor) for value in state.values()):
-        if call.arguments["is_main_process"] and dist.get_rank() == ranks[0]:
+        if call.arguments["is_main_process"] and dist.get_rank() == int(context.mesh.mesh.flatten()[0]):
             _write_whole(call, state)
         return
     plan, failure = None, None
@@ -80,7 +79,7 @@ def save_pretrained(
         plan = Plan.of(model, call)
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
-    meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure), watch=before_meeting(context))
+    meeting = assemble(context, "save_pretrained", _report(call.arguments, plan, failure))
     writer = writer_of(meeting.reports, failure)
     assert plan is not None
     _carry_out(call, plan, meeting, writer)

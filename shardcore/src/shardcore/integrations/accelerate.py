@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from shardcore.agree.assembly import assemble
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._replicas import Replicas, sharded_in
@@ -28,8 +29,7 @@ from shardcore.integrations._states import load_states, native_optimizer, save_s
 from shardcore.integrations.transformers import prepared_by_shardcore
 from shardcore.mesh import context_of
 from shardcore.nn import reduce_partial_gradients
-from shardcore.nn.optimizers import what_to_use
-from shardcore.wrap.optimizers import STALE
+from shardcore.nn.optimizers import refuse_stale, what_to_use
 
 __all__ = ["Accelerator", "adopt", "clip_grad_norm_"]
 
@@ -236,8 +236,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return full tensors on the first rank, and an empty dict on the others, of a sharded model."""
-        if sharded_in(model) is None:
+        if (sharded := sharded_in(model)) is None or (context := context_of(sharded)) is None:
             return super().get_state_dict(model, unwrap)
+        assemble(context, "Accelerator.get_state_dict")
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.unwrap_model(model), options=whole)
 
@@ -314,12 +315,7 @@ def _refuse_unable(optimizer: Any) -> None:
         NotSupportedError: it is such an optimizer.
         ConfigError: it was made before the model was sharded, and its steps would change nothing.
     """
-    if (old := getattr(optimizer, STALE, None)) is not None:
-        raise ConfigError(
-            f"this {type(optimizer).__name__} was made before shard() and holds parameters that the model had then "
-            f"(first: {old}): its steps would change nothing. Make it after shard(), or pass it as "
-            "shard(..., optimizer=optimizer)"
-        )
+    refuse_stale(optimizer)
     if words := what_to_use(optimizer):
         raise NotSupportedError(f"{words} (TrainingArguments(optim='adamw_torch'))")
 

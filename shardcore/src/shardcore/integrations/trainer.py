@@ -103,6 +103,11 @@ class _Sharded(Losses, Evaluating, Checkpoints):
 
     # Training
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train over the replicas."""
+        self._assemble("Trainer.train")
+        return super().train(*args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._agree_on_wishes()
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # of the Trainer

@@ -3,6 +3,7 @@
 - Optimizers that use operations which DTensor lacks are refused, with the words what to use. They would fail in the
   middle of a step, with torch's words about placements or "mixed torch.Tensor and DTensor". `shardcore.optimizers`
   hands them plain tensors.
+- Optimizers that were made before the model was sharded are refused: what they step is not the model's any more.
 - State of whole parameters, which ``optimizer.load_state_dict`` keeps as an unsharded training has saved it, is split
   as the parameters are. torch calls no hook of the process when it loads, so that the next step is when to do it.
 """
@@ -19,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import part_of
-from shardcore.errors import NotSupportedError
+from shardcore.errors import ConfigError, NotSupportedError
 
-__all__ = ["looks_at_wholes", "prepare_steps", "split_whole_state", "what_to_use"]
+__all__ = ["STALE", "looks_at_wholes", "prepare_steps", "refuse_stale", "split_whole_state", "what_to_use"]
 
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
@@ -48,6 +49,9 @@ _AT_WHOLES = {("torch", "Muon"), ("timm", "Muon"), ("timm", "AdafactorBigVision"
 
 _HOOK = "_shardcore_prepares"
 
+#: On an optimizer that was made before the model was sharded: the name of a parameter that the model had then.
+STALE = "_shardcore_stale"
+
 
 def what_to_use(optimizer: Any) -> str | None:
     """Return why ``optimizer`` cannot step DTensors and what can, or None where nothing is known against it."""
@@ -61,6 +65,21 @@ def what_to_use(optimizer: Any) -> str | None:
         "model.parameters(), ...), which steps it on plain tensors and gives what it gives the unsharded model; or "
         "another optimizer, such as AdamW"
     )
+
+
+def refuse_stale(optimizer: Any) -> None:
+    """Refuse an optimizer of parameters that a sharded model has no longer.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    old = getattr(optimizer, STALE, None)
+    if old is not None and not any(True for _ in _sharded(optimizer)):
+        raise ConfigError(
+            f"this {type(optimizer).__name__} was made before shard() and holds parameters that the model had then "
+            f"(first: {old}): its steps would change nothing. Make it after shard(), or pass it as "
+            "shard(..., optimizer=optimizer)"
+        )
 
 
 def looks_at_wholes(optimizer: Any) -> bool:
@@ -95,6 +114,7 @@ def prepare_steps() -> None:
 
 
 def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    refuse_stale(optimizer)
     words = what_to_use(optimizer)
     if words and any(True for _ in _sharded(optimizer)):
         raise NotSupportedError(words)

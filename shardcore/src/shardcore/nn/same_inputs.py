@@ -23,7 +23,7 @@ from shardcore.mesh.random_stream import TWO_THREADS
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 
-__all__ = ["Brought", "Meet", "SameInputs", "compare_inputs"]
+__all__ = ["KIND", "Brought", "Meet", "SameInputs", "compare_inputs"]
 
 #: What a rank was called with: (argument, what it is, its checksum) for each.
 Brought: TypeAlias = list[tuple[str, str, str]]
@@ -42,9 +42,16 @@ class Presence(Protocol):
         """It is over."""
 
 
+#: The name under which the kind of call stands among the arguments.
+KIND = "(the kind of call)"
+
 _FIRST = 3  # calls that are compared in any case
 _SHOWN = 6  # numbers of a tensor in an error
 _DEEP = 3  # containers within containers that are looked into
+
+
+def _kind_of_call(training: bool, gradients: bool) -> str:
+    return f"a call in {'training' if training else 'evaluation'} mode, with{'' if gradients else 'out'} gradients"
 
 
 def _is_due(number: int, every: int) -> bool:
@@ -141,16 +148,18 @@ class SameInputs(SwappedModule):
             return
         self.__dict__["_inputs_begun"] = number - number % every
         with self._opened():
-            self._compare(args, {name: value for name, value in kwargs.items() if isinstance(value, Tensor)})
+            tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+            self._compare(args, tensors, generates=True)
 
-    def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, generates: bool = False) -> None:
+        kind = "a generation" if generates else _kind_of_call(self.training, torch.is_grad_enabled())
         named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *sorted(kwargs.items())]
         leaves = [leaf for name, value in named for leaf in _leaves(name, value, _DEEP)]
         if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for _, value in leaves):
             return  # nothing is computed
         if in_transform():
             return  # the model refuses it
-        self._inputs_meet([(name, *self._told(value)) for name, value in leaves])
+        self._inputs_meet([(KIND, kind, ""), *((name, *self._told(value)) for name, value in leaves)])
 
     def _told(self, value: Any) -> tuple[str, str]:
         if not isinstance(value, Tensor):

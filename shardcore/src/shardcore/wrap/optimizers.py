@@ -13,11 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
+from shardcore.nn.optimizers import STALE
 
-__all__ = ["STALE", "check_optimizer", "held_elsewhere", "repoint", "warn_of_stale_optimizers"]
-
-#: On an optimizer whose steps change nothing: the name of a parameter that the model had before it was sharded.
-STALE = "_shardcore_stale"
+__all__ = ["check_optimizer", "held_elsewhere", "repoint", "warn_of_stale_optimizers"]
 
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -113,9 +111,9 @@ def warn_of_stale_optimizers(held: dict[int, str], model: nn.Module, stacklevel:
         if old:
             setattr(candidate, STALE, old[0])
             warnings.warn(
-                f"a {type(candidate).__name__} was made before shard() and still holds {len(old)} of the old "
-                f"parameters (first: {old[0]}): its steps will change nothing. Make it after shard(), or pass it as "
-                "shard(..., optimizer=optimizer).",
+                f"{type(candidate).__name__} was made before shard() and still holds {len(old)} of the old "
+                f"parameters (first: {old[0]}): its steps would change nothing, and are refused. Make it after "
+                "shard(), or pass it as shard(..., optimizer=optimizer).",
                 StaleOptimizerWarning,
                 stacklevel=stacklevel + 1,
             )

@@ -11,9 +11,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.agree.assembly import assemble
 from shardcore.comm.parts import part_of
 from shardcore.integrations.peft._sites import nested
-from shardcore.mesh import ShardContext
+from shardcore.mesh import ShardContext, context_of
 from shardcore.nn import SwappedModule
 from shardcore.nn.units import unit_of
 
@@ -53,6 +54,8 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
 
     Every rank of the mesh calls it. What is changed beside the base is forgotten.
     """
+    if (context := context_of(layer)) is not None:
+        assemble(context, "a merge of adapters")
     let_go(layer)
     there: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, parameter)

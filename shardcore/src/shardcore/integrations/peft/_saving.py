@@ -10,8 +10,7 @@ import torch.distributed as dist
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
-from shardcore.agree.meeting import Meeting
-from shardcore.agree.presence import before_meeting
+from shardcore.agree.assembly import assemble
 from shardcore.errors import NotSupportedError
 from shardcore.integrations._gathering import Transport
 from shardcore.integrations._saving import writer_of
@@ -44,7 +43,6 @@ def save_adapters(
     """
     given = kwargs.pop("state_dict", None)
     names = list(model.peft_config) if selected_adapters is None else selected_adapters
-    ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
     tensors: dict[str, Any] = {}
     failure = None
     try:
@@ -53,8 +51,7 @@ def save_adapters(
         tensors = _wanted(model, model.state_dict() if given is None else given, names, save_embedding_layers)
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
-    report, watch = _report(tensors, is_main_process, failure), before_meeting(context)
-    meeting = Meeting.hold(ranks, report, "PeftModel.save_pretrained", watch=watch)
+    meeting = assemble(context, "PeftModel.save_pretrained", _report(tensors, is_main_process, failure))
     writer = writer_of(meeting.reports, failure)
     transport = Transport(tensors, writer)
     if dist.get_rank() != writer:
