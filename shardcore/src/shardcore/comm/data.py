@@ -63,6 +63,7 @@ class _Watched(dist.Work):
 
     @override
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait until it is done; how long is up to the process group."""
         wait_watched(self._work, self)
         return True
 
