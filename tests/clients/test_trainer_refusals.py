@@ -101,30 +101,3 @@ def test_the_wrong_order_is_refused_by_all_ranks(pool, tmp_path, mistake, said):
         pool.run(mistake, str(tmp_path), world=2)
     assert {failure.error for failure in caught.value.failures} == {"ConfigError"}
     assert len(caught.value.failures) == 2
-
-
-def evaluates_alone(folder: str, meanwhile: str) -> str:
-    import torch.distributed as dist
-
-    from shardcore.integrations.trainer import Trainer
-
-    trainer = Trainer(model=shardcore.shard(llama(), tp=2), args=arguments(folder), train_dataset=words(20))
-    if dist.get_rank() == 1:
-        dist.barrier() if meanwhile == "barrier" else trainer.train()
-        return ""
-    with pytest.raises(shardcore.MissingRanksError) as caught:
-        trainer.evaluate(words(20))
-    dist.barrier()
-    return str(caught.value)
-
-
-def test_a_rank_that_evaluates_alone_is_told_in_seconds(pool, tmp_path):
-    said, _ = pool.run(evaluates_alone, str(tmp_path), "barrier", world=2, timeout=60)
-    assert "rank 0 is in Trainer.evaluate with a LlamaForCausalLM" in said
-    assert "rank 1 waits for this one in torch.distributed.barrier" in said
-
-
-def test_a_rank_that_evaluates_while_the_other_one_trains_is_told(pool, tmp_path):
-    with pytest.raises(Exception, match="others will not come") as caught:
-        pool.run(evaluates_alone, str(tmp_path), "training", world=2, timeout=60)
-    assert "MissingRanksError" in [failure.error for failure in caught.value.failures]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardcore.agree.assembly import assemble
 from shardcore.comm.parts import part_of
 from shardcore.integrations.peft._sites import nested
-from shardcore.mesh import ShardContext, context_of
+from shardcore.mesh import ShardContext
 from shardcore.nn import SwappedModule
 from shardcore.nn.units import unit_of
 
@@ -30,13 +30,17 @@ class Merging(SwappedModule):
 
     keeps_name: ClassVar[bool] = True
 
+    _shard_context: ShardContext
+
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Merge adapters into the base; takes what PEFT's own takes."""
+        assemble(self._shard_context, "a merge of adapters")
         with of_whole_tensors(self):
             super().merge(*args, **kwargs)  # type: ignore[misc]  # of the native class
 
     def unmerge(self, *args: Any, **kwargs: Any) -> None:
         """Take merged adapters out of the base."""
+        assemble(self._shard_context, "an unmerge of adapters")
         with of_whole_tensors(self):
             super().unmerge(*args, **kwargs)  # type: ignore[misc]  # of the native class
 
@@ -54,8 +58,6 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
 
     Every rank of the mesh calls it. What is changed beside the base is forgotten.
     """
-    if (context := context_of(layer)) is not None:
-        assemble(context, "a merge of adapters")
     let_go(layer)
     there: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, parameter)
