@@ -31,11 +31,10 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from room import lacking  # noqa: E402
-
 import lanes  # noqa: E402
 from cells import Cell, Pack, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
+from room import lacking  # noqa: E402  # from tools/
 from suites import (  # noqa: E402
     CLIENTS,
     CORE,
