@@ -112,7 +112,8 @@ def test_a_pack_whose_hook_is_wrong_hurts_nobody_else(target, plugin, line):
         registry = Registry.discover()
     assert line in str(caught[0].message)
     assert registry.parallel_module(Norm, Plain, lambda _: False).__module__ == "shard_good.norms"
-    assert (registry.packs[0].specs, registry.packs[0].modules, dict(registry.packs[0].observers)) == ((), (), {})
+    (bad,) = (pack for pack in registry.packs if pack.name == "bad")
+    assert (bad.specs, bad.modules, dict(bad.observers)) == ((), (), {})
     with pytest.raises(NoPolicyError):
         registry.resolve(type("Bad", (), {"__module__": "models"}))
 

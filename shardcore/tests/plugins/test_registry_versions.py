@@ -53,6 +53,19 @@ def test_outside_of_the_tested_range(target, library):
     assert warning.filename == __file__
 
 
+def test_it_is_said_once_by_the_first_rank(target, monkeypatch):
+    match(target, 'some-library>=3; extra == "tested"')
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, times in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        registry = Registry.discover()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                registry.resolve(model("Model")).load()
+        assert [w.category for w in caught] == [UntestedVersionWarning] * times
+
+
 def test_strict_makes_it_an_error(target, monkeypatch):
     found = match(target, 'some-library>=2.2; extra == "tested"')
     monkeypatch.setenv("SHARDCORE_STRICT", "1")

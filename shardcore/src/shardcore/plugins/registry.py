@@ -30,7 +30,7 @@ from shardcore.hooks import ParallelModuleSpec, PolicySpec
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.plugins.loading import GROUP, Pack, as_text, complaint, load_packs
 from shardcore.plugins.unserved import full_name, unserved
-from shardcore.plugins.versions import Tested, is_met, tested
+from shardcore.plugins.versions import is_met, tested
 
 __all__ = ["GROUP", "Match", "Pack", "Registry", "default_registry"]
 
@@ -45,24 +45,25 @@ class Match:
         spec: the spec that won.
         pack: the pack that offers it.
         cls: the class that the spec names: the model's own, or the nearest of its bases that is served.
-        tested: returns what a distribution was tested with.
+        check: looks at what the pack was tested with, once for a registry.
     """
 
     spec: PolicySpec
     pack: Pack
     cls: type
-    tested: Callable[[str], list[Tested]] = field(default=tested, compare=False, repr=False)
+    check: Callable[[Pack], None] = field(default=lambda pack: None, compare=False, repr=False)
 
     def load(self) -> type:
         """Import the policy class.
 
-        Warns with `UntestedVersionWarning` if a library is outside of the range that the pack was tested with.
+        Warns with `UntestedVersionWarning`, once and on the first rank, if a library is outside of the range that the
+        pack was tested with.
 
         Raises:
             PackError: there is no such class, or it is no `shardcore.Policy`; or, under `SHARDCORE_STRICT=1`, a
                 library is outside of that range.
         """
-        found = _load_class(self.pack, "policy", self.spec.policy, self.tested)
+        found = _load_class(self.pack, "policy", self.spec.policy, self.check)
         from shardcore.policy import Policy  # not above: finding a policy must not import torch
 
         if not issubclass(found, Policy):
@@ -91,7 +92,7 @@ class Registry:
         # Full name of a native class, name of what is replaced -> who brings what.
         self._brought: dict[tuple[str, str], list[tuple[ParallelModuleSpec, Pack]]] = {}
         self._classes: dict[str, type] = {}
-        self._tested = functools.cache(tested)  # what is installed is read once, as the packs are
+        self._checked: set[str] = set()  # packs whose tested ranges were looked at: read once, as the packs are
         for pack in self.packs:
             for spec in pack.specs:
                 self._offers.setdefault(spec.target, []).append((spec, pack))
@@ -134,7 +135,7 @@ class Registry:
             if len({spec.policy for spec, _ in best}) > 1:
                 raise AmbiguousPolicyError(_ambiguous("policies serve", cls, [(s, s.policy, p) for s, p in best]))
             spec, pack = best[0]
-            return Match(spec=spec, pack=pack, cls=base, tested=self._tested)
+            return Match(spec=spec, pack=pack, cls=base, check=self._check_tested)
         raise NoPolicyError("\n".join(unserved(cls, self.packs, self._offers)))
 
     def policy_for(self, cls: type) -> tuple[Any, str]:
@@ -212,9 +213,14 @@ class Registry:
         """The packs that take part whatever model is sharded: those that observe or bring modules."""
         return tuple(pack for pack in self.packs if pack.observers or pack.modules)
 
+    def _check_tested(self, pack: Pack) -> None:
+        if pack.name not in self._checked:
+            _check_tested(pack)
+            self._checked.add(pack.name)
+
     def _load_module(self, spec: ParallelModuleSpec, pack: Pack, replaces: type) -> type:
         if spec.module not in self._classes:
-            self._classes[spec.module] = _load_class(pack, "parallel module", spec.module, self._tested)
+            self._classes[spec.module] = _load_class(pack, "parallel module", spec.module, self._check_tested)
         found = self._classes[spec.module]
         if not issubclass(found, replaces):
             raise PackError(
@@ -235,9 +241,9 @@ def default_registry() -> Registry:
     return Registry.discover()
 
 
-def _load_class(pack: Pack, what: str, reference: str, tested: Callable[[str], list[Tested]]) -> type:
+def _load_class(pack: Pack, what: str, reference: str, check: Callable[[Pack], None]) -> type:
     """Import a class that a pack names, after a look at what the pack was tested with."""
-    _check_tested(pack, tested)
+    check(pack)
     module, _, qualname = reference.partition(":")
     try:
         found = attempt(lambda: operator.attrgetter(qualname)(importlib.import_module(module)), reference)
@@ -248,7 +254,7 @@ def _load_class(pack: Pack, what: str, reference: str, tested: Callable[[str], l
     return found
 
 
-def _check_tested(pack: Pack, tested: Callable[[str], list[Tested]]) -> None:
+def _check_tested(pack: Pack) -> None:
     """Warn of libraries outside of the range that the pack's tests prove; under strict, raise."""
     outside = [t for t in tested(pack.distribution) if t.installed is not None and not t.inside]
     if not outside:
@@ -261,7 +267,8 @@ def _check_tested(pack: Pack, tested: Callable[[str], list[Tested]]) -> None:
     )
     if _env.strict():
         raise PackError(f"{message}; or unset SHARDCORE_STRICT, which makes this a warning.")
-    warnings.warn(f"{message}; or go on, and check the results.", UntestedVersionWarning, stacklevel=4)
+    if (launched := _env.torchrun()) is None or launched.rank == 0:  # every rank has the same to say
+        warnings.warn(f"{message}; or go on, and check the results.", UntestedVersionWarning, stacklevel=5)
 
 
 def _highest(offers: list[tuple[Spec, Pack]]) -> list[tuple[Spec, Pack]]:
