@@ -166,6 +166,13 @@ def test_a_search(small):
     assert "no mesh fits" in nothing.output
 
 
+def test_of_a_long_path_a_title_shows_the_end(small):
+    found = plan.search(small, ShardConfig(), Workload(seq=16), ranks=1, max_tp=1, memory=None)[0].estimate
+    assert plan.headline("a" * 40, found).startswith("a" * 40 + ", ")
+    assert plan.headline(f"/{'a' * 60}/run/llama", found).startswith("…/run/llama, ")
+    assert plan.headline("a" * 41, found).startswith(f"…{'a' * 39}, ")
+
+
 def test_at_a_terminal_meshes_can_be_compared_and_what_does_not_fit_is_red(small, capsys, monkeypatch):
     at_a_terminal(monkeypatch)
     config, workload = ShardConfig(), Workload(seq=16)

@@ -43,6 +43,7 @@ __all__ = [
 
 _UNITS = {"": 1, "B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+_LONGEST = 40  # signs of a path in a title
 
 
 def bytes_of(text: str) -> int:
@@ -252,10 +253,10 @@ def answer(model: str, found: Sequence[Found], memory: int | None, *, search: bo
 
 
 def headline(model: str, found: Estimate, *, mesh: bool = True) -> str:
-    """Return what was planned, in one line."""
+    """Return what was planned, in one line; of a long path to the model, its end."""
     config, work = found.config, found.workload
     parts = [
-        model,
+        _end_of(model),
         mesh_in_words(found.sizes) if mesh else "",
         f"batch {work.batch}",
         f"{work.seq} tokens" if work.seq else "",
@@ -284,3 +285,10 @@ def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
     yield f"{sender} sends {in_words(found.sent)} in a step{each}"
     if found.pipeline is not None:
         yield f"bubble: ranks of the pipeline wait {found.pipeline.bubble:.1%} of the time for each other, at least"
+
+
+def _end_of(path: str) -> str:
+    if len(path) <= _LONGEST:
+        return path
+    end = path[1 - _LONGEST :]
+    return f"…{end[max(end.find('/'), 0) :]}"
