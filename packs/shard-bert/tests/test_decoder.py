@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 import torch.distributed as dist
 from bert_cases import CROSS, DECODER, OLD, compare, pair, shard
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from shard_bert.cases import build, inputs
 from shardcore.testing.observing import Collectives
@@ -16,6 +18,12 @@ from shardcore.testing.parity import assert_close, assert_same_gradients
 from shardcore.testing.subject import checkpointing
 
 SIX = {"num_attention_heads": 6}
+# What outputs and calls of this release of transformers call a cache; 5.24 has renamed it.
+_CACHE = (
+    "cache"
+    if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithCrossAttentions)}
+    else "past_key_values"
+)
 
 
 @pytest.mark.parametrize(("name", "world"), [("BertModel", 2), ("BertLMHeadModel", 3)])
@@ -155,7 +163,7 @@ def _from_states() -> None:
     assert not torch.equal(wanted, reference.generate(**other, **options))
     assert torch.equal(wanted, model.generate(**prompt, **options))
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    cached = {**options, "use_cache": True, "past_key_values": cache}
+    cached = {**options, "use_cache": True, _CACHE: cache}
     assert torch.equal(wanted, model.generate(**prompt, **cached))
     heads = reference.config.num_attention_heads // dist.get_world_size()
     for part in (cache.self_attention_cache, cache.cross_attention_cache):
@@ -184,7 +192,7 @@ def _cache() -> None:
     whole = reference(input_ids=ids, **states).logits
     for m in (reference, model):
         first = m(input_ids=ids[:, :5], **states, use_cache=True)
-        rest = m(input_ids=ids[:, 5:], **states, use_cache=True, past_key_values=first.past_key_values)
+        rest = m(input_ids=ids[:, 5:], **states, use_cache=True, **{_CACHE: getattr(first, _CACHE)})
         assert_close(whole, torch.cat([first.logits, rest.logits], 1), "logits in two steps")
 
 

@@ -22,7 +22,7 @@ def _plan(rules, model, tp=2, **fields):
 
 def test_one_policy_for_each_release():
     for name in MODELS:
-        for version, old in (("4.57.6", True), ("4.60.0", True), ("5.0.0", False), ("5.23.0", False)):
+        for version, old in (("4.57.6", True), ("4.60.0", True), ("5.0.0", False), ("5.24.0", False)):
             (reference,) = specs(name, version)
             module, _, policy_name = reference.partition(":")
             assert policy_name == f"{name}Policy"

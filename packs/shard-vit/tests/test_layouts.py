@@ -20,7 +20,7 @@ from shard_vit.plugin import shardcore_policies
 NAMES = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
 #: What the wheels of these releases hold: 5.8.1 is the last one with ViTSelfAttention.
 OLD = ("4.57.6", "5.0.0", "5.5.4", "5.8.0", "5.8.1")
-NEW = ("5.9.0", "5.10.1", "5.10.4", "5.17.0", "5.23.0")
+NEW = ("5.9.0", "5.10.1", "5.10.4", "5.17.0", "5.23.0", "5.24.0")
 
 
 def _offered(name: str, version: str) -> list[str]:
@@ -67,6 +67,7 @@ def test_heads_that_do_not_divide_are_one_error():
         shardcore.compile_plan(policy(type(model)), model, shardcore.ShardConfig(tensor_parallel_size=2))
 
 
+@pytest.mark.nightly
 def test_discovery_imports_no_library_of_models():
     script = (
         "import sys, importlib_metadata\n"

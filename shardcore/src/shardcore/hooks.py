@@ -28,7 +28,7 @@ Its `pyproject.toml` says which releases of the patched library it works with, i
        dependencies = ["shardcore>=0.1,<0.2", "transformers>=4.57.6"]
 
        [project.optional-dependencies]
-       tested = ["transformers>=4.57.6,<5.24"]
+       tested = ["transformers>=4.57.6,<5.25"]
 
 The dependency is a floor: below it nothing can work, and installers refuse. The extra `tested` is the range that the
 pack's own tests prove. It is no constraint for installers, so that packs with different ceilings can be installed

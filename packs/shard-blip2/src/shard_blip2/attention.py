@@ -16,7 +16,7 @@ def attend(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Ten
 
     Its own forward takes the width of a head for that of its input, divided by the number of heads: of all heads there,
     and of this rank's heads in the same call. Here the width of a head is ``head_dim``. Written against transformers
-    5.5.4 to 5.23, which are alike.
+    5.5.4 to 5.24, which are alike.
     """
     qkv = self.qkv(hidden_states)  # (B, S, 3 * H/tp)
     query, key, value = qkv.unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)  # each (B, heads/tp, S, D)

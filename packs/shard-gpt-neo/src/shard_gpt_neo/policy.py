@@ -50,7 +50,8 @@ class GPTJModelPolicy(PretrainedPolicy):
     """GPT-J without a head: attention and MLP read the same normalized tokens."""
 
     checks = (Heads("n_head"),)
-    stages = Stages(first="wte", blocks="h", last="ln_f")
+    # Blocks share the positions since transformers 5.24; before, each has its own.
+    stages = Stages(first="wte", blocks="h", last="ln_f", everywhere="rotary_emb", optional="rotary_emb")
     #: What a head adds.
     rules: ClassVar[ModulePolicy] = {}
 

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 #: The first and the last release of transformers that the tests have passed with.
-TESTED = ("4.57.6", "5.23")
+TESTED = ("4.57.6", "5.24")
 
 #: The same of accelerate.
 TESTED_ACCELERATE = ("1.12.0", "1.15.0")
