@@ -20,7 +20,7 @@ from needs import PIPELINES
 
 from shardcore.testing import Supports, WorkerError
 from shardcore.testing.checks import CHECKS, SectionStopped, _broken
-from shardcore.testing.conformance import Examination, fresh_findings, report
+from shardcore.testing.conformance import Examination, discoveries, plan_findings, report
 from shardcore.testing.findings import Finding, Ledger, difference, worst
 from shardcore.testing.pool import Failure
 from shardcore.testing.subject import Subject
@@ -98,6 +98,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("policy", "check", "says", "options"),
     [
@@ -149,6 +150,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fields", "options", "check", "says"), CASES, ids=[f"{row[2]}-{row[3]}" for row in CASES])
 def test_a_case_that_shows_nothing_is_caught(pool, fields, options, check, says):
     subject = Subject(case=dataclasses.replace(CASE, **fields), tp=1 if check == "case" else 2, options=options)
@@ -180,7 +182,9 @@ def test_one_more_block_is_not_counted_where_the_model_cannot_do_with_fewer(pool
 
 
 def test_a_plugin_that_imports_torch_has_no_case_and_follows_the_hash_seed(pool):
-    findings = {finding.check: finding for finding in fresh_findings(pool, "wrong_plugin", wrong_plans.digest_cases())}
+    name = "wrong_plugin"
+    found = [discoveries([name])[name], *plan_findings(pool, name, wrong_plans.digest_cases(), ranks=pool.size)]
+    findings = {finding.check: finding for finding in found}
     assert {finding.state for finding in findings.values()} == {"failed"}
     assert "imports torch" in findings["discovery"].message
     assert "no case covers kit_net.Decoder" in findings["policies"].message

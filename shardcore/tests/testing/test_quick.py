@@ -1,4 +1,4 @@
-"""``pytest --quick``: what it leaves to the whole kit, and that it says so."""
+"""``pytest --quick``: what it leaves to the nightly run, and that it says so."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ import pytest
 def nothing():
     pass
 
-@pytest.mark.whole
+@pytest.mark.nightly
 def test_slow():
     pass
+
+@pytest.mark.four
+def test_chosen(pool):
+    pool.run(nothing, world=3)
 
 def test_of_three_ranks(pool):
     pool.run(nothing, world=3)
     raise AssertionError("three ranks were to be had")
-
-def test_size(pool):
-    assert pool.size == 2
 
 def test_plain():
     pass
@@ -42,10 +43,13 @@ def _pytest(folder, *options, tests=TESTS):
     return subprocess.run([*command, *options], cwd=folder, env=env, capture_output=True, text=True, check=False).stdout
 
 
-def test_long_tests_and_more_than_two_ranks_are_left_out_and_counted(tmp_path):
-    said = _pytest(tmp_path, "--quick", "--strict-markers")
-    assert "2 passed, 1 skipped, 1 deselected" in said, said
-    assert "--quick leaves 3 ranks to the whole kit" in said
+@pytest.mark.nightly
+@pytest.mark.parametrize(("option", "passed"), [("--quick", 2), ("--ranks=2", 3)])
+def test_long_tests_and_more_than_two_ranks_are_left_out_and_counted(tmp_path, option, passed):
+    said = _pytest(tmp_path, option, "--strict-markers")
+    assert f"{passed} passed, 1 skipped" in said, said
+    assert ("1 deselected" in said) == (option == "--quick")
+    assert "3 ranks are left to the nightly run" in said
 
 
 def test_the_whole_kit_has_them(tmp_path):
@@ -57,29 +61,30 @@ class _Metafunc:
 
     fixturenames = ("judge",)
 
-    def __init__(self, check, given):
+    def __init__(self, check, given, stash):
         self.config = self
         self.given = given
+        self.stash = stash
         self.function = getattr(PolicyConformance, f"test_{check}")
 
     def getoption(self, name):
-        assert name in ("quick", "families")
-        return name in self.given
+        assert name in ("quick", "families", "ranks")
+        return 4 if name == "ranks" else name in self.given
 
     def parametrize(self, name, values, ids, indirect):
         self.ids = ids
         self.ranks = [ranks for _, _, ranks in values]
 
 
-def _asked(kit, check, *given):
-    """Return what a kit asks for one check with some options."""
-    asked = _Metafunc(check.replace(" ", "_"), given)
+def _asked(kit, check, *given, stash=None):
+    """Return what a kit asks for one check with some options, in a session of its own or in one that is given."""
+    asked = _Metafunc(check.replace(" ", "_"), given, pytest.Stash() if stash is None else stash)
     kit().pytest_generate_tests(asked)
     return asked
 
 
 @pytest.mark.parametrize("given", [(), ("families",), ("quick",)])
-def test_no_section_takes_more_than_two_ranks(given):
+def test_no_section_takes_more_ranks_than_there_are(given):
     from kit_net import CASE
 
     kit = type("Kit", (PolicyConformance,), {"cases": (CASE,)})
@@ -89,6 +94,32 @@ def test_no_section_takes_more_than_two_ranks(given):
         ranks |= set(asked.ranks)
         assert asked.ranks == [int(name[-1]) * section.replicas for name in asked.ids]
     assert ranks == ({1, 2} if given == ("quick",) else {1, 2, 4})
+
+
+def test_quick_asks_for_numbers_of_each_class_and_for_the_rest_where_it_is_new():
+    from kit_net import CASE, build
+
+    def kit(*cases):
+        return type("Kit", (PolicyConformance,), {"cases": cases})
+
+    def case(name, **fields):
+        return dataclasses.replace(CASE, name=name, **fields)
+
+    def of(kit, check):
+        return _asked(kit, check, "quick", stash=stash).ids
+
+    stash = pytest.Stash()
+    first = kit(case("net"), case("again"), case("shared", build=functools.partial(build, kv_heads=1)))
+    # The plan of the last one has kinds that are not together before, and a layout that is nowhere before.
+    for check in ("gradients", "loading", "dropout", "resume"):
+        assert [name for name in of(first, check) if name.endswith("tp2")] == ["net-tp2", "shared-tp2"]
+    assert of(first, "data parallel") == ["net-tp1", "shared-tp1"]
+    # Another pack of the session, whose plans hold nothing new, and one that cannot be built.
+    second = kit(case("same"), case("broken", build=functools.partial(_of_family, broken=True)))
+    for section in SECTIONS.values():
+        assert {name.partition("-")[0] for name in of(second, section.checks[0])} <= {"broken"}
+    assert of(second, "gradients") == ["broken-tp1", "broken-tp2"]
+    assert of(second, "dropout") == ["broken-tp2"]
 
 
 class _Config:
@@ -105,10 +136,7 @@ def _of_family(*, broken=False):
     return model
 
 
-@pytest.mark.parametrize(
-    ("given", "standing"), [("families", ["plain", "first", "broken"]), ("quick", ["plain"])], ids=["families", "quick"]
-)
-def test_what_a_family_shares_is_left_to_its_first_case(given, standing):
+def test_what_a_family_shares_is_left_to_its_first_case():
     from kit_net import CASE
 
     def case(name, **fields):
@@ -125,10 +153,10 @@ def test_what_a_family_shares_is_left_to_its_first_case(given, standing):
     for name, section in SECTIONS.items():
         every = ["plain", "head"] if section.claim else ["plain", "also_plain", "first", "head", "broken"]
         (check, *_), several = section.checks, section.several and section.replicas == 1
-        found = {tested.partition("-")[0]: tested for tested in _asked(kit, check, given).ids}
-        assert list(found) == (standing if section.family else every), name
+        found = {tested.partition("-")[0]: tested for tested in _asked(kit, check, "families").ids}
+        assert list(found) == (["plain", "first", "broken"] if section.family else every), name
         assert {tested.partition("-")[0] for tested in _asked(kit, check).ids} == set(every), name
-        assert ("head-tp1" in _asked(kit, check, given).ids) == (not several and not section.family), name
+        assert ("head-tp1" in _asked(kit, check, "families").ids) == (not several and not section.family), name
         assert ("head-tp1" in _asked(kit, check).ids) == (section.alone or section.replicas > 1), name
 
 
@@ -144,6 +172,7 @@ def test_between():
 """
 
 
+@pytest.mark.nightly
 def test_tests_of_one_number_of_ranks_follow_each_other(tmp_path):
     said = _pytest(tmp_path, "--collect-only", "-q", "-k", "gradients or accumulation or between", tests=KIT)
     collected = [line.partition("::")[2] for line in said.splitlines() if "::" in line]

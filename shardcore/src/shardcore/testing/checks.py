@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from shardcore.testing import (
     checks_training,
 )
 from shardcore.testing.cases import Case
+from shardcore.testing.families import News, quick_size
 from shardcore.testing.findings import Finding, Ledger, worst
 from shardcore.testing.islands import no_float32_islands
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout, place
@@ -45,6 +47,9 @@ class Section:
             size for the first case of a pack, and at the smallest size of several ranks for the others.
         family: what it checks is the same for all models of a family. With ``--families`` it is left to the first case
             of each; see `shardcore.testing.families`.
+        quick: the cases for which it runs with ``--quick``: those whose numbers are compared, or those whose plans show
+            a new signature, a new kind of step, behaviour or layout (which is enough for a mechanism), or a new kind of
+            layout (for what is saved and read). See `shardcore.testing.families`.
         claim: the capability that it is about: it runs for the cases that claim it, and for the first of a pack.
         replicas: how many replicas of that many ranks it runs on. Several replicas run alone for every case, and of two
             ranks each for the first.
@@ -56,6 +61,7 @@ class Section:
     several: bool = True
     mechanical: bool = False
     family: bool = False
+    quick: Literal["numbers", "signature", "kind", "layout"] = "kind"
     claim: str = ""
     replicas: int = 1
 
@@ -79,21 +85,36 @@ class Section:
         # On one rank nothing is split: what a family's other models differ in shows on several.
         return [1, *of_several] if self.alone and (stands or not of_several) else of_several
 
+    def quick_sizes(self, case: Case, news: News) -> list[int]:
+        """Return the sizes at which a conformance test runs it for a case with ``--quick``; replicas have one rank."""
+        if not getattr(news, self.quick):
+            return []
+        if self.claim and not getattr(case.supports, self.claim):
+            return []
+        size = quick_size(case)
+        if self.replicas > 1:
+            return [1]
+        if not self.several or size == 1:
+            return [1] if self.alone else []
+        return [1, size] if self.alone and news.kind else [size]
+
 
 SECTIONS: Mapping[str, Section] = {
-    "case": Section(run=checks_plan.case, checks=("case",), alone=True, several=False),
-    "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True),
+    "case": Section(run=checks_plan.case, checks=("case",), alone=True, several=False, quick="numbers"),
+    "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True, quick="numbers"),
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
     "pipeline": Section(run=checks_pipeline.pipeline, checks=("pipeline",), alone=True, several=False),
     "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), mechanical=True, family=True),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
-    "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True),
+    "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True, quick="numbers"),
     "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True, family=True),
     "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True, family=True),
     "data parallel": Section(
         run=checks_data.data_parallel, checks=("data parallel",), alone=True, family=True, replicas=2
     ),
-    "experts": Section(run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts"),
+    "experts": Section(
+        run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts", quick="signature"
+    ),
     "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True, family=True),
     "options": Section(run=checks_training.options, checks=("options",), mechanical=True, family=True),
     "checkpointing": Section(
@@ -104,16 +125,18 @@ SECTIONS: Mapping[str, Section] = {
     ),
     "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True, family=True),
     "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True, family=True),
-    "state": Section(run=checks_state.state, checks=("state dict",), mechanical=True),
-    "checkpoint": Section(run=checks_state.checkpoint, checks=("checkpoint",), mechanical=True, family=True),
-    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True, family=True),
+    "state": Section(run=checks_state.state, checks=("state dict",), mechanical=True, quick="layout"),
+    "checkpoint": Section(
+        run=checks_state.checkpoint, checks=("checkpoint",), mechanical=True, family=True, quick="layout"
+    ),
+    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True, family=True, quick="layout"),
     "loading": Section(run=checks_loading.loading, checks=("loading",), mechanical=True),
     "initialisation": Section(
-        run=checks_loading.initialisation, checks=("initialisation",), mechanical=True, family=True
+        run=checks_loading.initialisation, checks=("initialisation",), mechanical=True, family=True, quick="layout"
     ),
-    "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
-    "captured": Section(run=checks_state.captured, checks=("captured",)),
-    "generation": Section(run=checks_random.generation, checks=("generation",)),
+    "saving": Section(run=checks_state.saving, checks=("save_pretrained",), quick="layout"),
+    "captured": Section(run=checks_state.captured, checks=("captured",), quick="signature"),
+    "generation": Section(run=checks_random.generation, checks=("generation",), quick="signature"),
     "sequence": Section(run=checks_sequence.sequence, checks=("sequence",), mechanical=True),
     "sequence modes": Section(
         run=checks_sequence.sequence_modes, checks=("sequence modes",), mechanical=True, family=True

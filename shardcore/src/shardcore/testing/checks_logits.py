@@ -21,6 +21,6 @@ def split_logits(s: Subject, ledger: Ledger) -> None:
             return
         for name, fields in (("kept", {}), ("chunks of 5", {"loss_chunk_size": 5})):
             subject = dataclasses.replace(split, fields={**split.fields, **fields})
-            training = functools.partial(checks_training.training, subject, steps=1)
+            training = functools.partial(checks_training.training, dataclasses.replace(subject, steps=1))
             ledger.absorb(name, checks_training.TRAINING, training)
         ledger.absorb("generation", ("generation",), functools.partial(checks_random.generation, split))

@@ -9,17 +9,19 @@ from shardcore.errors import PlanError
 from shardcore.hooks import PolicySpec
 from shardcore.plugins.versions import is_met
 from shardcore.testing.cases import Case
+from shardcore.testing.families import quick_size
 from shardcore.testing.subject import Subject, cases_of, meta_copy, registry_of
 
 __all__ = ["plans"]
 
 
-def plans(plugin: str, cases: Sequence[Case]) -> tuple[list[str], dict[str, str], int]:
+def plans(plugin: str, cases: Sequence[Case], *, quick: bool = False) -> tuple[list[str], dict[str, str], int]:
     """Compile every plan of a pack in this process.
 
     Args:
         plugin: the module of its plugin, which need not be installed; ``""`` for what is installed.
         cases: its cases; none for those that the plugin names.
+        quick: each case at one size alone.
 
     Returns:
         Problems of the policies, the digest of each case at each size, and what tells the process's hashes of strings
@@ -30,7 +32,7 @@ def plans(plugin: str, cases: Sequence[Case]) -> tuple[list[str], dict[str, str]
     for case in cases or cases_of(registry_of(plugin).packs[0].cases):
         model = case.build()
         covered.add(f"{type(model).__module__}.{type(model).__qualname__}")
-        for tp in case.supports.tensor_parallel:
+        for tp in (quick_size(case),) if quick else case.supports.tensor_parallel:
             try:
                 digest = Subject(case=case, tp=tp, plugin=plugin).plan(meta_copy(model)).digest
             except PlanError as error:

@@ -20,7 +20,7 @@ def sequence(s: Subject, ledger: Ledger) -> None:
         if (split := _split(s, ledger)) is None:
             return
         _splits(split, ledger)
-        training = functools.partial(checks_training.training, split, steps=1)
+        training = functools.partial(checks_training.training, dataclasses.replace(split, steps=1))
         ledger.absorb("", checks_training.TRAINING, training)
 
 

@@ -22,15 +22,15 @@ from shardcore.testing.subject import Subject, adamw, checkpointing, flat
 __all__ = ["communication", "options", "recomputation", "training"]
 
 
-def training(s: Subject, ledger: Ledger, *, steps: int = 2) -> None:
-    """Train beside the unsharded model, with two micro-batches for each step."""
+def training(s: Subject, ledger: Ledger) -> None:
+    """Train beside the unsharded model, with two micro-batches for each step, and call both once more."""
     ledger.doing("building and sharding the model")
     reference, model = s.twins()
     _names(s, ledger, reference, model)
     _ties(ledger, reference, model)
     _evaluate(s, ledger, reference, model)
     optimizers = [adamw(m) for m in (reference, model)]
-    for step in range(steps):
+    for step in range(s.steps):
         for micro in range(2):
             with ledger.place(f"step {step}"):
                 compare(s, ledger, reference, model, 2 * step + micro, "accumulation" if micro else "gradients")
@@ -41,6 +41,9 @@ def training(s: Subject, ledger: Ledger, *, steps: int = 2) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             ledger.errors(parameter_errors(reference, model))
+    with ledger.check("forward"), ledger.place("after the last step"), torch.no_grad():
+        inputs = s.inputs(reference, 2 * s.steps)
+        outputs(s, ledger, reference(**inputs), model(**inputs))
     _names(s, ledger, reference, model)
     _ties(ledger, reference, model)
 
@@ -149,7 +152,9 @@ def options(s: Subject, ledger: Ledger) -> None:
     for name, value in tried:
         other = dataclasses.replace(s, options={name: value})
         with ledger.check("options"):
-            ledger.absorb(f"{name}={value!r}", TRAINING, functools.partial(training, other, steps=1))
+            ledger.absorb(
+                f"{name}={value!r}", TRAINING, functools.partial(training, dataclasses.replace(other, steps=1))
+            )
     if not tried:
         ledger.closed("the case has no options with several values", "options")
 

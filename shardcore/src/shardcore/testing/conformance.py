@@ -15,20 +15,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 from shardcore.testing import checks_pack
 from shardcore.testing.cases import Case
-from shardcore.testing.checks import CHECKS, SECTIONS, examine
-from shardcore.testing.families import stand_for_families
+from shardcore.testing.checks import CHECKS, SECTIONS, Section, examine
+from shardcore.testing.families import Chosen, stand_for_families
 from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore.testing.subject import Subject, cases_of, registry_of
 
-__all__ = ["Examination", "PolicyConformance", "fresh_findings"]
+__all__ = ["Examination", "PolicyConformance", "discoveries", "plan_findings"]
 
 _PLANS_LIMIT = 300.0  # seconds for all plans of a pack, which may import its libraries first
 
@@ -71,29 +71,35 @@ def report(finding: Finding, subject: str) -> None:
         pytest.skip(f"closed for {subject}: {finding.message}")
 
 
-def fresh_findings(pool: WorkerPool, plugin: str, cases: Sequence[Case]) -> list[Finding]:
-    """Return what a fresh process says about a pack, and what processes of different hash seeds do.
+def discoveries(plugins: Sequence[str]) -> dict[str, Finding]:
+    """Return what one fresh process says about each of the plugins, which need not be installed.
+
+    Args:
+        plugins: their modules; ``""`` for what is installed.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-m", "shardcore.testing._alone", *plugins]
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return dict.fromkeys(plugins, _finding("discovery", [done.stderr[-2000:]]))
+    said = json.loads(done.stdout.splitlines()[-1])
+    return {plugin: _finding("discovery", said[plugin]) for plugin in plugins}
+
+
+def plan_findings(
+    pool: WorkerPool, plugin: str, cases: Sequence[Case], *, ranks: int, quick: bool = False
+) -> list[Finding]:
+    """Return what processes of different hash seeds say about the policies and the plans of a pack.
 
     Args:
         pool: the ranks, each of which has a hash seed of its own.
         plugin: the module of its plugin, which need not be installed; ``""`` for what is installed.
         cases: its cases.
+        ranks: how many of them are asked.
+        quick: each case at one size alone.
     """
-    return [_discovery(plugin), *_plans(pool, plugin, cases)]
-
-
-def _discovery(plugin: str) -> Finding:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    command = [sys.executable, "-m", "shardcore.testing._alone", plugin]
-    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return _finding("discovery", [done.stderr[-2000:]])
-    return _finding("discovery", json.loads(done.stdout.splitlines()[-1]))
-
-
-def _plans(pool: WorkerPool, plugin: str, cases: Sequence[Case]) -> list[Finding]:
     try:
-        answers = pool.run(checks_pack.plans, plugin, list(cases), world=pool.size, timeout=_PLANS_LIMIT)
+        answers = pool.run(checks_pack.plans, plugin, list(cases), quick=quick, world=ranks, timeout=_PLANS_LIMIT)
     except (WorkerError, WorkerTimeout) as error:
         return [_finding(check, [str(error)]) for check in ("policies", "digest")]
     policies, digests, _ = answers[0]
@@ -115,8 +121,8 @@ class PolicyConformance:
     """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
 
     A test that a case closes is skipped with the reason. ``pytest --families`` leaves what is the same for all models
-    of a family to the first case of each; ``--quick`` leaves it to the first case of all, and leaves out what needs
-    more than two ranks.
+    of a family to the first case of each. ``--quick`` compares the numbers of each class of models on two ranks, and
+    leaves the rest to the first case of the session that shows it; see `shardcore.testing.families`.
 
     Attributes:
         plugin: the module of the pack's plugin; the pack need not be installed.
@@ -127,6 +133,8 @@ class PolicyConformance:
     plugin: ClassVar[str] = ""
     cases: ClassVar[Sequence[Case]] = ()
     timeout: ClassVar[float] = 120.0
+    # Where a session keeps which cases --quick has chosen.
+    _chosen: ClassVar[pytest.StashKey[Chosen]] = pytest.StashKey()
 
     @classmethod
     def all_cases(cls) -> Sequence[Case]:
@@ -139,24 +147,31 @@ class PolicyConformance:
         """Give each test its cases and sizes."""
         if "judge" not in metafunc.fixturenames:
             return
-        quick = metafunc.config.getoption("quick")
-        ranks = 2 if quick else 4
-        cases = self.all_cases()
-        kit: Any = type(self)  # mypy does not take classes for hashable
-        standing = {case.name for case in (cases[:1] if quick else cases)}
-        if not quick and metafunc.config.getoption("families"):
-            standing = _standing(kit)
         # By name, so that a subclass can override a test.
         check = next((c for c in CHECKS if metafunc.function.__name__ == _name(c)), None)
         section = SECTIONS[CHECKS[check]] if check else SECTIONS["plan"]
+        steps = 1 if metafunc.config.getoption("quick") else 2
         found = {
-            f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin)
-            for index, case in enumerate(cases)
-            for tp in section.sizes(case, first=index == 0, stands=case.name in standing)
-            if tp * section.replicas <= ranks
+            f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin, steps=steps)
+            for case, sizes in self._sizes(section, metafunc.config)
+            for tp in sizes
+            if tp * section.replicas <= metafunc.config.getoption("ranks")
         }
         judged = [(subject, self.timeout, subject.tp * section.replicas) for subject in found.values()]
         metafunc.parametrize("judge", judged, ids=list(found), indirect=True)
+
+    def _sizes(self, section: Section, config: pytest.Config) -> Iterator[tuple[Case, list[int]]]:
+        """Yield each case with the sizes at which a section runs for it."""
+        cases = self.all_cases()
+        kit: Any = type(self)  # mypy does not take classes for hashable
+        if config.getoption("quick"):
+            news = config.stash.setdefault(self._chosen, Chosen()).of(kit, cases, self.plugin)
+            for case in cases:
+                yield case, section.quick_sizes(case, news[case.name])
+            return
+        standing = _standing(kit) if config.getoption("families") else {case.name for case in cases}
+        for index, case in enumerate(cases):
+            yield case, section.sizes(case, first=index == 0, stands=case.name in standing)
 
     def test_discovery_imports_no_torch(self, fresh: dict[str, Finding]) -> None:
         """The plugin loads, and imports neither torch nor a model library."""

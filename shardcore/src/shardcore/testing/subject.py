@@ -67,6 +67,7 @@ class Subject:
         tp: the number of tensor-parallel ranks.
         dp: the number of replicas, each of ``tp`` ranks.
         plugin: the module of a pack that need not be installed; ``""`` for what is installed.
+        steps: how many steps of an optimizer are compared.
         options: options of ``build`` that differ from their defaults.
         fields: of the configuration that it is sharded with.
     """
@@ -75,6 +76,7 @@ class Subject:
     tp: int
     dp: int = 1
     plugin: str = ""
+    steps: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
