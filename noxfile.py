@@ -1,19 +1,21 @@
-"""The jobs of the workspace: ``nox``, ``nox -s parallel``, ``nox -t matrix``, and others by their names.
+"""The jobs of the workspace: ``nox``, ``nox -s quick``, ``nox -s nightly``, and others by their names.
 
-``nox`` alone is for a contributor before a commit: style, types, documentation (the tag ``checks``), and a few minutes
-of tests (``smoke``). ``.ci/run`` is ``nox -s parallel``: the sessions of ``nox -t tests checks``, two at a time.
+``nox`` alone is for a contributor before a commit: style, types, documentation (the tag ``checks``), and the tests that
+need no ranks (``smoke``). ``nox -s quick`` is what ``.ci/run`` runs: what ``nox`` runs, as a newcomer would run it
+(``newcomer``), and every mechanism and every family once, in one environment, two sessions at a time: those of the tag
+``quick``. ``nox -s nightly`` is everything: all sizes, all releases, all recorded mistakes.
 
-Each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for each, such as
-``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for every size, against the oldest and the
-newest release; the other packs, sizes 1 and 2, against the newest; all packs together), ``matrix`` (all releases, and
-the whole conformance kit of every pack: every size and every case), ``newest`` and ``oldest``, ``quick`` (sizes 1 and 2
-against the newest release), ``pythons`` (the core with each other Python that is here), and the name of each pack. One
-environment for each release serves all of them (at the newest, packs that ask for every size have another, beside the
-others), and those of one torch share its files.
+In the nightly run each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for
+each, such as ``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for every size, against the
+oldest and the newest release; the other packs, sizes 1 and 2, against the newest; all packs together), ``matrix`` (all
+releases, and the whole conformance kit of every pack: every size and every case), ``newest`` and ``oldest``,
+``mistakes`` (the recorded ones, a session for each kind), ``pythons`` (the core with each other Python that is here),
+and the name of each pack. One environment for each release serves all of them (at the newest, packs that ask for every
+size have another, beside the others), and those of one torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
 unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
-``nox -s capabilities`` runs the quick kits with the kernels of every kind of processor that the machine has.
+``nox -s capabilities`` runs the kits, sizes 1 and 2, with the kernels of every kind of processor that the machine has.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -34,12 +37,14 @@ sys.path.insert(0, str(ROOT / "tools"))
 import lanes  # noqa: E402
 from cells import Cell, Pack, cells_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
-from room import lacking  # noqa: E402  # from tools/
+from results import Results  # noqa: E402  # from tools/
+from room import lacking  # noqa: E402
 from suites import (  # noqa: E402
     CLIENTS,
     CORE,
     ENV,
     ENVIRONMENTS,
+    EVERYTHING,
     NEWEST,
     PACKS,
     RESULTS,
@@ -48,6 +53,7 @@ from suites import (  # noqa: E402
     WHOLE,
     Suite,
     check,
+    everything,
     pip,
     suite_of,
     with_every_library,
@@ -61,7 +67,30 @@ CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
 # Session -> the environment that it installs into, for `parallel`; the checks install into that of `types` too.
-ENVIRONMENT_OF = {**dict.fromkeys(("lint", "types", "docs", "smoke"), NEWEST.name), "together": WHOLE.name}
+ENVIRONMENT_OF = {**dict.fromkeys(("lint", "types", "docs"), CHECKS.name), "together": WHOLE.name}
+# The core knows no library: its tests run as if none were installed.
+ALONE = {"PYTHONPATH": str(ROOT / "tools" / "alone")}
+# A newcomer's folder may be a long way down.
+DEEP = (
+    ROOT
+    / ".nox"
+    / "a-checkout-of-somebody-who-keeps-his-work-in-folders-with-long-names"
+    / "that-are-nested"
+    / "shardcore"
+)
+
+
+def tooled(session: nox.Session) -> Path:
+    """Return the interpreter of the environment of the checks."""
+    if not ENVIRONMENTS.exists():
+        session.log(
+            "The first run installs: tools for the checks (0.2 GB in .nox), then torch and all libraries for the tests "
+            "(1.7 GB with a build of torch for CPUs). `nox` alone takes about 5 minutes then, and 3 without that."
+        )
+    python = CHECKS.make(ENVIRONMENTS, functools.partial(pip, session))
+    pip(session, python, "install", *CHECKS.pins)
+    return python
+
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -71,42 +100,92 @@ nox.options.sessions = ["lint", "types", "docs", "smoke"]
 @nox.session(venv_backend="none", tags=["checks"])
 def lint(session: nox.Session) -> None:
     """Check style and format."""
-    check(session, CHECKS, ["ruff", "check", "."], ["ruff", "format", "--check", "."])
+    check(session, tooled, ["ruff", "check", "."], ["ruff", "format", "--check", "."])
 
 
 @nox.session(venv_backend="none", tags=["checks"])
 def types(session: nox.Session) -> None:
     """Check types, against the newest releases."""
-    project = nox.project.load_toml(CORE / "pyproject.toml")["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
-    python = NEWEST.make(ENVIRONMENTS, functools.partial(pip, session))
-    pip(session, python, "install", *NEWEST.torch, *NEWEST.pins, *requirements)
-    check(session, CHECKS, ["mypy", "--python-executable", str(python)])
+    check(session, tooled, ["mypy", "--python-executable", str(everything(session))])
 
 
 @nox.session(venv_backend="none", tags=["checks"])
 def docs(session: nox.Session) -> None:
     """Build the documentation into ``site``, which git ignores; a warning is an error. Needs no torch."""
-    check(session, CHECKS, ["mkdocs", "build", "--strict", "--clean", "--site-dir", "site"])
+    check(session, tooled, ["mkdocs", "build", "--strict", "--clean", "--site-dir", "site"])
+
+
+def _ready(session: nox.Session, name: str, tests: Path, sources: list[Path], *options: str, **more: object) -> Suite:
+    """Return a suite that runs where everything is installed."""
+    places = [CORE, ROOT / "tools", *sources]
+    return Suite(session, EVERYTHING, name, tests, [], places, ready=True, options=[*options], **more)  # type: ignore[arg-type]
 
 
 @nox.session(venv_backend="none", default=False)
 def smoke(session: nox.Session) -> None:
-    """Test what needs no ranks, the documentation, and one model on ranks: a few minutes."""
-    requirements = [f"{CORE}[testing]", *SNIPPETS, *(str(pack.folder) for pack in PACKS)]
-    places = [CORE, ROOT / "tests", ROOT / "docs", ROOT / "README.md", ROOT / "tools", *(p.folder for p in PACKS)]
-    workspace = [str(ROOT / "tests" / f"test_{name}.py") for name in ("docs", "facts", "matrix", "environments")]
-    # The tests of the kit and its pool start processes of their own.
-    alone = ["-p", "without_ranks", "--without-ranks", f"--ignore={CORE / 'tests' / 'testing'}", *workspace]
+    """Test what needs no ranks, the documentation, and one model on ranks."""
+    pages = [ROOT / "tests", ROOT / "docs", ROOT / "README.md", *(pack.folder for pack in PACKS)]
+    facts, *workspace = (ROOT / "tests" / f"test_{name}.py" for name in ("facts", "docs", "matrix", "environments"))
+    alone = ["-p", "without_ranks", "--without-ranks", "--quick"]
     suites = [
-        Suite(session, NEWEST, part, tests, requirements, places, alone=False, options=options)
-        for part, tests, options in (
-            ("without-ranks", CORE / "tests", alone),
-            ("on-ranks", CORE / "tests" / "nn" / "test_region.py", []),
-        )
+        _ready(session, "without-ranks", CORE / "tests", [], *alone, env=ALONE),
+        _ready(session, "pages", facts, pages, *alone, *map(str, workspace)),
+        _ready(session, "on-ranks", CORE / "tests" / "nn" / "test_region.py", [], "--quick", env=ALONE),
     ]
     if failed := [suite.name for suite in suites if not suite.passes()]:
         session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session(venv_backend="none", tags=["quick"], default=False)
+def newcomer(session: nox.Session) -> None:
+    """Run ``nox`` alone, as contributors are told to, in a copy of the workspace that is deep down in folders."""
+    shutil.rmtree(DEEP, ignore_errors=True)
+    left_out = shutil.ignore_patterns(".git", ".nox", ".venv", "site", "__pycache__", "*.egg-info", ".*_cache")
+    shutil.copytree(ROOT, DEEP, ignore=left_out)
+    (DEEP / ".nox").mkdir()
+    (DEEP / ".nox" / ENVIRONMENTS.name).symlink_to(ENVIRONMENTS)
+    there, env = Results(DEEP / ".nox" / RESULTS.folder.name), {**ENV, "TMPDIR": None}
+    try:
+        session.run(sys.executable, "-m", "nox", "--noxfile", str(DEEP / "noxfile.py"), env=env, external=True)
+    finally:
+        for result in there.all():
+            RESULTS.write(result)
+    shutil.rmtree(DEEP)
+
+
+def add_quick(name: str, tests: Path, sources: list[Path], *options: str, **more: object) -> None:
+    """Make a session of the quick run."""
+
+    def test(session: nox.Session) -> None:
+        _ready(session, name, tests, sources, "--quick", "-p", "quick", *options, **more).run()
+
+    test.__doc__ = f"Test {name.removeprefix('quick-')}: every mechanism and every family once."
+    nox.session(venv_backend="none", name=name, tags=["quick"], default=False)(test)
+
+
+_packs = [pack.folder for pack in PACKS]
+_shown = [
+    ROOT / name for name in ("tests", "docs", "examples", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
+]
+add_quick("quick-packs", ROOT / "packs", _packs)
+add_quick("quick-core", CORE / "tests", [], "-p", "without_ranks", "--on-ranks", env=ALONE)
+add_quick(
+    "quick-together", ROOT / "tests", [*_packs, *_shown, *ROOT.glob("*.md")], f"--ignore={ROOT / 'tests' / 'clients'}"
+)
+add_quick("quick-clients", ROOT / "tests" / "clients", [*_packs, *_shown])
+
+
+@nox.session(venv_backend="none", tags=["quick"], default=False)
+def oldest(session: nox.Session) -> None:
+    """Test two packs with the oldest transformers that is served."""
+    packs = [pack for pack in PACKS if pack.name in ("shard-bert", "shard-llama")]
+    release = f"transformers=={packs[0].matrix['transformers'][0]}"
+    first, *others = (pack.folder / "tests" / "test_conformance.py" for pack in packs)
+    own = [f"{CORE}[testing]", *(str(pack.folder) for pack in packs)]
+    environment = Environment(release.replace("==", "-"), (TORCH,), (release,))
+    places = [CORE, *(pack.folder for pack in packs), ROOT / "tools"]
+    options = ["--quick", "-p", "quick", *map(str, others)]
+    Suite(session, environment, "oldest", first, own, places, alone=False, options=options).run()
 
 
 @nox.session(venv_backend="none", tags=["tests"])
@@ -139,10 +218,7 @@ def add_cell(cell: Cell) -> None:
     """Make the sessions of one cell of the matrix: its own, and those with less or more of the conformance kit."""
     own = "every size" if cell.whole else "sizes 1 and 2"
     newest = cell.tags[0] == "newest"
-    quick = ["quick"] if newest and not cell.whole else []
-    _add_session(cell, cell.name, own, tags=[*cell.tags, *quick])
-    if newest and cell.whole:
-        _add_session(cell, f"quick-{cell.name}", "sizes 1 and 2", tags=["quick"])
+    _add_session(cell, cell.name, own, tags=[*cell.tags])
     if newest or cell.whole:
         _add_session(cell, f"whole-{cell.name}", "every case", tags=["matrix"])
 
@@ -251,6 +327,32 @@ def mutations(session: nox.Session) -> None:
     session.run(str(python), str(ROOT / "tools" / "mutations.py"), *session.posargs, env=ENV, external=True)
 
 
+@nox.session(venv_backend="none", tags=["quick"], default=False)
+def sample(session: nox.Session) -> None:
+    """Put some recorded mistakes back, of every kind, which the tests of the quick run have to notice."""
+    _put_back(session, everything, "--sample")
+
+
+def add_mistakes(kind: str) -> None:
+    """Make the session that puts the recorded mistakes of one kind back."""
+
+    def test(session: nox.Session) -> None:
+        _put_back(session, with_every_library, "--kind", kind)
+
+    test.__doc__ = f"Put the recorded mistakes of {kind} back, one by one."
+    nox.session(venv_backend="none", name=f"mistakes-{kind}", tags=["mistakes"], default=False)(test)
+    ENVIRONMENT_OF[f"mistakes-{kind}"] = CLIENTS["newest"].name
+
+
+def _put_back(session: nox.Session, make: Callable[[nox.Session], Path], *options: str) -> None:
+    places = [CORE, *_packs, ROOT / "tests", ROOT / "tools"]
+    check(session, make, ["python", str(ROOT / "tools" / "mutations.py"), *options], sources=places)
+
+
+for _file in sorted((ROOT / "tests" / "mutations").glob("*.toml")):
+    add_mistakes(_file.stem)
+
+
 @nox.session(venv_backend="none", default=False)
 def capabilities(session: nox.Session) -> None:
     """Run the conformance kit (sizes 1 and 2) with the kernels of each kind of processor that this machine has."""
@@ -273,23 +375,30 @@ def capabilities(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
-def parallel(session: nox.Session) -> None:
-    """Run all sessions of some tags, two at a time where their environments differ: nox -s parallel -- matrix.
+def quick(session: nox.Session) -> None:
+    """Run what CI runs, two sessions at a time: 20 minutes, environments included, on two cores."""
+    _side_by_side(session, ["quick"], needs=3e9)
 
-    Without tags these are tests and checks, as in CI. Tests wait for each other's ranks much of the time, so this takes
-    less than one after another, on two cores too.
-    """
-    tags = session.posargs or ["tests", "checks"]
-    if said := lacking(ENVIRONMENTS):
+
+@nox.session(venv_backend="none", default=False)
+def nightly(session: nox.Session) -> None:
+    """Run everything, two sessions at a time: many hours. What passed is not run again: a run may be resumed."""
+    _side_by_side(session, session.posargs or ["checks", "tests", "mistakes", "matrix", "pythons"], needs=12e9)
+
+
+def _side_by_side(session: nox.Session, tags: list[str], *, needs: float) -> None:
+    if said := lacking(ENVIRONMENTS, needs):
         session.error(said)
     command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py")]
     listed = subprocess.run(
         [*command, "--list", "--json", "-t", *tags], check=True, capture_output=True, text=True, cwd=ROOT
     )
-    groups = lanes.group((found["session"] for found in json.loads(listed.stdout)), ENVIRONMENT_OF)
-    failed = lanes.run(groups, [*command, "-s"], lanes=2)
+    names = {found["session"]: set(found["tags"]) for found in json.loads(listed.stdout)}
+    # In the order of the tags, whatever the order of the sessions here.
+    ordered = sorted(names, key=lambda name: min(tags.index(tag) for tag in names[name] if tag in tags))
+    failed = lanes.run(lanes.group(ordered, ENVIRONMENT_OF), [*command, "-s"], lanes=2)
     RESULTS.refresh()
-    print(RESULTS.table(), RESULTS.totals(), sep="\n")
+    print(RESULTS.table(), RESULTS.slowest(10), RESULTS.totals(), sep="\n")
     if failed:
         session.error(f"failed: what begins with {', '.join(failed)}; the table above says which")
 
@@ -308,9 +417,17 @@ def forget(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """Train a small Llama on two ranks."""
-    session.install(TORCH)
-    session.install(*NEWEST.pins, str(CORE), *(str(pack.folder) for pack in PACKS if pack.name == "shard-llama"))
+    """Train a small Llama on two ranks, beside the same training unsharded."""
+    session.log(
+        f"This takes about two minutes on two idle cores, most of it pip's, which now installs {TORCH}, "
+        f"{', '.join(NEWEST.pins)}, the core and shard-llama into .nox/demo: 1.2 GB with a build of torch for CPUs, "
+        "a download of 0.2 GB; with one for accelerators, pip's choice on Linux by default, several times as much."
+    )
+    # What pip does is shown: a download of torch may take longer than everything else.
+    session.install("--progress-bar", "on", TORCH, silent=False)
+    own = [str(CORE), *(str(pack.folder) for pack in PACKS if pack.name == "shard-llama")]
+    session.install("--progress-bar", "on", *NEWEST.pins, *own, silent=False)
+    session.log("Trains now; the first line comes when both ranks have imported torch, some ten seconds.")
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)
 
 

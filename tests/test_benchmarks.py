@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 _NODES = """
@@ -31,6 +33,7 @@ def test_the_pair_enters_its_region_at_its_column_linear():
     assert "_EnteredLinearBackward" in run.stdout.split(), run.stdout + run.stderr
 
 
+@pytest.mark.nightly
 def test_a_pipeline_by_hand_computes_and_sends_what_shardcore_does(tmp_path):
     script, found = BENCHMARKS / "pipeline.py", tmp_path / "found.json"
     command = [

@@ -99,6 +99,7 @@ class _Page(HTMLParser):
         self.said.append(data)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [

@@ -216,6 +216,7 @@ def peak(*arguments: object) -> float:
     return int(match[1]) / 1024
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_no_more_than_one_file_is_in_memory(tmp_path):
     config = LlamaConfig(**{**LLAMA, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16})

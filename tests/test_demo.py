@@ -54,6 +54,7 @@ def run(script: Path, *arguments: str) -> tuple[int, str]:
     return process.returncode, printed
 
 
+@pytest.mark.nightly
 def test_demo_passes(tmp_path: Path) -> None:
     code, printed = run(EXAMPLES / "train_llama.py", "--steps", "8", "--output", str(tmp_path))
     assert code == 0, printed
@@ -66,6 +67,7 @@ def test_demo_passes(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.nightly
 def test_demo_notices_a_wrong_gradient(tmp_path: Path) -> None:
     script = tmp_path / "fault.py"
     script.write_text(FAULT)

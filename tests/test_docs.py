@@ -196,7 +196,10 @@ _NEEDS = {"README.md": "accelerate", "trainer.md": "accelerate", "peft.md": "pef
 #: Run by `test_the_losses_of_the_first_page_are_those_that_it_shows`, and by `tests/clients/test_pages.py`.
 _ELSEWHERE = {"start.md", "trl.md", "sentence-transformers.md", "pipelines.md", "timm.md"}
 #: Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
-_MARKS = {"compile.md": pytest.mark.filterwarnings("default")}
+_MARKS = {
+    "compile.md": (pytest.mark.filterwarnings("default"), pytest.mark.nightly),
+    "your-model.md": pytest.mark.nightly,  # it infers a policy, as `test_first_drafts.py` does
+}
 _RUN = [
     (page, world)
     for page in (*PAGES, *READMES)

@@ -118,6 +118,7 @@ def test_llama_in_every_schedule(pool, schedule):
     pool.run(trains, "llama", {"pp_size": 2, "pp_style": schedule}, world=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("family", ["bert", "vit", "whisper"])
 def test_other_families(pool, family, schedule):
@@ -129,6 +130,7 @@ def test_with_tensor_parallelism(pool, family):
     pool.run(trains, family, {"pp_size": 2, "tp_size": 2, "enable_sequence_parallelism": True, "sp_size": 2}, world=4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_pipeline(pool, family):
     pool.run(trains, family, {"tp_size": 2}, world=2)
@@ -153,6 +155,7 @@ def drops(family: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_is_reproduced(pool, family):
     for once, again, other in pool.run(drops, family, world=2):

@@ -53,6 +53,7 @@ def test_they_share_the_files_of_torch(tmp_path, pip):
     assert [printed(python, "import torch; print(torch.release)") for python in (one, other)] == ["2", "1"]
 
 
+@pytest.mark.nightly
 def test_an_environment_that_is_there_is_left_alone(tmp_path, pip):
     environment = Environment("one", TORCH)
     python = environment.make(tmp_path, pip)
@@ -60,6 +61,7 @@ def test_an_environment_that_is_there_is_left_alone(tmp_path, pip):
     assert len(pip.calls) == 1
 
 
+@pytest.mark.nightly
 def test_one_that_was_interrupted_is_made_anew(tmp_path, pip):
     environment = Environment("one", TORCH)
     python = environment.make(tmp_path, pip)
@@ -82,6 +84,7 @@ def test_capabilities_are_those_of_the_processor(tmp_path):
     assert capabilities_here(tmp_path / "none") == ["default"]
 
 
+@pytest.mark.nightly
 def test_tools_need_no_torch(tmp_path, pip):
     python = Environment("tools", ()).make(tmp_path, pip)
     assert pip.calls == []
@@ -89,6 +92,7 @@ def test_tools_need_no_torch(tmp_path, pip):
     printed(python, "import pip")
 
 
+@pytest.mark.nightly
 def test_each_python_has_environments_of_its_own(tmp_path, pip):
     here = Environment("one", TORCH).make(tmp_path, pip)
     other = Environment("one", TORCH, python=sys.executable).make(tmp_path, pip)

@@ -57,10 +57,8 @@ def test_the_command_of_ci_runs_tests_and_checks_and_ends_with_the_totals(tmp_pa
     done = run_ci(tmp_path, status=status, totals="7 passed, 1 failed", last="summary\\n")
     assert done.returncode == status
     assert done.stdout.splitlines()[-2:] == ["summary", "7 passed, 1 failed"]
-    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -s parallel"
-    (parallel,) = (f for f in ast.parse((ROOT / "noxfile.py").read_text()).body if getattr(f, "name", "") == "parallel")
-    defaults = [node.values[-1] for node in ast.walk(parallel) if isinstance(node, ast.BoolOp)]
-    assert [ast.literal_eval(node) for node in defaults] == [["tests", "checks"]]
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -s quick"
+    assert tagged("quick") >= {"newcomer", "sample"}
     assert tagged("checks") == {"lint", "types", "docs"}
     assert tagged("tests") >= {"core", "together"}
 
@@ -91,7 +89,27 @@ def test_nox_alone_is_what_is_needed_before_a_commit():
     assert set(options["sessions"]) == {*tagged("checks"), "smoke"} <= sessions().keys()
 
 
-def test_tests_that_need_ranks_are_left_out(tmp_path):
+def test_a_test_of_the_quick_run_that_takes_long_says_why(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n")
+    (tmp_path / "conftest.py").write_text("import quick\nquick.LIMIT = 0.1\n")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest, time\n"
+        "@pytest.fixture\ndef made(): time.sleep(0.6)\n"
+        "def test_short(made): pass\n"
+        "def test_long(): time.sleep(0.6)\n"
+        "def test_that_fails():\n    time.sleep(0.6)\n    raise ZeroDivisionError\n"
+        "@pytest.mark.slow('it waits')\ndef test_that_may(): time.sleep(0.6)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "quick", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert "2 failed, 2 passed" in done.stdout, done.stdout
+    assert "it took 1 s, and the limit of the quick run is 0: make it quicker" in done.stdout
+    assert "ZeroDivisionError" in done.stdout
+
+
+def test_tests_that_need_ranks_are_left_out_or_run_alone(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    ranks\n")
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "@pytest.fixture\ndef pool(): raise ZeroDivisionError\n"
@@ -99,6 +117,7 @@ def test_tests_that_need_ranks_are_left_out(tmp_path):
         "def test_alone(): pass\n"
         "def test_direct(pool): pass\n"
         "def test_through_another(model): pass\n"
+        "@pytest.mark.ranks\ndef test_with_processes_of_its_own(): pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "without_ranks", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
@@ -109,5 +128,6 @@ def test_tests_that_need_ranks_are_left_out(tmp_path):
         )
         return done.stdout.splitlines()[-1]
 
-    assert run("--without-ranks").startswith("1 passed, 2 deselected")
-    assert run().startswith("1 passed, 2 errors")
+    assert run("--without-ranks").startswith("1 passed, 3 deselected")
+    assert run("--on-ranks").startswith("1 passed, 1 deselected, 2 errors")
+    assert run().startswith("2 passed, 2 errors")

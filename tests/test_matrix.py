@@ -25,7 +25,7 @@ dependencies = ["shardcore>=0.1", "transformers>=4.57.6,<6", "torch>=2.11", {nee
 
 REPORT = """
 <testsuites><testsuite>
-<testcase classname="a" name="passes"/>
+<testcase classname="a" name="passes" time="1.25"/>
 <testcase classname="a" name="fails"><failure message="x"/></testcase>
 <testcase classname="a" name="fails"><error message="in its teardown"/></testcase>
 <testcase classname="a" name="cannot"><skipped message="closed: dropout"/></testcase>
@@ -151,6 +151,9 @@ def test_counts_of_a_report(tmp_path):
     assert str(result) == "1 passed, 1 failed, 1 skipped"
     assert result.skipped == {"closed: dropout": 1}
     assert result.failures == {"a::fails": "x"}
+    results = Results(tmp_path / "results")
+    results.write(result)
+    assert results.slowest(1) == "    1.2 s  n  a::passes"
 
 
 DIES = """

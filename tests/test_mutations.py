@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from mutations import DoesNotApplyError, load, main, try_all  # noqa: E402  # from tools/
+from mutations import SAMPLE, DoesNotApplyError, load, main, try_all  # noqa: E402  # from tools/
 
 RECORD = """
 [[mutation]]
@@ -89,6 +89,7 @@ def test_an_edit_that_takes_the_text_of_the_next_one(workspace):
     assert results(workspace) == {"one": "does not apply"}
 
 
+@pytest.mark.nightly
 def test_a_test_that_does_not_end_is_stopped(workspace):
     record(workspace, {"test": "test_halves.py::test_ends"})
     assert results(workspace, limit=6.0) == {"one": "no end"}
@@ -140,6 +141,25 @@ def test_what_is_recorded_names_tests_that_exist():
         for name in names:
             bare = re.sub(r"\[.*", "", name)
             assert generated or re.search(rf"^ *(?:def|class) {bare}\b", text, re.M), mutation.test
+
+
+def test_the_sample_is_of_every_kind_and_its_tests_are_in_the_quick_run():
+    folder = ROOT / "tests" / "mutations"
+    names = (folder / SAMPLE).read_text(encoding="utf-8").split()
+    assert len(set(names)) == len(names) == 60
+    kinds = {file.stem: load(folder, file.stem) for file in folder.glob("*.toml")}
+    chosen = {m.name: m for mutations in kinds.values() for m in mutations if m.name in names}
+    assert chosen.keys() == set(names)
+    for kind, mutations in kinds.items():
+        assert any(mutation.name in names for mutation in mutations), kind
+    for mutation in chosen.values():
+        path, *rest = mutation.test.split("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        decorated = re.search(rf"((?:^ *@.*\n)*)^ *def {rest[-1].partition('[')[0]}\b", text, re.M)
+        if decorated is None:  # one of the kit's, for a case that the quick run has
+            assert "PolicyConformance" in text, mutation.test
+            continue
+        assert "nightly" not in decorated[1] + "".join(re.findall(r"^pytestmark.*", text, re.M)), mutation.test
 
 
 def test_what_is_recorded_applies_and_leaves_python():

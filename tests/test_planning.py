@@ -32,7 +32,13 @@ MESHES = {
 THOROUGH = ("LlamaForCausalLM", "BertForPreTraining", "ViTForImageClassification")
 OF_TWO_STACKS = {"WhisperForConditionalGeneration": list(MESHES)[2:5]}
 BRIEF = ("tp x sharded",)
-CASES = [(name, mesh) for name in CONFIGS for mesh in (MESHES if name in THOROUGH else OF_TWO_STACKS.get(name, BRIEF))]
+#: The one of the quick run.
+QUICK = ("LlamaForCausalLM", "tp")
+CASES = [
+    pytest.param(name, mesh, marks=() if (name, mesh) == QUICK else pytest.mark.nightly)
+    for name in CONFIGS
+    for mesh in (MESHES if name in THOROUGH else OF_TWO_STACKS.get(name, BRIEF))
+]
 
 
 def _ran(name, fields):

@@ -27,13 +27,19 @@ CASES = [
     ("BertForMaskedLM", "tp, sequence"),
     ("WhisperForConditionalGeneration", "interleaved"),
 ]
+#: The one of the quick run.
+QUICK = ("LlamaForCausalLM", "1f1b")
 
 
 def _ran(name, fields):
     return ran(name, **fields)
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.nightly) for case in CASES],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
 def test_a_step_of_a_pipeline_sends_and_holds_what_was_planned(pool, name, mesh):
     fields = {"pp": 2, "tp": 1, **MESHES[mesh]}
     others = fields["tp"] * fields.get("dp_shard_size", 1)

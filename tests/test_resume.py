@@ -22,6 +22,7 @@ from _settings import read  # noqa: E402  # from examples/
 STEPS = 8
 
 
+@pytest.mark.nightly
 def test_a_training_is_killed_and_goes_on_on_another_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = resume.pretrained(tmp_path / "pretrained", steps=2)
     options = ("--dropout", "0.0", "--precision", "float64", "--batch", "8", "--micro-batch", "2", "--length", "24")

@@ -197,6 +197,7 @@ def test_without_a_priority_it_is_a_tie_that_is_said_when_that_model_is_sharded(
         assert distribution in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_each_family_is_explained():
     for name, _, _ in FAMILIES.values():
         result = CliRunner().invoke(main, ["explain", name, "--tp", "2"])

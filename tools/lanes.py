@@ -1,7 +1,7 @@
 """Sessions of nox side by side: those that share an environment follow each other, the others run in lanes.
 
-A session installs what it tests into its environment and removes what it does not, so no two of them may use one
-environment at a time.
+A session of one pack installs it into its environment and removes the others, so no two of those may use one
+environment at a time; what tests all packs together shares theirs (`suites.everything`), and needs no turns.
 """
 
 from __future__ import annotations

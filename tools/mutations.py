@@ -1,7 +1,7 @@
 """Puts recorded mistakes back into a copy of the workspace, one by one, and runs the test that has to notice each.
 
-``python tools/mutations.py [--list] [--check] [--only NAME ...] [--jobs N]``. The mistakes are in
-``tests/mutations/*.toml``, where ``NAME`` may be a pattern such as ``'h6-*'``:
+``python tools/mutations.py [--list] [--check] [--only NAME ...] [--kind KIND] [--sample] [--jobs N]``. The mistakes are
+in ``tests/mutations/*.toml``, a file for each kind, where ``NAME`` may be a pattern such as ``'h6-*'``:
 
     [[mutation]]
     name = "bias-before-the-sum"          # unique
@@ -22,7 +22,8 @@ so that moving a module changes nothing here. What becomes of a mistake:
     no end           the test took longer than its limit
 
 Anything but ``noticed`` fails the run. First the tests run without any mistake, those of one file together; then each
-mistake has a run of its own. ``--jobs`` runs go on at a time, in as many copies of the workspace.
+mistake has a run of its own. ``--jobs`` runs go on at a time, in as many copies of the workspace. ``--sample`` tries
+those that ``tests/mutations/sample.txt`` names, with the options of the quick run, which has seen their tests pass.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ Result = TypeVar("Result")
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("shardcore/src/**/*.py", "packs/*/src/**/*.py")
+SAMPLE = "sample.txt"
 LIMIT = 300.0  # seconds for one test
 _LEFT_OUT = shutil.ignore_patterns(".git", ".nox", ".venv", "site", "__pycache__", "*.egg-info", ".*_cache")
 # Exit statuses of pytest.
@@ -89,12 +91,18 @@ class Edit:
             DoesNotApplyError: no file does, or the text is there more than once.
         """
         files = sorted({file for glob in self.within for file in root.glob(glob)})
-        found = [(file, file.read_text(encoding="utf-8").count(self.find)) for file in files]
+        found = [(file, _text(file, file.stat().st_mtime_ns).count(self.find)) for file in files]
         found = [(file, count) for file, count in found if count]
         if sum(count for _, count in found) != 1:
             where = ", ".join(f"{file.relative_to(root)} ({count})" for file, count in found) or "nowhere"
             raise DoesNotApplyError(f"found {where}: {self.find.strip().splitlines()[0]!r}")
         return found[0][0]
+
+
+@functools.cache
+def _text(file: Path, changed: int) -> str:
+    """Return what is in a file that was changed then: hundreds of edits look through all of them."""
+    return file.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -141,15 +149,15 @@ class Outcome:
         return f"{text}\n    {self.detail}" if self.detail else text
 
 
-def load(folder: Path) -> list[Mutation]:
-    """Return the recorded mistakes, sorted by file.
+def load(folder: Path, kind: str = "*") -> list[Mutation]:
+    """Return the recorded mistakes, sorted by file; of one kind, which has a file, if it is named.
 
     Raises:
         ValueError: a name is used twice, or a record has other keys.
     """
     found = [
         _mutation(record)
-        for file in sorted(folder.glob("*.toml"))
+        for file in sorted(folder.glob(f"{kind}.toml"))
         for record in tomllib.loads(file.read_text(encoding="utf-8"))["mutation"]
     ]
     names = [mutation.name for mutation in found]
@@ -177,6 +185,7 @@ def try_all(
     *,
     limit: float = LIMIT,
     jobs: int = 1,
+    quick: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Outcome]:
     """Yield what becomes of each mistake in copies of a workspace, as it is known.
@@ -186,6 +195,7 @@ def try_all(
         root: the workspace, which is not changed.
         limit: seconds for one test.
         jobs: how many runs go on at a time.
+        quick: run the tests as the quick run does, and only with the mistakes.
         tell: called with a line for each run without a mistake.
     """
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
@@ -200,9 +210,9 @@ def try_all(
                 found.append(mutation)
             except DoesNotApplyError as error:
                 yield Outcome(mutation, "does not apply", detail=str(error))
-        runs = _Runs(copies, limit)
-        green: dict[str, str] = {}
-        for of_file in runs.each(_by_file(found), runs.without_mistake):
+        runs = _Runs(copies, limit, ["--quick"] if quick else [])
+        green: dict[str, str] = dict.fromkeys((mutation.test for mutation in found), "") if quick else {}
+        for of_file in [] if quick else runs.each(_by_file(found), runs.without_mistake):
             green |= of_file
             tell(_told(of_file))
         for mutation in found:
@@ -228,9 +238,11 @@ class _Runs:
     Args:
         copies: the copies; in each of them one test runs at a time.
         limit: seconds for one test.
+        options: further options of pytest.
     """
 
-    def __init__(self, copies: Sequence[Path], limit: float) -> None:
+    def __init__(self, copies: Sequence[Path], limit: float, options: Sequence[str] = ()) -> None:
+        self._options = options
         self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for copy in copies:
             self._free.put(copy)
@@ -294,7 +306,7 @@ class _Runs:
         sources = [root / "shardcore" / "src", *sorted(root.glob("packs/*/src"))]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *self._options, *tests]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         with subprocess.Popen(command, cwd=root, env=env, text=True, start_new_session=True, **pipes) as process:
             self._running.add(process)
@@ -323,6 +335,14 @@ def _end(output: str) -> str:
     return output.strip()[-300:]
 
 
+def _asked_for(root: Path, options: argparse.Namespace) -> list[Mutation]:
+    folder = root / "tests" / "mutations"
+    names = options.only
+    if options.sample:
+        names = [*(names or ()), *(folder / SAMPLE).read_text(encoding="utf-8").split()]
+    return _chosen(load(folder, options.kind), names)
+
+
 def _chosen(mutations: Iterable[Mutation], names: Sequence[str] | None) -> list[Mutation]:
     mutations = list(mutations)
     known = [mutation.name for mutation in mutations]
@@ -337,10 +357,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--list", action="store_true", help="print the names, the mistakes and the tests")
     parser.add_argument("--check", action="store_true", help="see whether each edit applies; run no test")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone")
+    parser.add_argument("--kind", default="*", help="those of one file")
+    parser.add_argument("--sample", action="store_true", help="those of the quick run")
     parser.add_argument("--jobs", type=int, default=_cores(), help="runs at a time (default %(default)s)")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one test (default %(default)s)")
     options = parser.parse_args(arguments)
-    mutations = _chosen(load(root / "tests" / "mutations"), options.only)
+    mutations = _asked_for(root, options)
     if options.list:
         for mutation in mutations:
             print(f"{mutation.name}\n    {mutation.mistake}\n    {mutation.test}")
@@ -360,7 +382,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def _tried(mutations: Sequence[Mutation], root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
-    return try_all(mutations, root, limit=options.limit, jobs=options.jobs, tell=functools.partial(print, flush=True))
+    tell = functools.partial(print, flush=True)
+    return try_all(mutations, root, limit=options.limit, jobs=options.jobs, quick=options.sample, tell=tell)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class Result:
         failures: the tests that failed -> the first line of why.
         skipped: reason -> number of tests that were skipped for it.
         seconds: how long the tests ran, without installation.
+        slowest: the ten slowest tests -> their seconds.
         sources: digest of what was tested.
     """
 
@@ -47,6 +48,7 @@ class Result:
     failures: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    slowest: dict[str, float] = field(default_factory=dict)
     sources: str = ""
 
     @classmethod
@@ -73,6 +75,7 @@ class Result:
             failures=failures,
             skipped=dict(Counter(reason for outcome, reason in outcomes.values() if outcome == "skipped")),
             seconds=round(seconds, 1),
+            slowest=_slowest(report) if report.exists() else {},
             **fields,  # type: ignore[arg-type]  # the strings
         )
 
@@ -110,6 +113,11 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / "totals", f"{self.totals()}\n")
         _replace(self.folder / "table.md", self.table())
+
+    def slowest(self, count: int) -> str:
+        """Return the slowest tests of all sessions, a line each."""
+        found = sorted(((s, test, r.name) for r in self.all() for test, s in r.slowest.items()), reverse=True)
+        return "\n".join([f"{s:7.1f} s  {name}  {test}" for s, test, name in found[:count]])
 
     def totals(self) -> Result:
         """Return the sum of all results."""
@@ -203,6 +211,12 @@ def _written(lines: Path) -> dict[str, tuple[str, str]]:
         elif outcome in ("passed", "failed", "skipped") and outcomes[test] in (("failed", _AT_IT), ("passed", "")):
             outcomes[test] = (outcome, line["reason"])
     return outcomes
+
+
+def _slowest(report: Path, count: int = 10) -> dict[str, float]:
+    cases = ElementTree.parse(report).iter("testcase")
+    seconds = {f"{case.get('classname', '')}::{case.get('name', '')}": float(case.get("time", 0)) for case in cases}
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
 
 
 def _outcomes(report: Path) -> dict[str, tuple[str, str]]:

@@ -9,19 +9,19 @@ from pathlib import Path
 
 __all__ = ["lacking"]
 
-#: What the environments of all tests take, and beside them what pip unpacks and tests write, in bytes; measured with
-#: builds of torch that have the libraries of an accelerator.
-_ENVIRONMENTS, _BESIDE = 12e9, 4e9
+#: What pip unpacks and tests write beside the environments, in bytes.
+_BESIDE = 1e9
 
 
-def lacking(environments: Path) -> str:
+def lacking(environments: Path, needs: float) -> str:
     """Return what to say of a disk that has too little room; "" where there is enough.
 
     Args:
         environments: the folder of the environments, some of which may be there already.
+        needs: what all of them take, in bytes.
     """
     made = sum(_size(Path(folder) / file) for folder, _, files in os.walk(environments) for file in files)
-    needed = {_existing(environments): max(_ENVIRONMENTS - made, 0.0)}
+    needed = {_existing(environments): max(needs - made, 0.0)}
     scratch = Path(tempfile.gettempdir())
     same = next((place for place in needed if place.stat().st_dev == scratch.stat().st_dev), scratch)
     needed[same] = needed.get(same, 0.0) + _BESIDE

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import nox
+from filelock import FileLock  # virtualenv's, which nox brings
 from nox.command import CommandFailed
 
 from cells import Pack, cells_of, find_packs, newest_of, whole_of  # from tools/
@@ -21,6 +23,7 @@ __all__ = [
     "CORE",
     "ENV",
     "ENVIRONMENTS",
+    "EVERYTHING",
     "KITS",
     "NEWEST",
     "PACKS",
@@ -30,6 +33,7 @@ __all__ = [
     "WHOLE",
     "Suite",
     "check",
+    "everything",
     "pip",
     "suite_of",
     "with_every_library",
@@ -56,6 +60,9 @@ ENV: dict[str, str | None] = {
 }
 # What the snippets of the documentation import.
 SNIPPETS = ("accelerate==1.15.0", "peft==0.21.2")
+_TRAINING = ("trl==1.16.0", "datasets==5.2.0", "sentence-transformers==6.2.0")
+#: The newest releases of everything that needs no torch of its own; `everything` installs the core and all packs there.
+EVERYTHING = Environment("everything", (TORCH,), (*NEWEST.pins, *SNIPPETS, *_TRAINING))
 # The newest environment of timm has every library of models.
 _EVERY = next(c.environment for c in cells_of(PACKS, TORCH) if c.library == "timm" and "newest" in c.tags)
 #: The software that trains and calls models, in stacks: the newest releases, and the oldest that are served.
@@ -63,7 +70,13 @@ CLIENTS: Mapping[str, Environment] = {
     "newest": Environment(
         "clients-newest",
         _EVERY.torch,
-        (*_EVERY.pins, *SNIPPETS, "trl==1.16.0", "datasets==5.2.0", "sentence-transformers==6.2.0"),
+        # PEFT 0.22, which transformers 5.24 asks for where it takes adapters itself, is not released.
+        (
+            *(pin for pin in _EVERY.pins if not pin.startswith("transformers=")),
+            "transformers==5.23.0",
+            *SNIPPETS,
+            *_TRAINING,
+        ),
     ),
     "oldest": Environment(
         "clients-oldest", (TORCH,), ("transformers==4.57.6", "accelerate==1.12.0", "peft==0.18.0", "trl==0.25.1")
@@ -74,7 +87,7 @@ _CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examp
             "mkdocs.yml")  # fmt: skip
 #: How much of the conformance kit runs -> the options of pytest.
 KITS: Mapping[str, tuple[str, ...]] = {
-    "sizes 1 and 2": ("--quick",),
+    "sizes 1 and 2": ("--families", "--ranks=2"),
     "every size": ("--families",),
     "every case": (),
 }
@@ -96,6 +109,7 @@ class Suite:
         data: distributions that are read as files: what they depend on is not installed.
         options: further options of pytest.
         alone: packs that are not among the requirements are removed.
+        ready: the environment is one that `everything` has made, and nothing is installed.
         env: further environment variables of the tests.
     """
 
@@ -112,9 +126,11 @@ class Suite:
         data: Sequence[str] = (),
         options: Sequence[str] = (),
         alone: bool = True,
+        ready: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.session, self.environment, self.name, self.tests = session, environment, name, tests
+        self.ready = ready
         self.requirements, self.data, self.against, self.alone = requirements, data, against, alone
         self.env = dict(env or {})
         self.options = [*options, *session.posargs]
@@ -132,7 +148,10 @@ class Suite:
         if RESULTS.passed_before(self.result, self.sources):
             self.session.log(f"{self.result} passed before, with the same sources")
             return True
-        report = Path(self.session.create_tmp()) / f"{self.result}.xml"
+        # Not the session's own folder for such files: nox makes that the TMPDIR of all that it runs, and the paths of
+        # sockets by which processes hand tensors to each other are at most 107 bytes long. A checkout deep down hangs.
+        report = RESULTS.folder / "reports" / f"{self.result}.xml"
+        report.parent.mkdir(parents=True, exist_ok=True)
         lines = report.with_suffix(".jsonl")
         for file in (report, lines):
             file.unlink(missing_ok=True)
@@ -141,7 +160,8 @@ class Suite:
             python = self._install()
             start = time.monotonic()
             written = [f"--junitxml={report}", "-p", "outcomes", f"--outcomes={lines}"]
-            env = {**ENV, **self.env, "PYTHONPATH": str(ROOT / "tools")}
+            path = os.pathsep.join(filter(None, (self.env.get("PYTHONPATH"), str(ROOT / "tools"))))
+            env = {**ENV, **self.env, "PYTHONPATH": path}
             self.session.run(
                 str(python), "-m", "pytest", str(self.tests), *written, *self.options, env=env, external=True
             )
@@ -163,6 +183,8 @@ class Suite:
         return not result.failed
 
     def _install(self) -> Path:
+        if self.ready:
+            return everything(self.session)
         python = self.environment.make(ENVIRONMENTS, self._pip)
         if self.alone:
             self._pip(python, "uninstall", "--yes", *(pack.name for pack in PACKS))
@@ -176,23 +198,28 @@ class Suite:
         pip(self.session, python, *arguments)
 
 
-def check(session: nox.Session, environment: Environment, *commands: Sequence[str]) -> None:
+def check(
+    session: nox.Session,
+    make: Callable[[nox.Session], Path],
+    *commands: Sequence[str],
+    sources: Sequence[Path] = [ROOT / name for name in _CHECKED],
+) -> None:
     """Call tools, all of them, and keep the outcome; each counts as one test.
 
     Args:
         session: the session; its name is that of the result.
-        environment: has the tools; made if it is not there.
+        make: returns the interpreter of the environment that has the tools.
         *commands: what is called; a failure does not keep the next one from being called.
+        sources: what the outcome depends on.
     """
-    sources = f"{digest_of([ROOT / name for name in _CHECKED])} {environment.pins} {TORCH}"
-    if RESULTS.passed_before(session.name, sources):
+    digest = f"{digest_of(sources)} {commands} {TORCH}"
+    if RESULTS.passed_before(session.name, digest):
         session.log(f"{session.name} passed before, with the same sources")
         return
     start, failures = time.monotonic(), {}
     for command in commands:
         try:
-            python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
-            pip(session, python, "install", *environment.pins)
+            python = make(session)
             # Tools call each other by name.
             path = os.pathsep.join((str(python.parent), os.environ.get("PATH", "")))
             env = {**ENV, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
@@ -206,7 +233,7 @@ def check(session: nox.Session, environment: Environment, *commands: Sequence[st
         passed=len(commands) - len(failures),
         failed=len(failures),
         failures=failures,
-        sources=sources,
+        sources=digest,
         seconds=time.monotonic() - start,
     )
     RESULTS.write(result)
@@ -225,9 +252,37 @@ def with_every_library(session: nox.Session) -> Path:
     return python
 
 
+def everything(session: nox.Session) -> Path:
+    """Return the interpreter of `EVERYTHING`, with the core and all packs.
+
+    Who shares it waits until it is made; what was installed from the same sources is left as it is.
+    """
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with FileLock(ENVIRONMENTS / ".everything.lock"):
+        python = EVERYTHING.make(ENVIRONMENTS, functools.partial(pip, session))
+        stamp = python.parents[1] / "installed"
+        packs = [pack.folder for pack in PACKS]
+        folders = [part for folder in (CORE, *packs) for part in (folder / "src", folder / "pyproject.toml")]
+        wanted = f"{digest_of(folders)} {EVERYTHING}"
+        if not stamp.exists() or stamp.read_text() != wanted:
+            session.log(f"installing {', '.join(EVERYTHING.pins)}, the core and {len(packs)} packs: about a minute")
+            own = [f"{CORE}[testing]", *map(str, packs)]
+            pip(session, python, "install", "--no-build-isolation", *EVERYTHING.pins, *own)
+            pip(session, python, "install", "--no-deps", *sorted({name for pack in PACKS for name in pack.data}))
+            stamp.write_text(wanted)
+    return python
+
+
 def pip(session: nox.Session, python: Path, *arguments: str) -> None:
-    """Call the pip of an interpreter."""
-    session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
+    """Call the pip of an interpreter; uv does it instead where it is there, but for torch.
+
+    It is pip that knows where a machine keeps its builds of torch.
+    """
+    command, *rest = arguments
+    if command == "install" and not any(name.startswith("torch==") for name in rest) and (uv := shutil.which("uv")):
+        session.run(uv, "pip", "install", "--quiet", "--python", str(python), *rest, env=ENV, external=True)
+    else:
+        session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
 
 
 def suite_of(

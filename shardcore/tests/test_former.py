@@ -86,6 +86,7 @@ def all_two_by_two():
     two_by_two({"dp": 2, "partial_gradients": "deferred"}, "reentrant")
 
 
+@pytest.mark.four
 def test_tensor_and_data_parallel_equal_the_unsharded_model(pool):
     pool.run(all_two_by_two, world=4)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -115,13 +116,20 @@ ROOMS = {
 TOPS = {"cli": {"__main__"}, "scaffold": {"cli"}, "testing": {"cli"}}
 
 
+@functools.cache
+def trees() -> dict[str, ast.AST]:
+    """Return every file of the core, by its path below the core's folder."""
+    root = Path(shardcore.__file__).parent
+    return {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in sorted(root.rglob("*.py"))}
+
+
+@functools.cache
 def imports() -> list[tuple[str, str]]:
     """Return (module, imported module) for every import statement of the core, wherever it stands."""
-    root = Path(shardcore.__file__).parent
     found = []
-    for file in sorted(root.rglob("*.py")):
-        name = ".".join(("shardcore", *file.relative_to(root).with_suffix("").parts))
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, tree in trees().items():
+        name = ".".join(("shardcore", *Path(file).with_suffix("").parts))
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found += [(name, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -172,9 +180,7 @@ def touches(node: ast.AST) -> bool:
 
 def test_one_module_touches_the_internals_of_dtensors() -> None:
     """So say `shardcore.comm.dtensor_params` and docs/adr/0002-regions.md: it is what a new torch can break."""
-    root = Path(shardcore.__file__).parent
-    found = {file.relative_to(root).as_posix(): ast.walk(ast.parse(file.read_text())) for file in root.rglob("*.py")}
-    assert {file for file, nodes in found.items() if any(map(touches, nodes))} == {"comm/dtensor_params.py"}
+    assert {file for file, tree in trees().items() if any(map(touches, ast.walk(tree)))} == {"comm/dtensor_params.py"}
 
 
 def kinds_in(tree: ast.AST) -> set[str]:
@@ -194,17 +200,15 @@ def asked(tree: ast.AST, kinds: set[str]) -> Iterator[str]:
 
 def test_only_its_own_file_asks_for_a_kind_of_step() -> None:
     """What others want to know, a step says itself: no list of kinds is there to be forgotten."""
-    root = Path(shardcore.__file__).parent
-    trees = {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in root.rglob("*.py")}
-    homes = {file: kinds_in(tree) for file, tree in trees.items()}
+    homes = {file: kinds_in(tree) for file, tree in trees().items()}
     kinds = set().union(*homes.values())
     assert {"EnterRegion", "ShardSequence", "Swap", "ChooseAttention"} <= kinds
-    found = {file: set(asked(tree, kinds - homes[file])) for file, tree in trees.items()}
-    phases = {file for file, tree in trees.items() if list(asked(tree, {"Phase"}))}
+    found = {file: set(asked(tree, kinds - homes[file])) for file, tree in trees().items()}
+    phases = {file for file, tree in trees().items() if list(asked(tree, {"Phase"}))}
     assert {file: names for file, names in found.items() if names} == {}
     # When a step is carried out is for the order of the plan alone.
     assert phases <= {"plan/steps/base.py", *(file for file, declared in homes.items() if declared)}
-    makers = {file.partition("/")[0] for file, tree in trees.items() if list(imported_kinds(tree, kinds))}
+    makers = {file.partition("/")[0] for file, tree in trees().items() if list(imported_kinds(tree, kinds))}
     assert makers <= {"plan", "styles", "compile", "policy.py", "integrations"}
 
 

@@ -126,6 +126,7 @@ def all_kinds(fields, names):
         steps(name, fields)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [("tp2", list(KINDS)), ("tp2 dp2", ["Adafactor, one by one", "AdamW"])],
@@ -157,6 +158,7 @@ def search(fields):
     assert_same_parameters(reference, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_search_along_lines(pool, mesh):
     world, fields = MESHES[mesh]

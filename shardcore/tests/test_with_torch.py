@@ -295,6 +295,7 @@ def compiled(backend):
     assert_same_parameters(reference, model)
 
 
+@pytest.mark.nightly
 @TRACES
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_a_compiled_step(pool, backend):

@@ -63,6 +63,7 @@ def compiles(mesh: dict[str, Any] | None) -> tuple[Any, ...]:
     return said, parameters(accelerator.unwrap_model(model, keep_torch_compile=False)), hasattr(model, "_orig_mod")
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler of torch before 2.14
 def test_trains_compiled(pool):
     ((wanted, values, _),) = pool.run(compiles, None, world=1)

@@ -49,6 +49,7 @@ def run(folder: Path, tp: int, *launcher: str) -> tuple[int, list[float], str]:
     return found.returncode, losses, found.stdout + found.stderr
 
 
+@pytest.mark.nightly
 def test_two_ranks_print_the_losses_of_one_process(tmp_path):
     status, wanted, said = run(tmp_path / "one", 1)
     assert status == 0, said
@@ -59,6 +60,7 @@ def test_two_ranks_print_the_losses_of_one_process(tmp_path):
     assert losses == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_one_process_in_place_of_two_is_told(tmp_path):
     """``accelerate launch --cpu`` starts one process, whatever number it is given."""
     status, losses, said = run(tmp_path / "two", 2, "--cpu", "--num_processes", "2")

@@ -92,6 +92,7 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert mine == pytest.approx(other, rel=1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "after"),
     [(TP2, TP2), (TP2, TP2DP2), (TP2DP2, TP2DP2), (TP2DP2, TP2), (DP2, TP2), (DP2, DP4), (TP2DP2, DP4)],
@@ -106,6 +107,7 @@ def test_state_is_taken_up_on_the_same_and_on_another_mesh(pool, tmp_path, befor
         same(got, wanted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["cosine", "warmed"])
 @pytest.mark.parametrize(("before", "after"), [(DP2, TP2), (TP2, DP2)], ids=str)
 def test_a_schedule_that_has_its_lengths_in_its_state_goes_on(pool, tmp_path, before, after, schedule):
@@ -117,6 +119,7 @@ def test_a_schedule_that_has_its_lengths_in_its_state_goes_on(pool, tmp_path, be
         same(got, wanted)
 
 
+@pytest.mark.nightly
 def test_a_schedule_of_both_kinds_goes_on_over_as_many_replicas_alone(pool, tmp_path):
     folder = str(tmp_path)
     first, _ = pool.run(saves, folder, DP2, "mixed", world=2)
@@ -145,6 +148,7 @@ def prepared_model(mesh: dict[str, Any]) -> tuple[Any, Any]:
     return model, optimizer.optimizer
 
 
+@pytest.mark.nightly
 def test_all_ranks_take_up_what_the_ranks_that_saved_counted(pool, tmp_path):
     """Accelerate's files are one for each rank: two of four find none."""
     pool.run(counts_batches, str(tmp_path), 3, DP2, world=2)

@@ -44,6 +44,7 @@ def losses(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\bloss'?:? '?([\d.]+)", text)]
 
 
+@pytest.mark.nightly
 def test_the_trainer(tmp_path):
     pytest.importorskip("accelerate")
     wanted = losses(printed(tmp_path / "one", "trainer.py", "--steps", "10"))
@@ -54,6 +55,7 @@ def test_the_trainer(tmp_path):
     assert {"config.json", "model.safetensors"} <= saved
 
 
+@pytest.mark.nightly
 def test_adapters(tmp_path):
     pytest.importorskip("peft")
     wanted = losses(printed(tmp_path / "one", "lora.py", "--steps", "4"))
@@ -67,6 +69,7 @@ def test_adapters(tmp_path):
     assert float(apart[1]) < 1e-4
 
 
+@pytest.mark.nightly
 def test_the_server(tmp_path):
     process = start(tmp_path, *TORCHRUN, str(EXAMPLES / "serve.py"), "--port", "0", "--tokens", "5")
     try:

@@ -66,6 +66,7 @@ def alone(folder: str, make: Callable[[str], Callable[[], Any]]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -87,6 +88,7 @@ def evaluates_while_the_other_one_trains(folder: str) -> None:
     made.evaluate(words(20)) if dist.get_rank() == 0 else made.train()
 
 
+@pytest.mark.nightly
 def test_two_calls_of_a_trainer_do_not_meet(pool, tmp_path):
     with pytest.raises(Exception, match="others will not come") as caught:
         pool.run(evaluates_while_the_other_one_trains, str(tmp_path), world=2, timeout=60)

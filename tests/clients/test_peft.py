@@ -37,6 +37,7 @@ from adapters import (  # from support/
     trains,
     trains_after,
 )
+from stacks import ADAPTERS
 
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
@@ -156,7 +157,8 @@ AFTER = {
 }
 
 
-@pytest.mark.parametrize("how", ["get_peft_model", "add_adapter"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["get_peft_model", pytest.param("add_adapter", marks=ADAPTERS)])
 @pytest.mark.parametrize("name", AFTER)
 def test_after(pool, name, how):
     config, options, *rest = AFTER[name]
@@ -176,6 +178,7 @@ def recomputes(options: dict[str, Any], reentrant: bool) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, **SP}], ids=["tp", "sequence"])
 def test_gradient_checkpointing(pool, options, reentrant):

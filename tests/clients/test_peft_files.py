@@ -39,6 +39,7 @@ from adapters import (  # from support/
     peft_room,
     shaken,
 )
+from stacks import ADAPTERS
 
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
@@ -169,6 +170,7 @@ BY_THE_MODEL = {
 }
 
 
+@ADAPTERS
 @pytest.mark.parametrize("name", BY_THE_MODEL)
 def test_adapters_of_the_model_itself(pool, tmp_path, name):
     options, *rest = BY_THE_MODEL[name]
@@ -226,6 +228,7 @@ def reads_what_was_computed(folder: str) -> None:
         model.add_adapter("third", lora(init_lora_weights="eva", eva_config=peft.EvaConfig()))
 
 
+@ADAPTERS
 def test_what_began_with_values_is_read(pool, tmp_path):
     pool.run(reads_what_was_computed, str(tmp_path), world=2)
 
@@ -310,6 +313,7 @@ MERGED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("safely", [False, True])
 @pytest.mark.parametrize("name", MERGED)
 def test_merging(pool, name, safely):
@@ -320,6 +324,7 @@ def test_merging(pool, name, safely):
 LATER = ["LoRA", "magnitudes", "magnitudes of a table", "magnitudes, data alone", "a head", "fused"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LATER)
 def test_merging_what_came_after(pool, name):
     config, options, *model = MERGED[name]

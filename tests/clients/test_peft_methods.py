@@ -40,6 +40,7 @@ from adapters import (  # from support/
     trains,
     trains_after,
 )
+from stacks import ADAPTERS
 
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
@@ -77,6 +78,7 @@ MAGNITUDES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MAGNITUDES)
 def test_dora(pool, name):
     config, options, *rest = MAGNITUDES[name]
@@ -96,6 +98,8 @@ def begins_with_norms(config: Any, options: dict[str, Any], family: str, case: s
     trains_after(config, options, "add_adapter", family, case)
 
 
+@pytest.mark.nightly
+@ADAPTERS
 @pytest.mark.parametrize("name", ["every linear", "shared KV heads", "tables", "vit, a convolution", "neox, fused"])
 def test_dora_after(pool, name):
     config, options, *model = MAGNITUDES[name]
@@ -135,6 +139,8 @@ PROMPTS = {
 ON = {"tp": {"tp": 2}, "sequence": {"tp": 2, **SP}, "data": {"tp": 2, "dp": 2}, "data alone": {"tp": 1, "dp": 2}}
 
 
+@pytest.mark.nightly
+@ADAPTERS
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", PROMPTS)
@@ -142,6 +148,7 @@ def test_prompts(pool, name, when, on):
     pool.run(trains_prompts, PROMPTS[name], when, ON[on], world=ON[on]["tp"] * ON[on].get("dp", 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("on", ["tp", "sequence"])
 def test_prefixes_of_shared_heads(pool, on):
     options = {**ON[on], "tp": 4}
@@ -191,6 +198,8 @@ def trains_beside_a_head(folder: str, config: Any, options: dict[str, Any], *of:
     close(outputs(again, inputs), outputs(alone, inputs), "loaded, and sharded")
 
 
+@pytest.mark.nightly
+@ADAPTERS
 @pytest.mark.parametrize("name", BESIDE)
 def test_prompts_beside_a_head(pool, tmp_path, name):
     config, options, *of = BESIDE[name]

@@ -184,6 +184,7 @@ def alone() -> str:
     return said
 
 
+@pytest.mark.nightly
 def test_a_pipeline_that_one_rank_calls_alone(pool):
     said, _ = pool.run(alone)
     assert "others will not come" in said

@@ -78,6 +78,7 @@ def test_trains_as_unsharded(pool, tmp_path, loss, mesh):
         same_parameters(got["parameters"], wanted["parameters"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"save_only_model": True}], ids=["all", "model"])
 def test_checkpoints(pool, tmp_path, options):
     (wanted,) = pool.run(checkpointed, str(tmp_path / "one"), None, world=1, **options)

@@ -143,6 +143,7 @@ def speaks(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
     return {"history": trainer.state.log_history, "tokens": found.predictions, "parameters": parameters(model)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
 def test_speech_is_predicted_by_generating(pool, tmp_path, mesh):
     (wanted,) = pool.run(speaks, str(tmp_path), None, world=1)

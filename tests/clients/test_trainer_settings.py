@@ -181,6 +181,7 @@ def compiled(folder: str, mesh: dict[str, Any] | None, settings: dict[str, Any],
     return {**found, "calls": counted["stats"]["calls_captured"], "breaks": sum(counted["graph_break"].values())}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler of torch before 2.14
 @pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
 def test_compiled_by_torch(pool, tmp_path, mesh):
@@ -200,6 +201,7 @@ def test_compiled_by_torch(pool, tmp_path, mesh):
             torch.testing.assert_close(got["parameters"][name], parameter, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler of torch before 2.14
 @pytest.mark.skipif(not any(map(shutil.which, compilers())), reason="inductor needs a C++ compiler")
 def test_compiled_by_inductor(pool, tmp_path):

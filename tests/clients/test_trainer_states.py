@@ -67,6 +67,7 @@ def same(got: dict[str, Any], wanted: dict[str, Any], *, exactly: bool = False) 
     assert got["total_flos"] == wanted["total_flos"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "after"), [(TP2, TP2), (TP2, DP2), (DP2, TP2), (TP2DP2, TP2), (TP2, TP2DP2)], ids=str
 )
@@ -84,6 +85,7 @@ def test_resumes_on_the_same_and_on_another_mesh(pool, tmp_path, before, after):
         same(got, wanted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
 def test_dropout_goes_on_bit_for_bit(pool, tmp_path, mesh):
     settings = {"num_train_epochs": 2, "per_device_train_batch_size": 4 // mesh.get("dp", 1)}
@@ -102,6 +104,7 @@ def goes_on_from_what_is_complete(folder: str, mesh: dict[str, Any], settings: d
         return resumed(folder, mesh, settings, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("left", ["nothing", "a torn file"])
 def test_goes_on_from_the_newest_that_is_complete(pool, tmp_path, left):
     """A job that was killed while it saved leaves a checkpoint without the Trainer's state, or with a part of it."""
@@ -146,6 +149,7 @@ def test_what_is_saved_is_the_unsharded_model(pool, tmp_path):
     assert not (checkpoint / "optimizer.pt").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=str)
 def test_loads_the_best_model_at_the_end(pool, tmp_path, mesh, only_model):

@@ -88,6 +88,7 @@ def test_sft(pool, tmp_path, name):
         same_parameters(got, wanted, 1e-9)
 
 
+@pytest.mark.nightly
 def test_sft_under_sequence_parallelism(pool, tmp_path):
     (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1)
     mesh = {**TP2, "enable_sequence_parallelism": True}
@@ -105,6 +106,7 @@ DPO: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(pool, tmp_path, name):
     case = {"method": "DPO", "kind": "preference", **DPO[name]}
@@ -117,6 +119,7 @@ def test_dpo(pool, tmp_path, name):
         same_parameters(got, wanted, 1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [
@@ -156,6 +159,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", OTHERS)
 def test_other_trainers(pool, tmp_path, method):
     case = {"method": method, **OTHERS[method]}
@@ -167,6 +171,7 @@ def test_other_trainers(pool, tmp_path, method):
         same_parameters(got, wanted, 1e-9)
 
 
+@pytest.mark.nightly
 def test_grpo(pool, tmp_path):
     # With top_k=1 the random stream of the model does not matter; it learns from the reference then, not from rewards.
     options = {"top_k": 1, "num_generations": 2, "max_completion_length": 6, "beta": 0.5}
@@ -193,6 +198,7 @@ def rewarded(name: str, **options: Any) -> dict[str, Any]:
     return {**case, "options": settings}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [TP2, TP2DP2], ids=["tp2", "tp2dp2"])
 @pytest.mark.parametrize("name", REWARDED)
 def test_rewards(pool, tmp_path, name, mesh):
@@ -211,6 +217,7 @@ def test_rewards(pool, tmp_path, name, mesh):
             assert got["table"][column] == (values if exactly else pytest.approx(values, rel=1e-6, abs=1e-6)), column
 
 
+@pytest.mark.nightly
 def test_replicas_generate_answers_of_other_lengths(pool, tmp_path):
     # One replica is done before the other: of these prompts some are answered in two words, some in twelve.
     ends = {"sequence_bias": [[[1], 0.1]]}

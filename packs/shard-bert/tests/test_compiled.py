@@ -21,7 +21,7 @@ from shardcore.testing.subject import checkpointing
 
 pytestmark = [
     pytest.mark.newest,  # it is about torch
-    pytest.mark.whole,
+    pytest.mark.nightly,
     # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
     pytest.mark.filterwarnings("default"),
 ]

@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("name", CASES)
 def test_directional_derivative(pool, name, kind):

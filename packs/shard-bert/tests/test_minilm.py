@@ -39,6 +39,7 @@ def _embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_embeddings_of_the_pretrained_model(pool, world):
     for error, gradient in pool.run(_compare, world=world, timeout=110):

@@ -20,6 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertLMHeadModel"])
 @pytest.mark.parametrize("way", WAYS)
 def test_training(pool, name, way):

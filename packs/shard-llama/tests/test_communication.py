@@ -47,6 +47,7 @@ def _counts(options: dict) -> tuple[int, int]:
     return first
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointing_recomputes_with_equal_gradients(pool, kind, when):

@@ -17,7 +17,7 @@ from shardcore.testing.parity import assert_same_gradients, whole
 from shardcore.testing.subject import checkpointing
 
 # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.newest, pytest.mark.whole]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.newest, pytest.mark.nightly]
 
 needs_whole_graphs = pytest.mark.skipif(
     not CAN_TRACE, reason="before torch 2.13 graphs break where parameters are read"

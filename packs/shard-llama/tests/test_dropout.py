@@ -65,6 +65,7 @@ class _Recorder:
         return self.masks[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("kv", [4, 1])
 def test_gradients_are_those_of_the_masks(pool, kind, kv):
@@ -156,6 +157,7 @@ def _directional(kind: dict | None) -> None:
     assert abs(slope - measured) <= 1e-7 * abs(slope), (slope, measured)
 
 
+@pytest.mark.nightly
 def test_replicas_do_not_drift(pool):
     pool.run(_drift, world=2)
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 import shardcore
 from shardcore.testing.parity import assert_same_parameters
 
-pytestmark = [pytest.mark.newest, pytest.mark.whole]
+pytestmark = [pytest.mark.newest, pytest.mark.nightly]
 
 
 def _sgd(model: nn.Module) -> Optimizer:

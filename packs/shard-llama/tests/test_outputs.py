@@ -18,6 +18,7 @@ from shardcore.testing.subject import checkpointing
 CAPTURE = {"output_attentions": True, "output_hidden_states": True}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("captured_before", [False, True], ids=["fresh", "captured-before"])
 def test_captured_outputs(pool, captured_before, world):

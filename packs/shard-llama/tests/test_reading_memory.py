@@ -29,7 +29,7 @@ _LARGE = {
 _LARGEST, _SLACK = 8001 * 1024 * 4, 16 * _MB
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
 @pytest.mark.parametrize("reading", ["slices", "scatter"])
 def test_memory(pool, tmp_path, reading):

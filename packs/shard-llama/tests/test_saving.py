@@ -46,7 +46,7 @@ CASES = {
 # --- what is written -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 def test_checkpoint_loads_without_shardcore(pool, tmp_path):
     for name, (axes, options) in CASES.items():
         world = 4 if axes in (TP4, SQUARE, HYBRID, REPLICAS) else 2

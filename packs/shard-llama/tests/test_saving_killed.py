@@ -19,7 +19,7 @@ from llama_cases import build, shard
 from saving_files import ODD, names_in, saved
 from transformers import LlamaForCausalLM
 
-pytestmark = [pytest.mark.newest, pytest.mark.whole]
+pytestmark = [pytest.mark.newest, pytest.mark.nightly]
 
 _ONE, _FEW, _MANY = "1GB", 60_000, 20_000
 _CHANGES = ("os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "shutil.rmtree")

@@ -24,7 +24,7 @@ _LARGE = {
 _LARGEST, _FILE, _SLACK = 4001 * 512 * 4, 16 * _MB, 3 * _MB
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
 @pytest.mark.parametrize(("axes", "tied"), [(TP2, False), (DP2, True)], ids=["tp2", "dp2-tied"])
 def test_memory(pool, tmp_path, axes, tied):

@@ -73,6 +73,7 @@ def _training(fields, **options):
     train_beside(reference, sharded)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fields",
     [

@@ -251,7 +251,7 @@ def test_with_replicas(pool, chunk):
 
 
 @pytest.mark.newest
-@pytest.mark.whole
+@pytest.mark.nightly
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
 def test_memory_of_head_and_loss(pool):
     for way in pool.run(_memory, world=2, timeout=200):

@@ -53,7 +53,7 @@ SAVED = {"tp4": (4, {"tp": 4}), "tp2": (2, {"tp": 2}), "tp2-dp2": (4, {"tp": 2, 
 LOADED = {"tp4": (4, {"tp": 4}), "unsharded": (1, None), "tp2-dp2": (4, {"tp": 2, "dp": 2}), "tp2": (2, {"tp": 2})}
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", SAVED)
 def test_checkpoints_move_between_layouts(pool, source, tmp_path):
     # Saved in the middle of a training, the next step is the one that the unsharded model takes.

@@ -169,6 +169,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Policy] | None, Callable[[
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_training(pool, name, world):

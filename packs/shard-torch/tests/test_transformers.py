@@ -66,6 +66,7 @@ MADE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tokens", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_stacks(pool, world, tokens):
@@ -104,6 +105,7 @@ def _stacks(tokens: bool) -> None:
 # --- evaluation without gradients: one kernel for a layer, and nested tensors --------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tokens", [False, True], ids=["whole", "split"])
 def test_evaluation(pool, tokens):
     pool.run(_evaluated, tokens, world=2)

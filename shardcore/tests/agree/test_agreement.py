@@ -144,6 +144,7 @@ def test_what_ranks_say_to_each_other(pool):
     )
 
 
+@pytest.mark.nightly
 def test_a_checksum_needs_a_small_buffer_only():
     """Peak memory beyond the tensor itself, in a process of its own: sums of 32-bit words are taken in 64 bits."""
     code = (
@@ -180,6 +181,7 @@ def long_reports():
         assert len(sent) == 3
 
 
+@pytest.mark.nightly
 def test_one_collective_unless_a_report_is_long(pool):
     pool.run(long_reports, world=2)
 

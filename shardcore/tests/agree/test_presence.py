@@ -52,6 +52,7 @@ def evaluates_while_others_go_on(calls: int):
     return said, took
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("calls", [0, 5])
 def test_a_rank_that_evaluates_alone_is_told_where_the_other_one_waits(pool, calls):
     (said, took), _ = pool.run(evaluates_while_others_go_on, calls)
@@ -83,6 +84,7 @@ def calls_while_others_save(calls: int, backward: bool):
         Meeting.hold([0, 1], {}, "save_pretrained", patience=3.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("calls", "backward"), [(5, False), (5, True)])
 def test_a_rank_that_waits_in_a_collective_is_told_too(pool, calls, backward):
     with pytest.raises(Exception, match=r"rank 1 waits for this one in save_pretrained") as caught:
@@ -124,6 +126,7 @@ def late():
     return told
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_late_is_waited_for_and_its_place_is_told(pool):
     first, _ = pool.run(late)
     assert any("s for others: rank 1 is at " in line and "test_presence.py:" in line for line in first)
@@ -164,6 +167,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("alone", "then", "said"),
     [
@@ -210,6 +214,7 @@ def seeds_alone():
     return model._inputs_presence[0].failed
 
 
+@pytest.mark.nightly
 def test_a_rank_that_seeds_alone_is_waited_for(pool):
     """It gives up soon, and the call of the other one with it; nobody's call is lost."""
     assert pool.run(seeds_alone, timeout=60) == [False, False]

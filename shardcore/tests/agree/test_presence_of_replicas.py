@@ -34,6 +34,7 @@ def calls_while_others_wait(fields, backward):
         Meeting.hold(list(range(dist.get_world_size())), {}, "save_pretrained", patience=5.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fields", "backward"), [({"dp": 2}, False), ({"tp": 2, "dp": 2}, True)], ids=["dp", "tp, dp, backward"]
 )
@@ -51,6 +52,7 @@ def saves_while_others_train(folder):
         model(batch()).sum().backward()
 
 
+@pytest.mark.nightly
 def test_a_replica_that_saves_alone_is_an_error_on_all(pool, tmp_path):
     with pytest.raises(Exception, match="others will not come") as caught:
         pool.run(saves_while_others_train, str(tmp_path / "run"), timeout=60)
@@ -150,6 +152,7 @@ def saves_one_copy(folder):
         dist.barrier()
 
 
+@pytest.mark.nightly
 def test_a_copy_that_saves_alone(pool, tmp_path):
     with pytest.raises(Exception, match=r"rank 1 waits for this one in torch\.distributed\.barrier") as caught:
         pool.run(saves_one_copy, str(tmp_path / "run"), timeout=60)
@@ -166,6 +169,7 @@ def calls_while_another_receives(kind):
         dist.broadcast_object_list([None], src=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["tensor", "object"])
 def test_who_evaluates_alone_and_would_send_the_result_is_told(pool, kind):
     with pytest.raises(Exception, match=r"rank 1 waits for this one in torch\.distributed\.broadcast") as caught:

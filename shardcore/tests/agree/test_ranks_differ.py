@@ -81,6 +81,7 @@ def same_error(results):
     return message
 
 
+@pytest.mark.nightly
 def test_different_packs(pool, folders):
     pack(folders[0], "one", version="1.5")
     pack(folders[1], "two")

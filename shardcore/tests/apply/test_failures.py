@@ -169,6 +169,7 @@ def uneven_columns():
     assert isinstance(model, FSDPModule)
 
 
+@pytest.mark.nightly
 @FUSED
 def test_what_fsdp_would_refuse_is_said_before(pool):
     pool.run(uneven_columns, world=4)

@@ -201,6 +201,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.nightly
 def test_processes_of_srun_find_each_other():
     """Two processes with nothing of torchrun in their environments."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}

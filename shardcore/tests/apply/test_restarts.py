@@ -34,6 +34,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.nightly
 def test_ranks_that_torchrun_starts_again(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -108,6 +108,7 @@ print(path.exists())
 """
 
 
+@pytest.mark.nightly
 def test_the_end_of_the_process_waits(tmp_path):
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)

@@ -16,7 +16,7 @@ from trainings import Training, largest
 
 from shardcore.errors import ShardcoreWarning
 
-pytestmark = pytest.mark.whole
+pytestmark = pytest.mark.nightly
 
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 

@@ -59,6 +59,7 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*lr as a Tensor.*:UserWarning")
 def test_kinds(pool, tmp_path):
     pool.run(kinds, str(tmp_path))

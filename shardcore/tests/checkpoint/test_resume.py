@@ -42,6 +42,7 @@ def on_every_mesh(folder, meshes):
         assert largest(again.run([2, 3]).values(), never_stopped[name]) <= 1e-12, (saved, name)
 
 
+@pytest.mark.nightly
 def test_on_every_mesh_of_four(pool, tmp_path):
     # Vocabulary 97: uneven; 2 KV heads on 4 ranks: shared; HSDP cuts in two ways; the embedding is tied to the head.
     pool.run(on_every_mesh, str(tmp_path), _FOUR, world=4, timeout=120)
@@ -144,6 +145,7 @@ def _net_values(net, optimizer):
     return values, state
 
 
+@pytest.mark.nightly
 @_ALONE
 @FUSED
 @pytest.mark.parametrize("segments", [2, 3])

@@ -123,6 +123,7 @@ def compiled_half():
         assert_close(eager[name], parameter.grad.full_tensor(), name)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings(UPSTREAM)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 def test_a_channel_of_ones_own_compiles(pool):

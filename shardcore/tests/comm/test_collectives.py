@@ -167,6 +167,7 @@ def compiled(rows):
     assert_close(wanted.grad, got.grad, "compiled gradient")
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings(UPSTREAM)
 @pytest.mark.parametrize(("rows", "world"), [(3, 2), (3, 3), (1, 2)])
 def test_compiled_equals_eager(pool, rows, world):

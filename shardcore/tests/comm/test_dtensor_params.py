@@ -106,6 +106,7 @@ def test_partial_gradients_are_summed_once_for_each_backward(pool, mode):
     pool.run(partial_reads, mode, world=3)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo does
 def test_compiled_equals_eager(pool):

@@ -58,6 +58,7 @@ def test_a_block(pool, world):
         pool.run(a_block, rows, length, world=world)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings(UPSTREAM)
 @pytest.mark.parametrize(("rows", "length"), [(2, 7), (1, 8)])
 def test_compiled(pool, rows, length):

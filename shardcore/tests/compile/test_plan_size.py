@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -63,6 +64,7 @@ def seconds(policy: type[Policy], blocks: int, **fields: object) -> float:
     return min(taken)
 
 
+@pytest.mark.nightly
 def test_time_is_proportional_to_the_number_of_modules():
     for policy, fields in (
         (ExpertsPolicy, {}),

@@ -155,6 +155,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
+@pytest.mark.nightly
 @EVEN_OR_NOT
 def test_every_way_to_call_it(pool, world):
     pool.run(_every_way, world=world)

@@ -159,6 +159,7 @@ def test_every_way_to_call_a_model(pool, mesh):
     pool.run(every_way, sizes, {}, tuple(WAYS) if every else ("by_hand", "mixed"), world=world)
 
 
+@pytest.mark.nightly
 def test_tied_weights(pool):
     ways = ("head_on_stack", "by_hand", "mixed")
     pool.run(every_way, MESHES["dp_shard"], {"tied": True}, ways, world=2)

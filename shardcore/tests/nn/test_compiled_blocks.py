@@ -64,6 +64,7 @@ def test_no_compiler(monkeypatch):
     assert "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)" in problem
 
 
+@pytest.mark.slow("the compiler takes its time")
 def test_a_compiled_block_computes_the_same(pool):
     pool.run(_compiled, world=2, timeout=100)
 

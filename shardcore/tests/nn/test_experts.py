@@ -100,6 +100,7 @@ def test_each_mixture_sums_once_each_way(pool):
 MESHES = {"tp2": (2, {"tp": 2}), "tp4": (4, {"tp": 4}), "tp2 dp2": (4, {"tp": 2, "dp": 2})}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainings_go_on_on_other_meshes(pool, kind, tmp_path):
     names = list(MESHES)

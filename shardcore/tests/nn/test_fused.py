@@ -106,6 +106,7 @@ def compile_it():
         assert_equal(dict(net.named_parameters())[name].grad, parameter.grad, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
 def test_compiled_gradients_without_a_graph_break(pool):
     pool.run(compile_it)

@@ -115,6 +115,7 @@ def compiled(backend):
     assert_same_gradients(native, sharded)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("default")  # torch warns of its own doings while it compiles
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])  # inductor drops clones that are outputs
 def test_compiled(pool, backend):

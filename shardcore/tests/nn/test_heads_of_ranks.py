@@ -183,6 +183,7 @@ def compiled():
     assert_same_gradients(reference, sharded)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # so it does
 def test_compiled(pool):

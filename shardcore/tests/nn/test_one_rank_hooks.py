@@ -86,6 +86,7 @@ def _hooked(kind: str, kv_heads: int, tokens: bool, policy: Any = SequencePolicy
             raise AssertionError(f"with a hook at {path!r}") from error
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tokens", [False, True], ids=["tokens whole", "tokens split"])
 @pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("kind", KINDS)

@@ -174,6 +174,7 @@ def _compiled():
     assert_same_gradients(reference, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo does
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo asks
 def test_compiled_blocks(pool):

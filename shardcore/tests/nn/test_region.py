@@ -337,6 +337,7 @@ def compiled(how):
     assert_same_gradients(reference, sharded)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo does
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"

@@ -129,6 +129,7 @@ def test_numpys_numbers(pool, what):
 
 
 # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("default")
 def test_compiled(pool):
     pool.run(compiled, world=2)

@@ -149,6 +149,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", STACKED)
 def test_trainings_go_on_on_other_meshes(pool, kind, tmp_path):
     names = list(TRAINED)

@@ -71,6 +71,7 @@ def all_kinds(fields):
         goes_on(fields, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_unsharded_training_goes_on(pool, mesh):
     world, fields = MESHES[mesh]

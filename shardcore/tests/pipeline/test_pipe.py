@@ -102,6 +102,7 @@ def parts_of(model: nn.Module, call: dict[str, Any], settings: dict[str, Any]) -
     return torch.stack(losses).detach().sum()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [{"num_microbatches": 4}, {"microbatch_size": 2}], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_batches_that_do_not_divide(pool, schedule, settings):

@@ -114,6 +114,7 @@ class Shardformers(TinyPolicy):
 """
 
 
+@pytest.mark.nightly
 def test_the_digest_is_the_same_in_every_process(tmp_path):
     """H28."""
     (tmp_path / "test_plan_data.py").write_text(_POLICY)

@@ -34,6 +34,7 @@ def plan(model, work=WORK, **fields):
     return estimate(model, ShardConfig.of(**fields), work, call, policy=TinyPolicy)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fields",
     [
@@ -57,6 +58,7 @@ def test_few_blocks_stand_for_all_without_a_backward(monkeypatch):
     assert found == plan(meta(), work, tp=2)
 
 
+@pytest.mark.nightly
 def test_blocks_of_different_kinds_are_told_apart(monkeypatch):
     model = meta()
     for index in (1, 4):
@@ -76,12 +78,14 @@ def test_blocks_that_are_recomputed_are_another_kind():
     assert [kind.indices for kind in kinds] == [(0, 1), (2, 3)]
 
 
+@pytest.mark.nightly
 def test_live_dropout_keeps_its_masks():
     dry, wet = plan(meta(dropout=0.0), tp=2), plan(meta(dropout=0.1), tp=2)
     assert wet.kept > dry.kept
     assert wet.traffic == dry.traffic
 
 
+@pytest.mark.nightly
 def test_what_each_optimizer_holds():
     model = meta(3)
     held = {name: plan(model, Workload(dtype="bf16", optimizer=name), tp=2).held for name in ("adamw", "sgd")}
@@ -105,6 +109,7 @@ def test_the_least_is_what_is_held_in_the_dtype_of_the_workload():
     assert least(model, config, work, policy=TinyPolicy) == sum(found.held.values()) <= found.peak
 
 
+@pytest.mark.nightly
 def test_a_search_lists_what_fits_by_what_a_sample_sends():
     assert list(meshes(4, 2)) == [
         Sizes(tp=1, dp_replicate=1, dp_shard=4),
@@ -123,6 +128,7 @@ def test_a_search_lists_what_fits_by_what_a_sample_sends():
     assert any("alone take" in f.problem for f in small)
 
 
+@pytest.mark.nightly
 def test_a_mesh_that_cannot_be_is_left_out_with_its_reason():
     found = list(search(meta(3), ShardConfig(), WORK, call, ranks=3, max_tp=3, policy=TinyPolicy))
     problems = {f.sizes.tp: f.problem for f in found if f.estimate is None}
@@ -157,6 +163,7 @@ def test_a_model_is_sharded_among_simulated_ranks():
             assert model.head.weight.is_meta
 
 
+@pytest.mark.nightly
 def test_partly_recomputed_blocks_are_planned():
     config = GradientCheckpointConfig(num_ckpt_layers=4)
     some = plan(meta(), tp=2, gradient_checkpoint_config=config)
@@ -203,6 +210,7 @@ def pipelined(model, batch=8, optimizer="adamw", **fields):
     return estimate(model, ShardConfig.of(**settings), work, by_name, policy=TinyPolicy)
 
 
+@pytest.mark.nightly
 @PIPELINES
 @pytest.mark.parametrize(
     ("fields", "count"),  # so many that more than `LEAST` of each kind are in a stage
@@ -223,6 +231,7 @@ def test_few_blocks_of_a_stage_stand_for_all(monkeypatch, fields, count):
     assert found == pipelined(meta(count), **fields)
 
 
+@pytest.mark.nightly
 @PIPELINES
 def test_more_micro_batches_take_what_the_schedule_keeps():
     model = meta(6)

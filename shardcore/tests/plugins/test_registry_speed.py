@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from given_packs import VARIABLES, install, serves
 
 import shardcore
@@ -46,6 +47,7 @@ def test_hooks_are_imported_in_50_milliseconds():
     assert min(imported() for _ in range(RUNS)) < 50
 
 
+@pytest.mark.nightly
 def test_twenty_packs_are_listed_in_300_milliseconds(tmp_path):
     for number in range(PACKS):
         requires = ["torch>=2", 'torch>=2,<99; extra == "tested"']

@@ -272,6 +272,7 @@ def compiled():
             raise AssertionError(f"{kind}: {error}") from None
 
 
+@pytest.mark.nightly
 @TRACES
 def test_compiled(pool):
     pool.run(compiled, world=2, timeout=240)

@@ -18,6 +18,8 @@ from shardcore._torch import CAN_TRACE
 from shardcore.comm import Channel
 from shardcore.mesh import Sizes, build_mesh
 
+pytestmark = pytest.mark.nightly
+
 HELD = []  # on the ranks
 TRACED: list[ref[DeviceMesh]] = []
 

@@ -77,6 +77,7 @@ def graphs_inside_and_after():
     return counts
 
 
+@pytest.mark.nightly
 @TRACES
 @pytest.mark.filterwarnings("ignore")  # torch warns of what it cannot compile
 def test_functions_compile_afterwards():

@@ -15,6 +15,8 @@ from shardcore.testing import processes
 from shardcore.testing.pool import WorkerPool
 from shardcore.testing.processes import slowness
 
+pytestmark = pytest.mark.nightly
+
 TESTS = """
 import threading
 import time

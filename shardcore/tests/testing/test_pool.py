@@ -130,6 +130,7 @@ def test_results_come_in_the_order_of_the_ranks(pool):
     assert pool.run(Methods.static) == [0, 1]
 
 
+@pytest.mark.nightly
 def test_the_group_has_exactly_the_ranks_that_were_asked_for(pool):
     for world in (2, 4, 2, 3, 4, 1):
         total = sum(rank + 1 for rank in range(world))
@@ -174,6 +175,7 @@ def test_a_function_may_make_the_default_group_itself(pool):
     assert pool.run(sum_of_ranks, world=3) == [(3, 3)] * 3
 
 
+@pytest.mark.nightly
 def test_a_failure_is_reported_before_the_other_ranks_time_out(pool):
     pool.run(sum_of_ranks)  # starting ranks takes long on a busy machine
     start = time.monotonic()
@@ -196,6 +198,7 @@ def test_the_first_failure_comes_first_and_the_workers_are_kept(pool):
     assert pool.run(sum_of_ranks) == [(2, 1)] * 2
 
 
+@pytest.mark.nightly
 def test_a_hang_is_reported_with_its_stack(pool):
     with pytest.raises(WorkerTimeout, match=r"within [\d.]+ s: ranks 1") as caught:
         pool.run(hang_on, 1, timeout=2.0)
@@ -206,6 +209,7 @@ def test_a_hang_is_reported_with_its_stack(pool):
     assert pool.run(sum_of_ranks) == [(2, 1)] * 2
 
 
+@pytest.mark.nightly
 def test_a_death_is_reported_with_its_exit_code(pool):
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 0 ended with exit code 7"):
@@ -242,6 +246,7 @@ def test_more_ranks_than_the_pool_has_are_refused(pool):
         pool.run(sum_of_ranks, world=5)
 
 
+@pytest.mark.nightly
 def test_a_collective_ends_at_the_limit_of_the_pool():
     with WorkerPool(2, collective_timeout=1.0) as pool, pytest.raises(WorkerError) as caught:
         pool.run(leave_a_rank_waiting)
@@ -261,6 +266,7 @@ def stop_rank_1(pool):
     return before
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_find_each_other_are_replaced(monkeypatch):
     monkeypatch.setattr(shardcore.testing.pool, "_JOIN_LIMIT", 5.0)
     with WorkerPool(2) as pool:
@@ -268,6 +274,7 @@ def test_ranks_that_do_not_find_each_other_are_replaced(monkeypatch):
         assert not set(pool.run(process_id)) & set(before)
 
 
+@pytest.mark.nightly
 def test_ranks_that_never_find_each_other_are_reported(monkeypatch):
     monkeypatch.setattr(shardcore.testing.pool, "_JOIN_LIMIT", 1.0)
     monkeypatch.setattr(shardcore.testing.pool, "_JOIN_TRIES", 1)
@@ -293,6 +300,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("busy", [False, True])
 def test_workers_end_with_their_parent(tmp_path, busy):
     here = Path(__file__)

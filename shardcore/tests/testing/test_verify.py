@@ -71,6 +71,7 @@ def run(*arguments):
     return CliRunner().invoke(main, ["verify", *arguments])
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_right(pack):
     pack()
     result = run("verified_models.Small")
@@ -87,6 +88,7 @@ def test_a_model_that_is_right(pack):
     assert 0 < float(error) < float(allowed) == 1e-12
 
 
+@pytest.mark.nightly
 def test_the_ranks_say_what_they_are_at(pack, tmp_path):
     pack()
     jobs = [job for job in verify.jobs_for("verified_models.Small", 2) if job.section == "training"]
@@ -96,6 +98,7 @@ def test_the_ranks_say_what_they_are_at(pack, tmp_path):
     assert int(compared.split()[0]) > 100
 
 
+@pytest.mark.nightly
 def test_what_is_done_before_a_check_is_said_too(pack, tmp_path, monkeypatch):
     pack()
     said = []
@@ -151,6 +154,7 @@ def test_at_a_terminal_what_the_ranks_are_at_is_seen_while_they_are(pack, capsys
     assert (notes, capsys.readouterr().err) == (None, "")
 
 
+@pytest.mark.nightly
 def test_a_policy_that_is_wrong(pack):
     pack("wrong_state:CountedTwice")
     result = run("verified_models.Small", "--json")
@@ -165,6 +169,7 @@ def test_a_policy_that_is_wrong(pack):
     assert all(isinstance(finding["hazards"], list) for finding in found["findings"])
 
 
+@pytest.mark.nightly
 def test_a_plan_that_fails_is_the_only_finding(pack):
     pack("wrong_plans:Misspelled")
     result = run("verified_models.Small")
