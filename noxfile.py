@@ -419,7 +419,7 @@ def forget(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a small Llama on two ranks, beside the same training unsharded."""
     session.log(
-        f"This takes about two minutes on two idle cores, most of it pip's, which now installs {TORCH}, "
+        f"This takes about three minutes on two idle cores, a half of it pip's, which now installs {TORCH}, "
         f"{', '.join(NEWEST.pins)}, the core and shard-llama into .nox/demo: 1.2 GB with a build of torch for CPUs, "
         "a download of 0.2 GB; with one for accelerators, pip's choice on Linux by default, several times as much."
     )
