@@ -307,6 +307,9 @@ def called() -> None:
         assert torch.equal(pipe(ids=ids[:3]), reference(ids=ids[:3]))
         with pytest.raises(NotSupportedError, match="positional arguments; pass them by name"):
             pipe(ids)
+        for kept in ({"use_cache": True}, {"past_key_values": object()}, {"cache": object()}):
+            with pytest.raises(NotSupportedError, match="a cache, of which each rank would have some layers"):
+                pipe(ids=ids, **kept)
     with pytest.raises(NotSupportedError, match=r"records gradients; call model.train_step\(batch\)"):
         pipe(ids=ids)
     with pytest.raises(ConfigError, match=r"a Tensor has no loss; pass labels, or give loss="):

@@ -121,8 +121,8 @@ class PolicyConformance:
     """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
 
     A test that a case closes is skipped with the reason. ``pytest --families`` leaves what is the same for all models
-    of a family to the first case of each. ``--quick`` compares the numbers of each class of models on two ranks, and
-    leaves the rest to the first case of the session that shows it; see `shardcore.testing.families`.
+    of a family to the first case of each. ``--quick`` compares the numbers of each family and each kind of head on two
+    ranks, and leaves the rest to the first case of the session that shows it; see `shardcore.testing.families`.
 
     Attributes:
         plugin: the module of the pack's plugin; the pack need not be installed.

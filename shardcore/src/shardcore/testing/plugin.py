@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="shardcore: two ranks; the numbers of each class of models, and the rest where it is new; without tests "
-        "that are marked as `nightly`",
+        help="shardcore: two ranks; the numbers of each family and kind of head, and the rest where it is new; without "
+        "tests that are marked as `nightly`",
     )
 
 
