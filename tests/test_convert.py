@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import shardcore
+from shardcore.checkpoint import Checkpoint
 from shardcore.cli import main
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -99,7 +100,7 @@ def save_with_a_mask(folder, mask):
     try:
         model = shardcore.shard(build("untied"), tp=2)
         model.save_pretrained(f"{folder}/standard", max_shard_size="50KB")
-        return shardcore.checkpoint.Checkpoint(shardcore.save_checkpoint(f"{folder}/run", model)).index["about"]
+        return Checkpoint(shardcore.save_checkpoint(f"{folder}/run", model)).index["about"]
     finally:
         os.umask(old)
 

@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from mutations import SAMPLE, DoesNotApplyError, load, main, try_all  # noqa: E402  # from tools/
+import mutations  # noqa: E402  # from tools/
+from mistakes import DoesNotApplyError, load  # noqa: E402  # from tools/
+from mutations import SAMPLE, main, try_all  # noqa: E402
 
 RECORD = """
 [[mutation]]
@@ -26,7 +28,8 @@ edits = [{{ find = '''{find}''', replace = '''{replace}''' }}]
 
 
 @pytest.fixture
-def workspace(tmp_path):
+def workspace(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutations, "WARM", ())
     package = tmp_path / "shardcore" / "src" / "halves"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("def half(x):\n    return x / 2\n\n\ndef third(x):\n    return x / 3\n")
@@ -49,8 +52,8 @@ def record(workspace: Path, *records: dict[str, str]) -> None:
 
 
 def results(workspace: Path, limit: float = 60.0) -> dict[str, str]:
-    mutations = load(workspace / "tests" / "mutations")
-    return {outcome.mutation.name: outcome.result for outcome in try_all(mutations, workspace, limit=limit, jobs=2)}
+    recorded = load(workspace / "tests" / "mutations")
+    return {outcome.mutation.name: outcome.result for outcome in try_all(recorded, workspace, limit=limit, jobs=2)}
 
 
 def test_what_becomes_of_a_mistake(workspace):
@@ -98,9 +101,11 @@ def test_a_test_that_does_not_end_is_stopped(workspace):
 def test_a_termination_ends_the_runs_and_removes_the_copies(workspace, tmp_path_factory):
     record(workspace, {"test": "test_halves.py::test_ends"})
     copies = tmp_path_factory.mktemp("copies")
-    call = f"import sys, pathlib, mutations; sys.exit(mutations.main([], pathlib.Path({str(workspace)!r})))"
+    command = f"mutations.WARM = (); sys.exit(mutations.main([], mutations.Path({str(workspace)!r})))"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "TMPDIR": str(copies)}
-    with subprocess.Popen([sys.executable, "-c", call], env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import sys, mutations; {command}"], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline().startswith("without mistake  1 of 1")
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM
@@ -132,9 +137,9 @@ def test_records_that_are_wrong(workspace):
 
 
 def test_what_is_recorded_names_tests_that_exist():
-    mutations = load(ROOT / "tests" / "mutations")
-    assert len(mutations) >= 30
-    for mutation in mutations:
+    recorded = load(ROOT / "tests" / "mutations")
+    assert len(recorded) >= 30
+    for mutation in recorded:
         path, *names = mutation.test.split("::")
         text = (ROOT / path).read_text(encoding="utf-8")
         generated = "PolicyConformance" in text
@@ -148,10 +153,10 @@ def test_the_sample_is_of_every_kind_and_its_tests_are_in_the_quick_run():
     names = (folder / SAMPLE).read_text(encoding="utf-8").split()
     assert len(set(names)) == len(names) == 60
     kinds = {file.stem: load(folder, file.stem) for file in folder.glob("*.toml")}
-    chosen = {m.name: m for mutations in kinds.values() for m in mutations if m.name in names}
+    chosen = {m.name: m for recorded in kinds.values() for m in recorded if m.name in names}
     assert chosen.keys() == set(names)
-    for kind, mutations in kinds.items():
-        assert any(mutation.name in names for mutation in mutations), kind
+    for kind, recorded in kinds.items():
+        assert any(mutation.name in names for mutation in recorded), kind
     for mutation in chosen.values():
         path, *rest = mutation.test.split("::")
         text = (ROOT / path).read_text(encoding="utf-8")

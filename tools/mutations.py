@@ -1,19 +1,8 @@
 """Puts recorded mistakes back into a copy of the workspace, one by one, and runs the test that has to notice each.
 
 ``python tools/mutations.py [--list] [--check] [--only NAME ...] [--kind KIND] [--sample] [--jobs N]``. The mistakes are
-in ``tests/mutations/*.toml``, a file for each kind, where ``NAME`` may be a pattern such as ``'h6-*'``:
-
-    [[mutation]]
-    name = "bias-before-the-sum"          # unique
-    mistake = "H4: ..."                   # in words; a hazard by its number
-    test = "shardcore/tests/nn/test_parallel_modules.py::test_forward_and_gradients"
-
-    [[mutation.edits]]                    # one or more, all made at once
-    find = "..."
-    replace = "..."
-
-An edit names text, not a file: the text has to occur once in all sources (``in``, a glob below the root, narrows that),
-so that moving a module changes nothing here. What becomes of a mistake:
+in ``tests/mutations/*.toml``, a file for each kind (see `mistakes.py`), where ``NAME`` may be a pattern such as
+``'h6-*'``. What becomes of one:
 
     noticed          the test failed
     unnoticed        the test passed
@@ -23,7 +12,8 @@ so that moving a module changes nothing here. What becomes of a mistake:
 
 Anything but ``noticed`` fails the run. First the tests run without any mistake, those of one file together; then each
 mistake has a run of its own. ``--jobs`` runs go on at a time, in as many copies of the workspace. ``--sample`` tries
-those that ``tests/mutations/sample.txt`` names, with the options of the quick run, which has seen their tests pass.
+those that ``tests/mutations/sample.txt`` names, with the options of the quick run. What torch and transformers take to
+be imported is spent once, by the processes that all runs are forked from: see `warm.py`.
 """
 
 from __future__ import annotations
@@ -37,102 +27,42 @@ import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-__all__ = ["Edit", "Mutation", "Outcome", "load", "main", "try_all"]
+from mistakes import DoesNotApplyError, Mutation, load  # from tools/
+from warm import Forked, run_pytest, servers  # from tools/
+
+__all__ = ["Outcome", "main", "try_all"]
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("shardcore/src/**/*.py", "packs/*/src/**/*.py")
 SAMPLE = "sample.txt"
+POOL = Path("shardcore/src/shardcore/testing")
+# What most tests import, and has no mistakes.
+WARM = (
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "transformers.generation",
+)
 LIMIT = 300.0  # seconds for one test
 _LEFT_OUT = shutil.ignore_patterns(".git", ".nox", ".venv", "site", "__pycache__", "*.egg-info", ".*_cache")
 # Exit statuses of pytest.
 _PASSED, _FAILED = 0, 1
-# When a file with a mistake was written, in seconds of 1970: no two are alike, so that bytecode is never taken for that
-# of another text. Without bytecode every process would compile all sources.
-_TIMES = itertools.count(1)
-
-
-class DoesNotApplyError(Exception):
-    """The text of an edit is not there, or more than once."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A text and what replaces it.
-
-    Attributes:
-        find: the text; it occurs once.
-        replace: the mistake.
-        within: globs below the root of where to look.
-    """
-
-    find: str
-    replace: str
-    within: tuple[str, ...] = SOURCES
-
-    def place(self, root: Path) -> Path:
-        """Return the file that holds the text.
-
-        Raises:
-            DoesNotApplyError: no file does, or the text is there more than once.
-        """
-        files = sorted({file for glob in self.within for file in root.glob(glob)})
-        found = [(file, _text(file, file.stat().st_mtime_ns).count(self.find)) for file in files]
-        found = [(file, count) for file, count in found if count]
-        if sum(count for _, count in found) != 1:
-            where = ", ".join(f"{file.relative_to(root)} ({count})" for file, count in found) or "nowhere"
-            raise DoesNotApplyError(f"found {where}: {self.find.strip().splitlines()[0]!r}")
-        return found[0][0]
-
-
-@functools.cache
-def _text(file: Path, changed: int) -> str:
-    """Return what is in a file that was changed then: hundreds of edits look through all of them."""
-    return file.read_text(encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One recorded mistake."""
-
-    name: str
-    mistake: str
-    test: str
-    edits: tuple[Edit, ...]
-
-    @contextmanager
-    def applied(self, root: Path) -> Iterator[None]:
-        """Make the mistake in a copy of the workspace, and take it back."""
-        before: dict[Path, tuple[str, int]] = {}
-        try:
-            for edit in self.edits:
-                file = edit.place(root)
-                text = file.read_text(encoding="utf-8")
-                before.setdefault(file, (text, file.stat().st_mtime_ns))
-                _write(file, text.replace(edit.find, edit.replace), next(_TIMES) * 10**9)
-            yield
-        finally:
-            for file, (text, time_ns) in before.items():
-                _write(file, text, time_ns)
-
-
-def _write(file: Path, text: str, time_ns: int) -> None:
-    file.write_text(text, encoding="utf-8")
-    os.utime(file, ns=(time_ns, time_ns))
 
 
 @dataclass(frozen=True)
@@ -149,36 +79,6 @@ class Outcome:
         return f"{text}\n    {self.detail}" if self.detail else text
 
 
-def load(folder: Path, kind: str = "*") -> list[Mutation]:
-    """Return the recorded mistakes, sorted by file; of one kind, which has a file, if it is named.
-
-    Raises:
-        ValueError: a name is used twice, or a record has other keys.
-    """
-    found = [
-        _mutation(record)
-        for file in sorted(folder.glob(f"{kind}.toml"))
-        for record in tomllib.loads(file.read_text(encoding="utf-8"))["mutation"]
-    ]
-    names = [mutation.name for mutation in found]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"names that are used twice: {', '.join(sorted(twice))}")
-    return found
-
-
-def _mutation(record: dict[str, Any]) -> Mutation:
-    wanted = {"name", "mistake", "test", "edits"}
-    if record.keys() != wanted or not record["edits"]:
-        raise ValueError(f"{record.get('name', record)}: wanted the keys {sorted(wanted)}, got {sorted(record)}")
-    edits = []
-    for edit in record["edits"]:
-        if not {"find", "replace"} <= edit.keys() <= {"find", "replace", "in"} or edit["find"] == edit["replace"]:
-            raise ValueError(f"{record['name']}: an edit has find, replace and perhaps in, and changes something")
-        within = (edit["in"],) if "in" in edit else SOURCES
-        edits.append(Edit(edit["find"], edit["replace"], within))
-    return Mutation(record["name"], record["mistake"], record["test"], tuple(edits))
-
-
 def try_all(
     mutations: Sequence[Mutation],
     root: Path,
@@ -186,6 +86,7 @@ def try_all(
     limit: float = LIMIT,
     jobs: int = 1,
     quick: bool = False,
+    modules: Sequence[str] = (),
     tell: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Outcome]:
     """Yield what becomes of each mistake in copies of a workspace, as it is known.
@@ -195,10 +96,12 @@ def try_all(
         root: the workspace, which is not changed.
         limit: seconds for one test.
         jobs: how many runs go on at a time.
-        quick: run the tests as the quick run does, and only with the mistakes.
+        quick: run the tests as the quick run does.
+        modules: what the processes that run tests have imported before they start.
         tell: called with a line for each run without a mistake.
     """
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+    ranks = 2 if quick else 4
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, servers(modules, ranks=ranks, env=_env()) as warm:
         copies = [Path(folder) / str(number) for number in range(min(jobs, len(mutations)))]
         for copy in copies:
             shutil.copytree(root, copy, ignore=_LEFT_OUT)
@@ -210,9 +113,9 @@ def try_all(
                 found.append(mutation)
             except DoesNotApplyError as error:
                 yield Outcome(mutation, "does not apply", detail=str(error))
-        runs = _Runs(copies, limit, ["--quick"] if quick else [])
-        green: dict[str, str] = dict.fromkeys((mutation.test for mutation in found), "") if quick else {}
-        for of_file in [] if quick else runs.each(_by_file(found), runs.without_mistake):
+        runs = _Runs(copies, warm, limit, ["--quick"] if quick else [])
+        green: dict[str, str] = {}
+        for of_file in runs.each(_by_file(found), runs.without_mistake):
             green |= of_file
             tell(_told(of_file))
         for mutation in found:
@@ -237,17 +140,18 @@ class _Runs:
 
     Args:
         copies: the copies; in each of them one test runs at a time.
+        warm: the folder of the servers that fork processes for them.
         limit: seconds for one test.
         options: further options of pytest.
     """
 
-    def __init__(self, copies: Sequence[Path], limit: float, options: Sequence[str] = ()) -> None:
-        self._options = options
+    def __init__(self, copies: Sequence[Path], warm: Path, limit: float, options: Sequence[str] = ()) -> None:
+        self._warm, self._options = warm, options
         self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for copy in copies:
             self._free.put(copy)
         self._jobs, self._limit = len(copies), limit
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: set[Forked] = set()
         self._stopped = False
 
     def each(self, items: Sequence[Work], work: Callable[[Work, Path], Result]) -> Iterator[Result]:
@@ -268,7 +172,7 @@ class _Runs:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self._running):
-                    _kill(process)
+                    process.kill()
                 raise
 
     def without_mistake(self, tests: Sequence[str], copy: Path) -> dict[str, str]:
@@ -286,9 +190,11 @@ class _Runs:
     def with_mistake(self, mutation: Mutation, copy: Path) -> Outcome:
         """Make the mistake, and see whether its test notices."""
         start = time.monotonic()
+        # A pool with a mistake starts its ranks by itself.
         try:
+            forked = not any(copy / POOL in edit.place(copy).parents for edit in mutation.edits)
             with mutation.applied(copy):
-                status, output = self._run([mutation.test], copy)
+                status, output = self._run([mutation.test], copy, forked=forked)
         except DoesNotApplyError as error:  # an edit took the text of the next one
             return Outcome(mutation, "does not apply", time.monotonic() - start, str(error))
         if status is None:
@@ -301,30 +207,44 @@ class _Runs:
             result, detail = "no test", f"with the mistake pytest ends with {status}: {_end(output)}"
         return Outcome(mutation, result, time.monotonic() - start, detail)
 
-    def _run(self, tests: Sequence[str], root: Path) -> tuple[int | None, str]:
-        """Return the exit status of pytest, None if it did not end, and what it said."""
+    def _run(self, tests: Sequence[str], root: Path, *, forked: bool = True) -> tuple[int | None, str]:
+        """Return the exit status of pytest, None if it did not end, and what it said.
+
+        Args:
+            tests: the tests.
+            root: the copy.
+            forked: its ranks are forked too.
+        """
         sources = [root / "shardcore" / "src", *sorted(root.glob("packs/*/src"))]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *self._options, *tests]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        with subprocess.Popen(command, cwd=root, env=env, text=True, start_new_session=True, **pipes) as process:
+        command = ["-q", "-x", "-p", "no:cacheprovider", *self._options, *tests]
+        env = {**_env(), "PYTHONPATH": os.pathsep.join(map(str, sources))}
+        with tempfile.TemporaryFile("w+") as file:
+            to = file.fileno()
+            process = Forked(
+                self._warm / "main",
+                run_pytest,
+                command,
+                str(self._warm) if forked else "",
+                output=(to, to),
+                path=["", *map(str, sources)],
+                env=env,
+                cwd=root,
+            )
             self._running.add(process)
             if self._stopped:
-                _kill(process)
-            try:
-                output, _ = process.communicate(timeout=self._limit * len(tests))
-            except subprocess.TimeoutExpired:
-                _kill(process)
+                process.kill()
+            process.join(self._limit * len(tests))
+            self._running.discard(process)
+            if process.exitcode is None:
+                process.kill()
                 return None, ""
-            finally:
-                self._running.discard(process)
-        return process.returncode, output
+            file.seek(0)
+            return process.exitcode, file.read()
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+def _env() -> dict[str, str]:
+    """Return the environment of the tests: their modules are compiled once."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def _skipped(output: str) -> bool:
@@ -383,7 +303,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 def _tried(mutations: Sequence[Mutation], root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
     tell = functools.partial(print, flush=True)
-    return try_all(mutations, root, limit=options.limit, jobs=options.jobs, quick=options.sample, tell=tell)
+    how = {"limit": options.limit, "jobs": options.jobs, "quick": options.sample}
+    return try_all(mutations, root, **how, modules=WARM, tell=tell)
 
 
 @contextmanager

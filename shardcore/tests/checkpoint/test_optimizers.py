@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.checkpoint import Checkpoint
 from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
 from shardcore.mesh import context_of
 
@@ -87,7 +88,7 @@ def test_groups_that_are_made_otherwise(tmp_path):
         shardcore.load_checkpoint(tmp_path, model, optimizer)
         rates = [group["lr"] for group in optimizer.param_groups]
         assert rates == [0.2, *[0.1] * (len(order) - 1)]
-        saved = shardcore.checkpoint.Checkpoint(tmp_path)
+        saved = Checkpoint(tmp_path)
         for name, parameter in model.named_parameters():
             wanted = saved.read(f"optimizer.state.{name}.exp_avg")
             assert torch.equal(optimizer.state[parameter]["exp_avg"], wanted)
@@ -182,7 +183,7 @@ def test_compiled_parts_have_the_names_of_the_whole(tmp_path):
     sum(p.sum() for p in model.parameters()).backward()
     optimizer.step()
     path = shardcore.save_checkpoint(tmp_path, model, optimizer)
-    assert sorted(shardcore.checkpoint.Checkpoint(path).names()) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert sorted(Checkpoint(path).names()) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     shardcore.load_checkpoint(path, plain, torch.optim.SGD(plain.parameters(), momentum=0.9))
     assert torch.equal(plain[1].weight, model[1].weight)

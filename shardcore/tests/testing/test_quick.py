@@ -116,6 +116,10 @@ def test_quick_asks_for_numbers_of_each_class_and_for_the_rest_where_it_is_new()
     for check in ("gradients", "loading", "dropout", "resume"):
         assert [name for name in of(first, check) if name.endswith("tp2")] == ["net-tp2", "shared-tp2"]
     assert of(first, "data parallel") == ["net-tp1", "shared-tp1"]
+    # Of another family whose plan is known, the gradients and no steps.
+    family = kit(case("family", build=_of_another_class))
+    assert (of(family, "accumulation"), of(family, "clipping"), of(family, "optimizer")) == (["family-tp2"], [], [])
+    assert of(first, "clipping") == of(first, "optimizer") == of(first, "gradients")
     # Another pack of the session, whose plans hold nothing new, and one that cannot be built.
     second = kit(case("same"), case("broken", build=functools.partial(_of_family, broken=True)))
     for section in SECTIONS.values():
@@ -126,6 +130,14 @@ def test_quick_asks_for_numbers_of_each_class_and_for_the_rest_where_it_is_new()
 
 class _Config:
     pass
+
+
+def _of_another_class():
+    from kit_net import build
+
+    model = build()
+    model.__class__ = type("Other", (type(model),), {})
+    return model
 
 
 def _of_family(*, broken=False):

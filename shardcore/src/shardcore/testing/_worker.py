@@ -30,6 +30,8 @@ __all__ = ["Worker"]
 
 # So many new modules, those of a library, are frozen at once; fewer wait until there is no process group.
 _MANY_MODULES = 200
+# After so many tasks, garbage is looked for in any case.
+_TASKS = 20
 # After so many process groups, garbage is looked for among what is frozen too.
 _LEFT = 16
 
@@ -44,6 +46,8 @@ class Worker:
         self.joined: dist.ProcessGroup | None = None
         self.frozen = 0  # number of modules whose objects are frozen
         self.frozen_in_group = False  # objects that hold a process group may be among them
+        self.tasks = 0
+        self.ended = False  # groups have ended since the last collection
         self.left = 0  # number of process groups that this rank has left
 
     def serve(self) -> None:
@@ -64,7 +68,11 @@ class Worker:
                 return
             task: Task | Join = pickle.loads(message)
             reply = self._answer(task)
-            gc.collect()  # a group that nobody holds ends its threads; cheap, as `_freeze` leaves torch out
+            self.tasks += 1
+            # A group that nobody holds ends its threads. A collection costs a tenth of what a test does.
+            if self.ended or self.tasks % _TASKS == 0:
+                gc.collect()
+                self.ended = False
             sys.stdout.flush()
             sys.stderr.flush()
             self.connection.send_bytes(pickle.dumps(reply))
@@ -104,7 +112,7 @@ class Worker:
             finally:
                 forget_compiled()
                 if task.grouped:
-                    _destroy_subgroups()
+                    self.ended |= _destroy_subgroups()
                 else:
                     self._leave()
 
@@ -143,10 +151,10 @@ class Worker:
         return dist.is_initialized() and dist.group.WORLD is self.joined
 
 
-def _destroy_subgroups() -> None:
+def _destroy_subgroups() -> bool:
     """Give back the threads and sockets of the groups that a task made, but for those that all models share."""
     if not dist.is_initialized():
-        return
+        return False
     kept = {dist.group.WORLD, *shared_groups()}
     # torch has no public list of the groups there are.
     made = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
@@ -154,6 +162,7 @@ def _destroy_subgroups() -> None:
         forget_meshes()
     for group in made:
         dist.destroy_process_group(group)
+    return bool(made)
 
 
 def _prefer_loopback() -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -23,7 +23,8 @@ import pytest
 from shardcore.testing import checks_pack
 from shardcore.testing.cases import Case
 from shardcore.testing.checks import CHECKS, SECTIONS, Section, examine
-from shardcore.testing.families import Chosen, stand_for_families
+from shardcore.testing.checks_training import STEPS
+from shardcore.testing.families import Chosen, News, stand_for_families
 from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore.testing.subject import Subject, cases_of, registry_of
@@ -121,8 +122,8 @@ class PolicyConformance:
     """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
 
     A test that a case closes is skipped with the reason. ``pytest --families`` leaves what is the same for all models
-    of a family to the first case of each. ``--quick`` compares the numbers of each family and each kind of head on two
-    ranks, and leaves the rest to the first case of the session that shows it; see `shardcore.testing.families`.
+    of a family to the first case of each. ``--quick`` compares the gradients of each family and each kind of head on
+    two ranks, and leaves the rest to the first case of the session that shows it; see `shardcore.testing.families`.
 
     Attributes:
         plugin: the module of the pack's plugin; the pack need not be installed.
@@ -150,22 +151,32 @@ class PolicyConformance:
         # By name, so that a subclass can override a test.
         check = next((c for c in CHECKS if metafunc.function.__name__ == _name(c)), None)
         section = SECTIONS[CHECKS[check]] if check else SECTIONS["plan"]
-        steps = 1 if metafunc.config.getoption("quick") else 2
+        steps = self._steps(metafunc.config)
         found = {
-            f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin, steps=steps)
+            f"{case.name}-tp{tp}": Subject(case=case, tp=tp, plugin=self.plugin, steps=steps(case))
             for case, sizes in self._sizes(section, metafunc.config)
             for tp in sizes
-            if tp * section.replicas <= metafunc.config.getoption("ranks")
+            if tp * section.replicas <= metafunc.config.getoption("ranks") and (check not in STEPS or steps(case))
         }
         judged = [(subject, self.timeout, subject.tp * section.replicas) for subject in found.values()]
         metafunc.parametrize("judge", judged, ids=list(found), indirect=True)
+
+    def _steps(self, config: pytest.Config) -> Callable[[Case], int]:
+        """Return what tells how many steps are compared; with ``--quick`` one, for each signature."""
+        if not config.getoption("quick"):
+            return lambda case: 2
+        news = self._news(config)
+        return lambda case: int(news[case.name].signature)
+
+    def _news(self, config: pytest.Config) -> Mapping[str, News]:
+        return config.stash.setdefault(self._chosen, Chosen()).of(type(self), self.all_cases(), self.plugin)
 
     def _sizes(self, section: Section, config: pytest.Config) -> Iterator[tuple[Case, list[int]]]:
         """Yield each case with the sizes at which a section runs for it."""
         cases = self.all_cases()
         kit: Any = type(self)  # mypy does not take classes for hashable
         if config.getoption("quick"):
-            news = config.stash.setdefault(self._chosen, Chosen()).of(kit, cases, self.plugin)
+            news = self._news(config)
             for case in cases:
                 yield case, section.quick_sizes(case, news[case.name])
             return

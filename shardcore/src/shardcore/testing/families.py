@@ -5,9 +5,10 @@ Models of one class of configuration have their blocks from the same classes, an
 recomputation, the cost of a block, replicas, checkpoints).
 
 ``--quick`` asks plans instead of configurations. A plan says which kinds of steps, behaviours and layouts a model gets:
-its *signature*. Numbers are compared for each kind of class of a pack (a base model, each kind of head), each family
-and each signature; what depends on how kinds work together runs once for each signature; and a mechanism, which works
-or does not whatever it stands beside, once for each kind. `shardcore.testing.checks.Section.quick` says which is which.
+its *signature*. Gradients are compared for each kind of class of a pack (a base model, each kind of head), each family
+and each signature; steps, and what else depends on how kinds work together, once for each signature; and a mechanism,
+which works or does not whatever it stands beside, once for each kind. `shardcore.testing.checks.Section.quick` says
+which is which.
 """
 
 from __future__ import annotations

@@ -59,14 +59,17 @@ class WorkerProcess:
         self.port = 0  # of the store, on rank 0
         self.stacks = folder / f"stacks-{rank}.txt"
         self.stacks.unlink(missing_ok=True)
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=_serve, args=(rank, theirs, str(self.stacks)), name=f"shardcore-rank-{rank}", daemon=True
-        )
-        with _hash_seed(rank):
-            self.process.start()
+        self.connection, theirs = multiprocessing.Pipe()
+        self.process = self._start(theirs)
         theirs.close()  # else its death would not end our input
+
+    def _start(self, theirs: Connection) -> BaseProcess:
+        process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(self.rank, theirs, str(self.stacks)), name=f"shardcore-rank-{self.rank}", daemon=True
+        )
+        with _hash_seed(self.rank):
+            process.start()
+        return process
 
     def wait_until_ready(self) -> None:
         """Wait until it has imported torch.

@@ -67,7 +67,7 @@ class Subject:
         tp: the number of tensor-parallel ranks.
         dp: the number of replicas, each of ``tp`` ranks.
         plugin: the module of a pack that need not be installed; ``""`` for what is installed.
-        steps: how many steps of an optimizer are compared.
+        steps: how many steps of an optimizer are compared; with none, the gradients alone.
         options: options of ``build`` that differ from their defaults.
         fields: of the configuration that it is sharded with.
     """
