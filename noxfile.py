@@ -5,13 +5,13 @@ need no ranks (``smoke``). ``nox -s quick`` is what ``.ci/run`` runs: what ``nox
 (``newcomer``), and every mechanism and every family once, in one environment, two sessions at a time: those of the tag
 ``quick``. ``nox -s nightly`` is everything: all sizes, all releases, all recorded mistakes.
 
-In the nightly run each pack is tested against the releases that its ``[tool.shardcore.matrix]`` names: a session for
-each, such as ``shard-llama-transformers-5.0.0``. Tags: ``tests`` (the core; packs that ask for every size, against the
-oldest and the newest release; the other packs, sizes 1 and 2, against the newest; all packs together), ``matrix`` (all
-releases, and the whole conformance kit of every pack: every size and every case), ``newest`` and ``oldest``,
-``mistakes`` (the recorded ones, a session for each kind), ``pythons`` (the core with each other Python that is here),
-and the name of each pack. One environment for each release serves all of them (at the newest, packs that ask for every
-size have another, beside the others), and those of one torch share its files.
+In the nightly run each pack is tested by itself, every size and every case of the conformance kit, against the newest
+release that its ``[tool.shardcore.matrix]`` names: a session such as ``shard-bert-transformers-5.24.0``. Every other
+release is tested with all packs that name it, sizes 1 and 2: a session such as ``transformers-5.0.0`` (``-- -k
+shard-bert`` selects). Tags: ``tests`` (the core, each pack by itself, all packs together, the clients), ``matrix`` (the
+other releases), ``mistakes`` (the recorded ones, a session for each kind), ``searches`` (random configurations,
+trainings that are killed, eight ranks), ``pythons`` (the core with each other Python that is here), and the name of
+each pack. One environment for each release serves all of them, and those of one torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
 unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
@@ -25,7 +25,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -35,7 +34,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import lanes  # noqa: E402
-from cells import Cell, Pack, cells_of, lowest, newest_of  # noqa: E402  # from tools/
+from cells import Cell, cells_of, floors_of, newest_of  # noqa: E402  # from tools/
 from environments import Environment, capabilities_here, find_python  # noqa: E402
 from results import Results  # noqa: E402  # from tools/
 from room import lacking  # noqa: E402
@@ -48,9 +47,7 @@ from suites import (  # noqa: E402
     NEWEST,
     PACKS,
     RESULTS,
-    SNIPPETS,
     TORCH,
-    WHOLE,
     Suite,
     check,
     everything,
@@ -67,7 +64,7 @@ CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
 COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
 PYTHONS = ("3.11", "3.12", "3.13")
 # Session -> the environment that it installs into, for `parallel`; the checks install into that of `types` too.
-ENVIRONMENT_OF = {**dict.fromkeys(("lint", "types", "docs"), CHECKS.name), "together": WHOLE.name}
+ENVIRONMENT_OF = {**dict.fromkeys(("lint", "types", "docs"), CHECKS.name), "together": EVERYTHING.name}
 # The core knows no library: its tests run as if none were installed.
 ALONE = {"PYTHONPATH": str(ROOT / "tools" / "alone")}
 # A newcomer's folder may be a long way down.
@@ -164,14 +161,14 @@ def add_quick(name: str, tests: Path, sources: list[Path], *options: str, **more
 
 
 _packs = [pack.folder for pack in PACKS]
+_everything = [CORE, *_packs, ROOT / "tests", ROOT / "tools"]
+_TOGETHER = (f"--ignore={ROOT / 'tests' / 'clients'}",)
 _shown = [
     ROOT / name for name in ("tests", "docs", "examples", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
 ]
 add_quick("quick-packs", ROOT / "packs", _packs)
 add_quick("quick-core", CORE / "tests", [], "-p", "without_ranks", "--on-ranks", env=ALONE)
-add_quick(
-    "quick-together", ROOT / "tests", [*_packs, *_shown, *ROOT.glob("*.md")], f"--ignore={ROOT / 'tests' / 'clients'}"
-)
+add_quick("quick-together", ROOT / "tests", [*_packs, *_shown, *ROOT.glob("*.md")], *_TOGETHER)
 add_quick("quick-clients", ROOT / "tests" / "clients", [*_packs, *_shown])
 
 
@@ -215,37 +212,27 @@ for _version in PYTHONS:
 
 
 def add_cell(cell: Cell) -> None:
-    """Make the sessions of one cell of the matrix: its own, and those with less or more of the conformance kit."""
-    own = "every size" if cell.whole else "sizes 1 and 2"
-    newest = cell.tags[0] == "newest"
-    _add_session(cell, cell.name, own, tags=[*cell.tags])
-    if newest or cell.whole:
-        _add_session(cell, f"whole-{cell.name}", "every case", tags=["matrix"])
+    """Make the session of one cell of the matrix."""
 
-
-def _add_session(cell: Cell, name: str, kit: str, *, tags: list[str]) -> None:
     def test(session: nox.Session) -> None:
         against = f"{cell.library} {cell.release}"
-        suite_of(session, cell.pack, cell.environment, against, kit=kit, options=cell.options).run()
+        suite_of(session, cell.packs, cell.environment, against, whole=cell.whole, options=cell.options).run()
 
-    test.__doc__ = f"Test {cell.pack.name} against {cell.library} {cell.release}: {kit}."
-    nox.session(venv_backend="none", name=name, tags=tags, default=False)(test)
-    ENVIRONMENT_OF[name] = cell.environment.name
+    packs = cell.packs[0].name if cell.whole else f"{len(cell.packs)} packs"
+    test.__doc__ = f"Test {packs} against {cell.library} {cell.release}."
+    tags = ["tests", cell.packs[0].name] if cell.whole else ["matrix"]
+    nox.session(venv_backend="none", name=cell.name, tags=tags, default=False)(test)
+    ENVIRONMENT_OF[cell.name] = cell.environment.name
 
 
-CELLS = cells_of(PACKS, TORCH)
-for _cell in CELLS:
+for _cell in cells_of(PACKS, TORCH):
     add_cell(_cell)
 
 
 @nox.session(venv_backend="none", tags=["tests"])
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
-    requirements = [f"{CORE}[testing]", *SNIPPETS, *(str(pack.folder) for pack in PACKS)]
-    names = ("tests", "docs", "examples", "tools", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
-    places = [CORE, *(ROOT / name for name in names), *ROOT.glob("*.md"), *(pack.folder for pack in PACKS)]
-    own = [f"--ignore={ROOT / 'tests' / 'clients'}"]
-    Suite(session, WHOLE, "together", ROOT / "tests", requirements, places, alone=False, options=own).run()
+    _ready(session, "together", ROOT / "tests", [*_packs, *_shown, *ROOT.glob("*.md")], *_TOGETHER).run()
 
 
 def add_clients(stack: str, environment: Environment) -> None:
@@ -261,7 +248,7 @@ def add_clients(stack: str, environment: Environment) -> None:
         Suite(session, environment, "clients", tests, requirements, places, against=stack, alone=False).run()
 
     test.__doc__ = f"Test Trainer, Accelerate, PEFT and others, the {stack} releases, with the packs for them."
-    tags = ["matrix", "clients", *(["tests"] if stack == "newest" else [])]
+    tags = ["clients", "tests" if stack == "newest" else "matrix"]
     nox.session(venv_backend="none", name=f"clients-{stack}", tags=tags, default=False)(test)
     ENVIRONMENT_OF[f"clients-{stack}"] = environment.name
 
@@ -275,24 +262,47 @@ def minimums(session: nox.Session) -> None:
     """Test core and packs (sizes 1 and 2) with the lowest torch and transformers that their metadata allows."""
     own = nox.project.load_toml(CORE / "pyproject.toml")["project"]["dependencies"]
 
-    def environment(pack: Pack | None = None) -> Environment:
-        required = own if pack is None else [*own, *pack.dependencies]
-        floors = () if pack is None else tuple(sorted(lowest(required, library) for library in newest_of([pack])))
-        named = (floor.replace("==", "-") for floor in floors)
-        return Environment("-".join(["minimums", *named]), (lowest(required, "torch"),), floors)
-
-    core = Suite(session, environment(), "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against="minimums")
-    packs = [suite_of(session, pack, environment(pack), "minimums", kit="sizes 1 and 2") for pack in PACKS]
-    failed = [suite.name for suite in (core, *packs) if not suite.passes()]
-    if failed:
+    core, alike = floors_of(own), {}
+    for pack in PACKS:
+        alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
+    suites = [Suite(session, core, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against=core.name)]
+    for floors, packs in alike.items():
+        suites.append(suite_of(session, packs, floors, floors.name))
+        suites[-1].result = f"{session.name}-{floors.name}"
+    if failed := [suite.result for suite in suites if not suite.passes()]:
         session.error(f"failed: {', '.join(failed)}")
 
 
-@nox.session(venv_backend="none", default=False)
+@nox.session(venv_backend="none", tags=["searches"], default=False)
 def fuzz(session: nox.Session) -> None:
     """Search for configurations that differ from the unsharded model: nox -s fuzz -- --draws 2000."""
-    python = with_every_library(session)
-    session.run(str(python), str(ROOT / "tests" / "fuzz" / "search.py"), *session.posargs, env=ENV, external=True)
+    _with_every_library(session, str(ROOT / "tests" / "fuzz" / "search.py"))
+
+
+@nox.session(venv_backend="none", tags=["searches"], default=False)
+def eight(session: nox.Session) -> None:
+    """Train with pipelines, tensor parallelism and replicas at once, on eight ranks."""
+    _with_every_library(session, "-m", "pytest", "-q", str(ROOT / "tests" / "eight_ranks.py"))
+
+
+@nox.session(venv_backend="none", tags=["searches"], default=False)
+def resume(session: nox.Session) -> None:
+    """Kill a fine-tuning at random, let it go on, on two meshes, and compare the curves: nox -s resume -- --seed 1."""
+    _with_every_library(session, str(ROOT / "tools" / "resume.py"))
+
+
+@nox.session(venv_backend="none", default=False)
+def mutations(session: nox.Session) -> None:
+    """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
+    _with_every_library(session, str(ROOT / "tools" / "mutations.py"))
+
+
+def _with_every_library(session: nox.Session, *command: str) -> None:
+    """Call Python where every library is; without arguments of the session the outcome is kept."""
+    if session.posargs:
+        session.run(str(with_every_library(session)), *command, *session.posargs, env=ENV, external=True)
+    else:
+        check(session, with_every_library, ["python", *command], sources=_everything)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -320,33 +330,22 @@ def coverage(session: nox.Session) -> None:
         session.error(str(failure))
 
 
-@nox.session(venv_backend="none", default=False)
-def mutations(session: nox.Session) -> None:
-    """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
-    python = with_every_library(session)
-    session.run(str(python), str(ROOT / "tools" / "mutations.py"), *session.posargs, env=ENV, external=True)
-
-
 @nox.session(venv_backend="none", tags=["quick"], default=False)
 def sample(session: nox.Session) -> None:
     """Put some recorded mistakes back, of every kind, which the tests of the quick run have to notice."""
-    _put_back(session, everything, "--sample")
+    check(session, everything, ["python", str(ROOT / "tools" / "mutations.py"), "--sample"], sources=_everything)
 
 
 def add_mistakes(kind: str) -> None:
     """Make the session that puts the recorded mistakes of one kind back."""
 
     def test(session: nox.Session) -> None:
-        _put_back(session, with_every_library, "--kind", kind)
+        command = ["python", str(ROOT / "tools" / "mutations.py"), "--kind", kind]
+        check(session, with_every_library, command, sources=_everything)
 
     test.__doc__ = f"Put the recorded mistakes of {kind} back, one by one."
     nox.session(venv_backend="none", name=f"mistakes-{kind}", tags=["mistakes"], default=False)(test)
     ENVIRONMENT_OF[f"mistakes-{kind}"] = CLIENTS["newest"].name
-
-
-def _put_back(session: nox.Session, make: Callable[[nox.Session], Path], *options: str) -> None:
-    places = [CORE, *_packs, ROOT / "tests", ROOT / "tools"]
-    check(session, make, ["python", str(ROOT / "tools" / "mutations.py"), *options], sources=places)
 
 
 for _file in sorted((ROOT / "tests" / "mutations").glob("*.toml")):
@@ -357,19 +356,12 @@ for _file in sorted((ROOT / "tests" / "mutations").glob("*.toml")):
 def capabilities(session: nox.Session) -> None:
     """Run the conformance kit (sizes 1 and 2) with the kernels of each kind of processor that this machine has."""
     failed = []
+    packs = [pack for pack in PACKS if pack.is_tested_with(NEWEST.pins)]
     for capability in capabilities_here(Path("/proc/cpuinfo")):
-        for pack in PACKS:
-            suite = suite_of(
-                session,
-                pack,
-                NEWEST,
-                capability,
-                kit="sizes 1 and 2",
-                options=["-k", "test_conformance"],
-                env={"ATEN_CPU_CAPABILITY": capability},
-            )
-            suite.result += f"-{capability}"
-            failed += [] if suite.passes() else [suite.result]
+        only, env = ["-k", "test_conformance"], {"ATEN_CPU_CAPABILITY": capability}
+        suite = suite_of(session, packs, NEWEST, capability, options=only, env=env)
+        suite.result = f"{session.name}-{capability}"
+        failed += [] if suite.passes() else [capability]
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 
@@ -383,7 +375,9 @@ def quick(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def nightly(session: nox.Session) -> None:
     """Run everything, two sessions at a time: many hours. What passed is not run again: a run may be resumed."""
-    _side_by_side(session, session.posargs or ["checks", "tests", "mistakes", "matrix", "pythons"], needs=12e9)
+    _side_by_side(
+        session, session.posargs or ["tests", "checks", "mistakes", "matrix", "searches", "pythons"], needs=12e9
+    )
 
 
 def _side_by_side(session: nox.Session, tags: list[str], *, needs: float) -> None:
@@ -429,18 +423,3 @@ def demo(session: nox.Session) -> None:
     session.install("--progress-bar", "on", *NEWEST.pins, *own, silent=False)
     session.log("Trains now; the first line comes when both ranks have imported torch, some ten seconds.")
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)
-
-
-@nox.session(venv_backend="none", default=False)
-def eight(session: nox.Session) -> None:
-    """Train with pipelines, tensor parallelism and replicas at once, on eight ranks."""
-    python = with_every_library(session)
-    arguments = session.posargs or [str(ROOT / "tests" / "eight_ranks.py")]
-    session.run(str(python), "-m", "pytest", "-q", *arguments, env=ENV, external=True)
-
-
-@nox.session(venv_backend="none", default=False)
-def resume(session: nox.Session) -> None:
-    """Kill a fine-tuning at random, let it go on, on two meshes, and compare the curves: nox -s resume -- --seed 1."""
-    python = with_every_library(session)
-    session.run(str(python), str(ROOT / "tools" / "resume.py"), *session.posargs, env=ENV, external=True)

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from cells import cells_of, find_packs, lowest, newest_of  # noqa: E402  # from tools/
+from cells import cells_of, find_packs, floors_of, lowest, newest_of  # noqa: E402  # from tools/
+from environments import Environment  # noqa: E402
 from results import Result, Results, digest_of  # noqa: E402
 
 PACK = """
@@ -48,29 +49,23 @@ def packs(tmp_path):
     return find_packs(tmp_path)
 
 
-def test_a_cell_for_each_release_of_each_pack(packs):
+def test_each_pack_is_tested_whole_and_the_other_releases_with_all_packs_that_name_them(packs):
+    a, b = packs
     cells = {cell.name: cell for cell in cells_of(packs, "torch==2.13.0")}
-    assert list(cells) == [
-        "shard-b-transformers-5.5.4",
-        "shard-a-transformers-5.10.4",
-        "shard-b-timm-1.0.23",
-        "shard-a-transformers-4.57.6",
-        "shard-b-transformers-4.57.6",
-        "shard-a-transformers-5.5.4",
-    ]
-    assert [cell.whole for cell in cells.values()] == [True, False, True, False, True, False]
-    assert [name for name, cell in cells.items() if "tests" in cell.tags] == [
-        "shard-b-transformers-5.5.4",
-        "shard-a-transformers-5.10.4",
-        "shard-b-timm-1.0.23",
-        "shard-b-transformers-4.57.6",
-    ]
     leave = ("-m", "not newest")
-    assert [cell.options for cell in cells.values()] == [
-        (), (), ("-k", "timm or every_policy"), leave, leave, leave
-    ]  # fmt: skip
-    assert cells["shard-a-transformers-4.57.6"].tags == ("oldest", "matrix", "shard-a")
-    assert cells["shard-b-transformers-4.57.6"].tags == ("oldest", "matrix", "shard-b", "tests")
+    assert {name: (cell.packs, cell.whole, cell.options) for name, cell in cells.items()} == {
+        "shard-a-transformers-5.10.4": ((a,), True, ()),
+        "shard-b-transformers-5.5.4": ((b,), True, ()),
+        "shard-b-timm-1.0.23": ((b,), True, ("-k", "timm or every_policy")),
+        "shard-b-transformers-4.57.6": ((b,), True, leave),
+        "transformers-5.5.4": ((a,), False, leave),
+        "transformers-4.57.6": ((a,), False, leave),
+    }
+    assert list(cells)[-3:] == ["shard-b-transformers-4.57.6", "transformers-5.5.4", "transformers-4.57.6"]
+    covered = [(pack, cell.library, cell.release) for cell in cells.values() for pack in cell.packs]
+    named = [(pack, library, release) for pack in packs for library, all_ in pack.matrix.items() for release in all_]
+    assert len(covered) == len(named)
+    assert set(covered) == set(named)
 
 
 def test_packs_that_a_pack_derives_from(packs):
@@ -94,15 +89,12 @@ def test_packs_share_the_environment_of_a_release(packs):
     by_name = {}
     for cell in cells_of(packs, "torch==2.13.0"):
         assert by_name.setdefault(cell.environment.name, cell.environment) == cell.environment
-    assert set(by_name) == {
-        "transformers-4.57.6", "transformers-5.5.4", "transformers-5.5.4-whole", "transformers-5.10.4",
-        "timm-1.0.23-whole",
-    }  # fmt: skip
+    assert set(by_name) == {"transformers-4.57.6", "transformers-5.5.4", "transformers-5.10.4", "timm-1.0.23"}
     assert by_name["transformers-5.5.4"].torch == ("torch==2.13.0",)
     assert by_name["transformers-5.5.4"].pins == ("transformers==5.5.4",)
     # A library that needs a torch of its own brings it, and the newest of what else the pack needs.
-    assert "torch==2.13.0" not in by_name["timm-1.0.23-whole"].torch
-    assert by_name["timm-1.0.23-whole"].pins == ("timm==1.0.23", "transformers==5.5.4")
+    assert "torch==2.13.0" not in by_name["timm-1.0.23"].torch
+    assert by_name["timm-1.0.23"].pins == ("timm==1.0.23", "transformers==5.5.4")
 
 
 def test_releases_of_torch_itself(tmp_path):
@@ -133,6 +125,8 @@ def test_packs_for_pins(packs):
 def test_limits(packs):
     assert newest_of(packs) == {"transformers": "5.10.4"}
     assert lowest(packs[0].dependencies, "torch") == "torch==2.11"
+    floors = floors_of([*packs[0].dependencies, "torch>=2.12"], ["transformers"])
+    assert floors == Environment("lowest-torch-2.12-transformers-4.57.6", ("torch==2.12",), ("transformers==4.57.6",))
     with pytest.raises(ValueError, match="no lower limit of timm"):
         lowest(packs[0].dependencies, "timm")
 
@@ -140,8 +134,8 @@ def test_limits(packs):
 def test_the_packs_of_this_workspace_say_what_they_are_tested_against():
     names = {pack.name for pack in find_packs(ROOT)}
     assert names >= {"shard-bert", "shard-gpt2", "shard-llama", "shard-mistral", "shard-vit", "shard-whisper"}
-    for cell in cells_of(find_packs(ROOT), "torch"):
-        assert cell.name
+    cells = [cell.name for cell in cells_of(find_packs(ROOT), "torch")]
+    assert len(set(cells)) == len(cells)
 
 
 def test_counts_of_a_report(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from environments import Environment  # from tools/
 
-__all__ = ["Cell", "Pack", "cells_of", "find_packs", "lowest", "newest_of", "whole_of"]
+__all__ = ["Cell", "Pack", "cells_of", "find_packs", "floors_of", "lowest", "newest_of"]
 
 # Libraries that need a torch of their own: timm needs torchvision, which has to match torch.
 APART: Mapping[str, tuple[str, ...]] = {"timm": ("torch==2.14.1", "torchvision==0.29.1")}
@@ -55,10 +55,7 @@ class Pack:
 
     @property
     def whole(self) -> bool:
-        """Whether every size runs in every run of the tests, on the oldest and the newest releases.
-
-        Of the others sizes 1 and 2 on the newest release; the rest is left to the matrix.
-        """
+        """Whether every size and every case run on the oldest release too, and not on the newest alone."""
         return bool(self._metadata["tool"]["shardcore"].get("whole", False))
 
     @property
@@ -83,33 +80,40 @@ class Pack:
 
 @dataclass(frozen=True)
 class Cell:
-    """One pack against one release of one library.
+    """Packs against one release of one library, in one run of pytest.
 
     Attributes:
-        pack: the pack.
+        packs: the packs; one that is tested whole is alone, as where its users install it.
         library: the library.
         release: its release.
         environment: where the tests run.
-        whole: every size of the conformance kit, and tests that take long; else sizes 1 and 2 only. What is the same
-            for the models of a family is tested once for each; sessions ``whole-NAME`` test it for every case.
-        tags: ``oldest``, ``newest`` or ``between``, then ``matrix``, the pack's name, and ``tests`` if it is a part of
-            every run of the tests.
         options: options of pytest. A library that has environments of its own selects what names it, and whether each
             policy has a case; the rest runs in the others. Tests of what only torch does run at the newest release.
+        whole: every size and every case of the conformance kit, and tests that take long; else sizes 1 and 2, and what
+            is the same for the models of a family once for each.
     """
 
-    pack: Pack
+    packs: tuple[Pack, ...]
     library: str
     release: str
     environment: Environment
+    options: tuple[str, ...]
     whole: bool
-    tags: tuple[str, ...]
-    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Name of the session."""
-        return f"{self.pack.name}-{self.library}-{self.release}"
+        return f"{self.packs[0].name}-{self.against}" if self.whole else self.against
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether it is the newest release of its library that a pack of it is tested against."""
+        return self.release == max((pack.matrix[self.library][-1] for pack in self.packs), key=Version)
+
+    @property
+    def against(self) -> str:
+        """The release, as the names of sessions and environments have it."""
+        return f"{self.library}-{self.release}"
 
 
 def find_packs(root: Path) -> list[Pack]:
@@ -128,48 +132,46 @@ def newest_of(packs: Iterable[Pack]) -> dict[str, str]:
 
 
 def cells_of(packs: Sequence[Pack], torch: str) -> list[Cell]:
-    """Return all cells: the newest releases first, then the oldest, then those between.
+    """Return all cells: each pack whole, then the other releases from the newest on, with all packs that name them.
 
     Args:
         packs: the packs.
         torch: the requirement for torch of every environment but those that are apart.
     """
-    found = [_cell(pack, library, release, torch) for pack in packs for library in pack.matrix
-             for release in pack.matrix[library]]  # fmt: skip
-    order = {"newest": 0, "oldest": 1, "between": 2}
+    whole: list[Cell] = []
+    others: dict[tuple[str, str], list[Pack]] = {}
+    for pack in packs:
+        for library, releases in pack.matrix.items():
+            for release in releases:
+                if release == releases[-1] or (pack.whole and release == releases[0]):
+                    whole.append(_cell((pack,), library, release, torch, whole=True))
+                else:
+                    others.setdefault((library, release), []).append(pack)
+    shared = [_cell(tuple(named), *of, torch, whole=False) for of, named in others.items()]
+    return [
+        *sorted(whole, key=lambda cell: (not cell.is_newest, cell.library in APART, cell.name)),
+        *sorted(shared, key=lambda cell: (cell.library, Version(cell.release)), reverse=True),
+    ]
 
-    def rank(cell: Cell) -> tuple[int, bool, Version, str]:
-        return order[cell.tags[0]], cell.library in APART, Version(cell.release), cell.pack.name
 
-    return sorted(found, key=rank)
-
-
-def _cell(pack: Pack, library: str, release: str, torch: str) -> Cell:
-    releases = pack.matrix[library]
-    at = "newest" if release == releases[-1] else "oldest" if release == releases[0] else "between"
-    others = () if library not in APART else tuple(f"{name}=={of}" for name, of in newest_of([pack]).items())
+def _cell(packs: tuple[Pack, ...], library: str, release: str, torch: str, *, whole: bool) -> Cell:
     pin = f"{library}=={release}"
+    others = () if library not in APART else tuple(f"{name}=={of}" for name, of in newest_of(packs).items())
     # A torch that a library has apart is installed once, with what has to match it.
     shared = next((pins for pins in APART.values() if pin in pins), (pin,))
     torches = shared if library == _EVERYWHERE else APART.get(library, (torch,))
-    always = at != "between" if pack.whole else at == "newest"
-    tags = (at, "matrix", pack.name, *(("tests",) if always else ()))
+    environment = Environment(f"{library}-{release}", torches, (*(() if library == _EVERYWHERE else (pin,)), *others))
     select = ("-k", f"{library} or every_policy") if library in APART else ()
-    leave = ("-m", "not newest") if at != "newest" else ()
-    name = whole_of(f"{library}-{release}") if pack.whole and at == "newest" else f"{library}-{release}"
-    environment = Environment(name, torches, (*(() if library == _EVERYWHERE else (pin,)), *others))
-    return Cell(
-        pack, library, release, environment, whole=pack.whole and at != "between", tags=tags, options=(*select, *leave)
-    )
+    cell = Cell(packs, library, release, environment, select, whole)
+    return cell if cell.is_newest else replace(cell, options=(*select, "-m", "not newest"))
 
 
-def whole_of(environment: str) -> str:
-    """Return the name of the environment of the packs that run whole, against what another environment has.
-
-    Sessions that share an environment follow each other: at the newest release, which tests every pack, these run
-    beside the others.
-    """
-    return f"{environment}-whole"
+def floors_of(requirements: Sequence[str], libraries: Iterable[str] = ()) -> Environment:
+    """Return the environment of the lowest torch, and of the lowest releases of libraries, that requirements allow."""
+    torch = lowest(requirements, "torch")
+    floors = sorted(lowest(requirements, library) for library in libraries)
+    named = (floor.replace("==", "-") for floor in (torch, *floors))
+    return Environment("-".join(("lowest", *named)), (torch,), tuple(floors))
 
 
 def lowest(requirements: Iterable[str], library: str) -> str:

@@ -7,14 +7,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import nox
 from filelock import FileLock  # virtualenv's, which nox brings
 from nox.command import CommandFailed
 
-from cells import Pack, cells_of, find_packs, newest_of, whole_of  # from tools/
+from cells import Pack, cells_of, find_packs, newest_of  # from tools/
 from environments import Environment
 from results import Result, Results, digest_of
 
@@ -24,13 +23,11 @@ __all__ = [
     "ENV",
     "ENVIRONMENTS",
     "EVERYTHING",
-    "KITS",
     "NEWEST",
     "PACKS",
     "RESULTS",
     "SNIPPETS",
     "TORCH",
-    "WHOLE",
     "Suite",
     "check",
     "everything",
@@ -50,7 +47,6 @@ TORCH = f"torch=={os.environ.get('SHARDCORE_TORCH', '2.13.0')}"
 # The environment of the newest releases, which their cells use too.
 _PINS = sorted(newest_of(PACKS).items())
 NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH,), tuple(map("==".join, _PINS)))
-WHOLE = replace(NEWEST, name=whole_of(NEWEST.name))
 # The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
 ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",
@@ -64,7 +60,7 @@ _TRAINING = ("trl==1.16.0", "datasets==5.2.0", "sentence-transformers==6.2.0")
 #: The newest releases of everything that needs no torch of its own; `everything` installs the core and all packs there.
 EVERYTHING = Environment("everything", (TORCH,), (*NEWEST.pins, *SNIPPETS, *_TRAINING))
 # The newest environment of timm has every library of models.
-_EVERY = next(c.environment for c in cells_of(PACKS, TORCH) if c.library == "timm" and "newest" in c.tags)
+_EVERY = next(cell.environment for cell in cells_of(PACKS, TORCH) if cell.library == "timm" and cell.is_newest)
 #: The software that trains and calls models, in stacks: the newest releases, and the oldest that are served.
 CLIENTS: Mapping[str, Environment] = {
     "newest": Environment(
@@ -85,12 +81,8 @@ CLIENTS: Mapping[str, Environment] = {
 # What the checks read.
 _CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py", "pyproject.toml",
             "mkdocs.yml")  # fmt: skip
-#: How much of the conformance kit runs -> the options of pytest.
-KITS: Mapping[str, tuple[str, ...]] = {
-    "sizes 1 and 2": ("--families", "--ranks=2"),
-    "every size": ("--families",),
-    "every case": (),
-}
+# What of the conformance kit runs where not everything does.
+_SIZES_1_AND_2 = ("--families", "--ranks=2")
 # Sessions of several suites, each of which has a result of its own.
 _SEVERAL = ("capabilities", "minimums", "smoke")
 
@@ -287,25 +279,37 @@ def pip(session: nox.Session, python: Path, *arguments: str) -> None:
 
 def suite_of(
     session: nox.Session,
-    pack: Pack,
+    packs: Sequence[Pack],
     environment: Environment,
     against: str,
     *,
-    kit: str,
+    whole: bool = False,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Suite:
-    """Return the suite of a pack, with one of `KITS`."""
-    folders = [pack.folder, *(needed.folder for needed in pack.needed(PACKS))]
+    """Return the suite of packs, in one run of pytest.
+
+    Args:
+        session: the session.
+        packs: the packs, which are installed with those that they need, and without others.
+        environment: where it runs.
+        against: library and release, for the table.
+        whole: every size and every case of the conformance kit, and not sizes 1 and 2 alone.
+        options: further options of pytest.
+        env: further environment variables of the tests.
+    """
+    needed = [other for pack in packs for other in pack.needed(PACKS)]
+    folders = list(dict.fromkeys(pack.folder for pack in (*packs, *needed)))
+    first, *tests = (pack.folder / "tests" for pack in packs)
     return Suite(
         session,
         environment,
-        pack.name,
-        pack.folder / "tests",
+        packs[0].name if len(packs) == 1 else f"{len(packs)} packs",
+        first,
         [f"{CORE}[testing]", *map(str, folders)],
         [CORE / "src", ROOT / "packs" / "conftest.py", *folders],
         against=against,
-        data=pack.data,
-        options=[*KITS[kit], *options],
+        data=sorted({name for pack in packs for name in pack.data}),
+        options=[*map(str, tests), *(() if whole else _SIZES_1_AND_2), *options],
         env=env,
     )
