@@ -174,14 +174,14 @@ add_quick("quick-clients", ROOT / "tests" / "clients", [*_packs, *_shown])
 
 @nox.session(venv_backend="none", tags=["quick"], default=False)
 def oldest(session: nox.Session) -> None:
-    """Test two packs with the oldest transformers that is served."""
+    """Test plans, gradients and generation of two packs with the oldest transformers that is served."""
     packs = [pack for pack in PACKS if pack.name in ("shard-bert", "shard-llama")]
     release = f"transformers=={packs[0].matrix['transformers'][0]}"
     first, *others = (pack.folder / "tests" / "test_conformance.py" for pack in packs)
     own = [f"{CORE}[testing]", *(str(pack.folder) for pack in packs)]
     environment = Environment(release.replace("==", "-"), (TORCH,), (release,))
     places = [CORE, *(pack.folder for pack in packs), ROOT / "tools"]
-    options = ["--quick", "-p", "quick", *map(str, others)]
+    options = ["--quick", "-p", "quick", "-k", "plan or gradients or generation", *map(str, others)]
     Suite(session, environment, "oldest", first, own, places, alone=False, options=options).run()
 
 

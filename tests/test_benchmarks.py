@@ -27,6 +27,7 @@ while waiting:
 """
 
 
+@pytest.mark.nightly
 def test_the_pair_enters_its_region_at_its_column_linear():
     command = [sys.executable, "-W", "ignore", "-c", _NODES, str(BENCHMARKS)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

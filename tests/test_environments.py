@@ -36,6 +36,7 @@ def pip():
     return install
 
 
+@pytest.mark.nightly
 def test_they_share_the_files_of_torch(tmp_path, pip):
     one, other = (Environment(name, TORCH).make(tmp_path, pip) for name in ("one", "other"))
     assert pip.calls == [("install", *TORCH, BACKEND)] * 2

@@ -46,6 +46,7 @@ def test_two_at_a_time(tmp_path):
     assert most == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_an_interruption_ends_what_runs_and_starts_nothing_more(tmp_path):
     # Where tests run in the background, signals of the keyboard are ignored, in what they start too.

@@ -16,6 +16,7 @@ import model_table  # noqa: E402  # from tools/
 from cells import find_packs  # noqa: E402  # from tools/
 
 
+@pytest.mark.nightly
 def test_the_page_is_what_the_cases_say():
     text = (ROOT / "MODELS.md").read_text(encoding="utf-8")
     assert model_table.page(find_packs(ROOT), text) == text, "write it again: python tools/model_table.py --write"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -266,15 +267,31 @@ def everything(session: nox.Session) -> Path:
 
 
 def pip(session: nox.Session, python: Path, *arguments: str) -> None:
-    """Call the pip of an interpreter; uv does it instead where it is there, but for torch.
+    """Call the pip of an interpreter; uv installs instead where it is there, but for torch where there is none yet.
 
-    It is pip that knows where a machine keeps its builds of torch.
+    It is pip that knows where a machine keeps its builds of torch, and perhaps where it keeps anything else.
     """
     command, *rest = arguments
-    if command == "install" and not any(name.startswith("torch==") for name in rest) and (uv := shutil.which("uv")):
-        session.run(uv, "pip", "install", "--quiet", "--python", str(python), *rest, env=ENV, external=True)
-    else:
-        session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
+    torch = any(name.startswith("torch==") for name in rest) and not _has_torch(python)
+    if command == "install" and not torch and (uv := _uv()):
+        # Compiled, since many processes import it.
+        options = ["--quiet", "--compile-bytecode", "--python", str(python)]
+        try:
+            session.run(uv, "pip", "install", *options, *rest, env=ENV, external=True)
+            return
+        except CommandFailed:
+            session.warn("uv could not install it; pip tries")
+    session.run(str(python), "-m", "pip", "--quiet", *arguments, env=ENV, external=True)
+
+
+def _has_torch(python: Path) -> bool:
+    return any(python.parents[1].glob("lib*/python*/site-packages/torch"))
+
+
+def _uv() -> str | None:
+    """Return uv, of the interpreter that runs nox or on the path."""
+    beside = Path(sys.executable).with_name("uv")
+    return str(beside) if beside.exists() else shutil.which("uv")
 
 
 def suite_of(

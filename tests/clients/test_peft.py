@@ -37,7 +37,7 @@ from adapters import (  # from support/
     trains,
     trains_after,
 )
-from stacks import ADAPTERS
+from stacks import ADAPTERS, by_night
 
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
@@ -111,7 +111,13 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {
+    "every linear", "sequence", "data alone", "the head trained, split", "scales, sequence", "a tied table, trained",
+    "bert", "gpt2, transposed", "phi, fused",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", by_night(CASES, but=QUICK))
 def test_before(pool, name):
     config, options, *rest = CASES[name]
     if rest:

@@ -43,10 +43,10 @@ def test_encodes_and_saves(pool, tmp_path, mesh, world):
 TRAININGS = [
     ("scores", {"tp": 2}),
     ("scores", {"tp": 2, "dp": 2}),
-    ("ranking", {"tp": 2}),
+    pytest.param("ranking", {"tp": 2}, marks=pytest.mark.nightly),
     ("cached", {"tp": 2}),
     ("gathered", {"tp": 1, "dp": 2}),
-    ("classes", {"tp": 2}),
+    pytest.param("classes", {"tp": 2}, marks=pytest.mark.nightly),
     ("classes", {"tp": 2, "dp": 2}),
 ]
 METRICS = {"loss", "grad_norm", "eval_loss", "eval_pairs_spearman_cosine", "eval_alike_cosine_ap"}

@@ -59,10 +59,10 @@ def vit() -> Any:
 @pytest.mark.parametrize(
     ("family", "name", "build"),
     [
-        ("bert", "masked_lm", bert),
         ("bert", "masked_lm", declared),
-        ("bert", "token_classification", classifier),
         ("vit", "image_classification", vit),
+        pytest.param("bert", "masked_lm", bert, marks=pytest.mark.nightly),
+        pytest.param("bert", "token_classification", classifier, marks=pytest.mark.nightly),
     ],
 )
 def test_other_families(pool, tmp_path, family, name, build, mesh):

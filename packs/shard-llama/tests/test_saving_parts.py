@@ -76,6 +76,7 @@ def _state_of_parts(folder: str, axes: dict[str, int]) -> None:
     assert_saved(f"{folder}/changed", wanted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_others_call_distributed(pool, tmp_path, layout):
     pool.run(_distributed, str(tmp_path), LAYOUTS[layout], world=4 if layout == "tp2-dp2" else 2, timeout=40)

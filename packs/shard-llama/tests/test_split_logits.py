@@ -66,6 +66,7 @@ def _losses(chunk, vocabulary, tied):
     assert_same_gradients(reference, sharded)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("tp", "vocabulary", "tied"), [(2, 101, False), (3, 97, True), (4, 32003, True), (4, 7, False)]
 )

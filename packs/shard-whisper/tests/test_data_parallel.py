@@ -21,6 +21,7 @@ def _tokens(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out["sequences"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES)
 def test_generation(pool, listener, mesh):
     pool.run(_generation, listener, MESHES[mesh], world=4 if mesh == "tp-dp" else 2)

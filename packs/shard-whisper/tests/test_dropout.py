@@ -34,6 +34,7 @@ def _seed() -> None:
     np.random.seed(dist.get_rank())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CHECKPOINTS, ids=str)
 def test_directional_derivative(pool, kind):
     pool.run(_directional, kind, world=2)
@@ -116,6 +117,7 @@ def test_replicas_that_would_drop_other_layers_are_refused():
     shardcore.compile_plan(policy(model), model, config)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CHECKPOINTS, ids=str)
 def test_gradients_with_dropped_layers(pool, kind):
     pool.run(_gradients, kind, world=2)

@@ -124,6 +124,7 @@ def _times(folder: str) -> None:
             assert_close(a, b, "cross-attentions of a token")
 
 
+@pytest.mark.nightly
 def test_generation_between_training_steps(pool, listener):
     pool.run(_between, listener, world=2)
 

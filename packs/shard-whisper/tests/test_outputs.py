@@ -37,6 +37,7 @@ def _weighted(tensors: list[Tensor]) -> Tensor:
     return sum((t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in tensors)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("captured_before", [False, True], ids=["fresh", "captured-before"])
 @pytest.mark.parametrize("name", CASES)
 def test_captured_outputs_are_whole_and_differentiable(pool, name, captured_before):

@@ -65,7 +65,14 @@ def _evaluated(model: nn.Module, call: dict[str, Any]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# One that runs one stage on each rank, and one that runs two and splits the backward; the others by night.
+ALL = [
+    schedule if schedule in ("1f1b", "zbv") else pytest.param(schedule, marks=pytest.mark.nightly)
+    for schedule in SCHEDULES
+]
+
+
+@pytest.mark.parametrize("schedule", ALL)
 def test_every_schedule_trains_as_the_whole_model(pool, schedule):
     pool.run(trains, schedule, {"tied": True}, world=2)
 
@@ -104,7 +111,7 @@ def parts_of(model: nn.Module, call: dict[str, Any], settings: dict[str, Any]) -
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("settings", [{"num_microbatches": 4}, {"microbatch_size": 2}], ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL)
 def test_batches_that_do_not_divide(pool, schedule, settings):
     pool.run(uneven, schedule, settings, world=2)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from kit_net import CASE
 from local_net import CASE as LOCAL
 
 from shardcore.testing import PolicyConformance
 
 
+@pytest.mark.nightly
 class TestNet(PolicyConformance):
     cases = (CASE, LOCAL)
