@@ -374,10 +374,9 @@ def quick(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def nightly(session: nox.Session) -> None:
-    """Run everything, two sessions at a time: many hours. What passed is not run again: a run may be resumed."""
-    _side_by_side(
-        session, session.posargs or ["tests", "checks", "mistakes", "matrix", "searches", "pythons"], needs=12e9
-    )
+    """Run everything, two sessions at a time: some hours. What passed is not run again: a run may be resumed."""
+    every = ["tests", "checks", "mistakes", "matrix", "searches", "pythons"]
+    _side_by_side(session, session.posargs or every, needs=12e9)
 
 
 def _side_by_side(session: nox.Session, tags: list[str], *, needs: float) -> None:
