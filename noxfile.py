@@ -368,7 +368,7 @@ def capabilities(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def quick(session: nox.Session) -> None:
-    """Run what CI runs, two sessions at a time: 20 minutes, environments included, on two cores."""
+    """Run what CI runs, two sessions at a time: 14 minutes, environments included, on two cores."""
     _side_by_side(session, ["quick"], needs=3e9)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardcore
 from shardcore import Booster, HybridParallelPlugin
-from shardcore.pipeline import SCHEDULES, micro_batches, weight_of
+from shardcore.pipeline import SCHEDULES
 from shardcore.pipeline.batches import rows_of
 from shardcore.testing.islands import no_float32_islands
 from shardcore.testing.parity import whole
@@ -71,12 +71,10 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def loss_of(model: Any, batch: Mapping[str, Any], share: float) -> Tensor:
-    """Run forward and backward of the whole model in the same micro-batches, and return its loss."""
-    parts = micro_batches(batch, number=PARTS)
-    weights = [weight_of(model, part) for part in parts]
-    losses = [model(**part).loss * (w / sum(weights)) for part, w in zip(parts, weights, strict=True)]
-    (torch.stack(losses).sum() * share).backward()
-    return torch.stack(losses).detach().sum()
+    """Run forward and backward of the whole model on the whole batch, and return its loss."""
+    loss = model(**batch).loss
+    (loss * share).backward()
+    return loss.detach()
 
 
 def adamw(model: Any) -> tuple[torch.optim.Optimizer, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from boosted import batches, criterion, for_each, labelled, whole
 from tiny import TinyPolicy, build
 
 from shardcore.booster import Booster, HybridParallelPlugin
+from shardcore.errors import NotSupportedError
 
 
 def overflows(axes: dict[str, Any]) -> None:
@@ -82,3 +84,31 @@ def test_a_scale_is_kept(pool, tmp_path):
 @for_each({"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 1})
 def test_half_precision_skips_together(pool, options):
     pool.run(overflows, options, world=2)
+
+
+def closes(options: dict[str, Any]) -> None:
+    model = build(layers=4, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plugin = HybridParallelPlugin(tp_size=2, custom_policy=TinyPolicy, **options)
+    booster = Booster(plugin)
+    booster.boost(model, optimizer)
+    call, before = labelled(0, 4), {name: whole(p).clone() for name, p in model.named_parameters()}
+
+    def closure() -> Any:
+        loss = model(**call)
+        booster.backward(loss, optimizer)
+        return loss
+
+    if options:
+        with pytest.raises(NotSupportedError, match="call it before"):
+            optimizer.step(closure)
+        assert all(torch.equal(whole(p), before[name]) for name, p in model.named_parameters())
+    else:
+        optimizer.step(closure)
+        assert not all(torch.equal(whole(p), before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1e-3}, {"precision": "fp16"}, {}], ids=str)
+def test_a_closure_is_refused(pool, options):
+    """Where gradients are unscaled or clipped before the step, in which the closure computes them."""
+    pool.run(closes, options, world=2)

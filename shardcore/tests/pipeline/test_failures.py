@@ -136,3 +136,32 @@ def test_settings(pool, settings, said):
 def _refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises((ConfigError, NotSupportedError), match=said):
         pipeline(build(layers=LAYERS), **settings)
+
+
+def nothing_to_learn(kind: str) -> None:
+    model = build(layers=LAYERS)
+    reference = copy.deepcopy(model)
+    for net in (model, reference):
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_("layers.0." in name)
+    pipe = pipeline(model)
+    if kind == "detached":
+        with pytest.raises((ConfigError, AgreementError), match="has no gradient"):
+            pipe.train_step(labelled(), loss=lambda out, _: out.detach())
+        return
+    # The last stage is frozen, and has micro-batches without a share: those without labels, and fillers.
+    nothing = labelled()
+    nothing["labels"] = torch.full_like(nothing["labels"], -100)
+    assert float(pipe.train_step(nothing)) == 0.0
+    for call in (labelled(), labelled(rows=5)):
+        assert abs(float(pipe.train_step(call)) - float(whole_step(reference, call))) <= 1e-12
+    names = dict(reference.named_parameters())
+    scale = max(float(parameter.grad.abs().max()) for parameter in names.values() if parameter.requires_grad)
+    for name, parameter in pipe.named_parameters():
+        if parameter.requires_grad:
+            close(names[name].grad, parameter.grad, name, scale=scale)
+
+
+@pytest.mark.parametrize("kind", ["detached", "frozen"])
+def test_losses_that_teach_nothing(pool, kind):
+    pool.run(nothing_to_learn, kind, world=2)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.former import shard
-from shardcore.pipeline import SCHEDULES, micro_batches, weight_of
+from shardcore.pipeline import SCHEDULES, micro_batches
 from shardcore.plan import Stages
 from shardcore.policy import Policy
 from shardcore.styles import replicate, sequence
@@ -47,7 +47,7 @@ def trains(schedule: str, options: dict[str, Any]) -> None:
             optimizer.zero_grad()
         with torch.no_grad():
             evaluated = pipe.eval_step(labelled(99))
-            wanted = float(_evaluated(reference, labelled(99)))
+            wanted = float(reference(**labelled(99)))
         assert abs(float(evaluated) - wanted) <= 1e-11
         assert all(parameter.grad is None for parameter in pipe.parameters())
     for name, parameter in pipe.named_parameters(remove_duplicate=False):
@@ -56,13 +56,6 @@ def trains(schedule: str, options: dict[str, Any]) -> None:
     dist.all_gather_object(held, [name for name, _ in pipe.named_parameters(remove_duplicate=False)])
     assert set().union(*held) == set(names)
     assert sum(map(len, held)) == len(names)
-
-
-def _evaluated(model: nn.Module, call: dict[str, Any]) -> Tensor:
-    parts = micro_batches(call, number=4)
-    weights = [weight_of(model, part) for part in parts]
-    losses = [model(**p) * (w / sum(weights)) for p, w in zip(parts, weights, strict=True) if w]
-    return torch.stack(losses).sum()
 
 
 # One that runs one stage on each rank, and one that runs two and splits the backward; the others by night.
@@ -86,7 +79,7 @@ def uneven(schedule: str, settings: dict[str, Any]) -> None:
         call = labelled(rows, rows) if rows > 2 else {"ids": batch(0, 1, 4), "labels": batch(1, 1, 4)}
         outputs: list[Any] = []
         got = pipe.train_step(call, outputs=outputs)
-        wanted = parts_of(reference, call, settings)
+        wanted = whole_step(reference, call)
         assert abs(float(wanted) - float(got)) <= 1e-12, rows
         if engine(pipe).stages[-1].is_last:
             assert len(outputs) == len(micro_batches(call, **numbers(settings)))
@@ -99,14 +92,6 @@ def uneven(schedule: str, settings: dict[str, Any]) -> None:
 
 def numbers(settings: dict[str, Any]) -> dict[str, Any]:
     return {"number": settings.get("num_microbatches"), "size": settings.get("microbatch_size")}
-
-
-def parts_of(model: nn.Module, call: dict[str, Any], settings: dict[str, Any]) -> Tensor:
-    parts = micro_batches(call, **numbers(settings))
-    weights = [weight_of(model, part) for part in parts]
-    losses = [model(**p) * (w / sum(weights)) for p, w in zip(parts, weights, strict=True) if w]
-    torch.stack(losses).sum().backward()
-    return torch.stack(losses).detach().sum()
 
 
 @pytest.mark.nightly
@@ -157,7 +142,7 @@ def together(schedule: str, options: dict[str, Any], axes: dict[str, Any]) -> No
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            close(_evaluated(reference, calls[replica]), pipe.eval_step(calls[replica]), "evaluation", 1e-11)
+            close(reference(**calls[replica]), pipe.eval_step(calls[replica]), "evaluation", 1e-11)
     for name, parameter in pipe.named_parameters(remove_duplicate=False):
         close(names[name], whole(parameter), f"{name} after the last step", 1e-11)
 
@@ -271,17 +256,6 @@ def test_micro_batches():
     assert [len(part["ids"]) for part in micro_batches(call, number=9)] == [1] * 6
     with pytest.raises(ConfigError, match="has no tensor with rows"):
         micro_batches({"flag": True}, size=4)
-
-
-def test_weights():
-    class Causal(nn.Module):
-        loss_type = "ForCausalLMLoss"
-
-    labels = torch.tensor([[5, 1, -100], [7, -100, -100]])
-    assert weight_of(nn.Module(), {"labels": labels}) == 3
-    assert weight_of(Causal(), {"labels": labels}) == 1  # the first label of a row is predicted by nothing
-    assert weight_of(nn.Module(), {"x": torch.ones(5, 2)}) == 5
-    assert weight_of(nn.Module(), {"labels": torch.ones(5, 2)}) == 5
 
 
 def masks() -> None:

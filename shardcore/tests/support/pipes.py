@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from tiny import TinyPolicy, batch
 from torch import Tensor, nn
 
 from shardcore.former import shard
-from shardcore.pipeline import Pipeline, micro_batches, weight_of
+from shardcore.pipeline import Pipeline
 from shardcore.pipeline.marks import pipeline_of
 
 __all__ = ["LAYERS", "close", "engine", "labelled", "pipeline", "whole_step"]
@@ -37,17 +36,11 @@ def engine(model: Any) -> Pipeline:
     return pipeline_of(model)
 
 
-def whole_step(model: nn.Module, call: dict[str, Any], number: int = 4) -> Tensor:
-    """Run forward and backward of the whole model with the same micro-batches."""
-    parts = micro_batches(call, number=number)
-    weights = [weight_of(model, part) for part in parts]
-    total = torch.zeros((), dtype=torch.float64)
-    for part, weight in zip(parts, weights, strict=True):
-        if weight:
-            loss = model(**part) * (weight / sum(weights))
-            loss.backward()
-            total += loss.detach()
-    return total
+def whole_step(model: nn.Module, call: dict[str, Any]) -> Tensor:
+    """Run forward and backward of the whole model on the whole batch."""
+    loss = model(**call)
+    loss.backward()
+    return loss.detach()
 
 
 def close(wanted: Tensor, got: Tensor, what: str, bound: float = 1e-12, scale: float = 0.0) -> None:

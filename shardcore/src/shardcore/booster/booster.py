@@ -23,10 +23,11 @@ from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.former import shard
 from shardcore.mesh import context_of, device_type_here
-from shardcore.pipeline import micro_batches, weight_of
-from shardcore.pipeline.batches import rows_of
+from shardcore.pipeline import micro_batches
+from shardcore.pipeline.batches import IGNORED, rows_of
+from shardcore.pipeline.items import Items, LossCalls, forms_of, shares_of
 from shardcore.pipeline.marks import pipeline_of
-from shardcore.pipeline.steps import own_loss
+from shardcore.pipeline.steps import Scaled, own_loss, wide
 
 __all__ = ["Boosted", "Booster"]
 
@@ -69,6 +70,7 @@ class Booster:
         if not isinstance(plugin, HybridParallelPlugin | None):
             raise ConfigError(f"Booster(plugin=) wants a HybridParallelPlugin, got {plugin!r}")
         self.plugin = plugin or HybridParallelPlugin()
+        self._forms: dict[str, tuple[Items, ...]] = {}  # what losses of a model and a criterion are made of
 
     def boost(
         self,
@@ -177,16 +179,22 @@ class Booster:
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a model that no pipeline divides; return their loss."""
         parts = micro_batches(arguments, **self.plugin.division)
-        weights = [weight_of(model, part) for part in parts]
+        known = f"{type(model)} {getattr(criterion, '__code__', criterion)} {[*arguments]}"
+        forms = self._forms.get(known) if len(parts) > 1 else ()
         losses = []
-        for number, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
+        for number, part in enumerate(parts):
             # Below ZeRO's second stage replicas sum gradients once for each batch.
-            waits = self.plugin.zero_stage < 2 and number < len(parts)
+            waits = self.plugin.zero_stage < 2 and number + 1 < len(parts)
             with self.no_sync(model) if waits else contextlib.nullcontext():
                 # A mean over nothing is NaN. Every micro-batch runs, since replicas sum gradients in its backward.
-                call = part if weight else {**part, "labels": torch.zeros_like(part["labels"])}
-                out = model(**call)
-                loss = _of_call(out, call, criterion) * (weight / (sum(weights) or 1.0) * scale)
+                call = _with_labels(part)
+                with LossCalls(call) if forms is None else contextlib.nullcontext() as inside:
+                    out = model(**call)
+                with LossCalls(call) if forms is None else contextlib.nullcontext() as outside:
+                    loss = (criterion or own_loss)(out, call)
+                if forms is None and inside is not None and outside is not None:
+                    forms = self._forms[known] = forms_of(out, loss, inside.calls, outside.calls, call)
+                loss = wide(loss) * (shares_of(forms or (), parts, type(model).__name__)[number] * scale)
                 if torch.is_grad_enabled():
                     loss.backward()
             losses.append(loss.detach())
@@ -269,9 +277,7 @@ def _in_stages(
     *,
     everywhere: bool,
 ) -> Tensor:
-    def loss(out: Any, part: Any) -> Tensor:
-        return _of_call(out, part, criterion) * scale
-
+    loss = Scaled(criterion or own_loss, scale)
     pipeline = pipeline_of(model)
     assert pipeline is not None  # the plugin has stages
     step = pipeline.train_step if torch.is_grad_enabled() else pipeline.eval_step
@@ -279,10 +285,12 @@ def _in_stages(
     return step(take, loss=loss, outputs=outputs, everywhere=everywhere)
 
 
-def _of_call(out: Any, part: Any, criterion: Criterion | None) -> Tensor:
-    """Return the loss of one micro-batch, in float32 at least: a scale does not fit into less."""
-    loss = (criterion or own_loss)(out, part)
-    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+def _with_labels(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments in which some labels count, for a micro-batch that has no share in the loss if none does."""
+    labels = arguments.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or bool(labels.ne(IGNORED).any()):
+        return arguments
+    return {**arguments, "labels": torch.zeros_like(labels)}
 
 
 def _arguments(batch: Any, model: nn.Module) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardcore.booster.plugin import HybridParallelPlugin
 from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.norms import clip_grads, grad_norm
@@ -57,7 +58,15 @@ class Stepping:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         scales = self._plugin.precision == "fp16"
-        if context_of(self._model) is not None:
+        context = context_of(self._model)
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is not None and (scales or self._plugin.max_norm or (context is not None and context.defers)):
+            raise NotSupportedError(
+                "optimizer.step(closure) of a boosted optimizer: gradients are unscaled, summed and clipped before the "
+                "step, and the closure computes them in it; call it before, then optimizer.step(); or train without "
+                "precision='fp16', max_norm and deferred partial gradients"
+            )
+        if context is not None:
             reduce_partial_gradients(self._model)
         if not scales and not self._plugin.max_norm:
             return

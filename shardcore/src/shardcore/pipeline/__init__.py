@@ -4,7 +4,7 @@
 model what its stage holds, and `stage` runs it.
 """
 
-from shardcore.pipeline.batches import micro_batches, weight_of
+from shardcore.pipeline.batches import micro_batches
 from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.pipeline.rehearsal import Rehearsal
@@ -26,5 +26,4 @@ __all__ = [
     "Value",
     "balanced",
     "micro_batches",
-    "weight_of",
 ]

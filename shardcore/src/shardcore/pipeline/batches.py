@@ -1,19 +1,23 @@
-"""Batches in micro-batches, each of which weighs as much as it has to say about the loss."""
+"""Batches in micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardcore.agree.fingerprint import checksum
 from shardcore.errors import ConfigError
 
-__all__ = ["contents_of", "micro_batches", "rows_of", "rows_of_each", "shapes_of", "weight_of"]
+__all__ = ["IGNORED", "contents_of", "micro_batches", "rows_of", "rows_of_each", "shapes_of"]
 
-_IGNORED = -100
+#: The label that does not count.
+IGNORED = -100
+
+# Arguments of transformers that have no rows, though they may have as many entries as there are rows.
+_OF_NO_ROWS = ("cache_position", "logits_to_keep")
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
@@ -36,7 +40,8 @@ def micro_batches(
     """Return the micro-batches of a batch, in the order of its rows: equally many each, the last one what remains.
 
     Args:
-        batch: arguments of a call. Tensors of as many rows as the first one are divided, anything else goes to all.
+        batch: arguments of a call. Tensors of as many rows as the first one are divided, anything else goes to all, as
+            ``cache_position`` and ``logits_to_keep`` do in any case.
         number: how many micro-batches; fewer if there are not as many rows, or too few for the last one. Or
         size: rows of each.
 
@@ -46,11 +51,13 @@ def micro_batches(
     rows = rows_of(batch)
     each = rows_of_each(rows, number=number, size=size)
 
+    of_rows = {name: value for name, value in batch.items() if name not in _OF_NO_ROWS}
+
     def part(start: int) -> dict[str, Any]:
         divided: dict[str, Any] = tree_map_only(
-            Tensor, lambda t: t[start : start + each] if t.ndim and t.size(0) == rows else t, dict(batch)
+            Tensor, lambda t: t[start : start + each] if t.ndim and t.size(0) == rows else t, of_rows
         )
-        return divided
+        return {name: divided.get(name, value) for name, value in batch.items()}
 
     return [part(start) for start in range(0, rows, each)]
 
@@ -77,15 +84,3 @@ def contents_of(batch: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return checksums of the tensors of a batch, as what ranks compare."""
     leaves = tree_flatten(dict(batch))[0]
     return [(f"tensor {n} of the batch", checksum(leaf)) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-
-def weight_of(model: nn.Module, batch: Mapping[str, Any]) -> float:
-    """Return over how many items the loss of a micro-batch is a mean: labels that count, or else rows.
-
-    Of a causal language model, which predicts the next token, the first label of each row does not count.
-    """
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return float(rows_of(batch))
-    causal = str(getattr(model, "loss_type", None)).startswith("ForCausalLM") and labels.ndim > 1
-    return float((labels[..., 1:] if causal else labels).ne(_IGNORED).sum())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardcore.comm.dtensor_params import read_local
 from shardcore.config import ShardConfig
@@ -17,8 +18,9 @@ from shardcore.mesh import Division, ShardContext, set_division
 from shardcore.mesh.random_stream import mix
 from shardcore.nn.copies import meta_copy
 from shardcore.nn.partial import reduce_partial_gradients
-from shardcore.pipeline.batches import contents_of, micro_batches, shapes_of, weight_of
+from shardcore.pipeline.batches import contents_of, micro_batches, shapes_of
 from shardcore.pipeline.forward import forward_only
+from shardcore.pipeline.items import shares_of
 from shardcore.pipeline.norms import clip_grads, squared_norm
 from shardcore.pipeline.outputs import Outputs
 from shardcore.pipeline.ranks import Ranks
@@ -28,7 +30,7 @@ from shardcore.pipeline.schedules import SCHEDULES
 from shardcore.pipeline.script import Script, Value
 from shardcore.pipeline.shared import shared_parameters
 from shardcore.pipeline.stage import Holding, Stage
-from shardcore.pipeline.steps import Loss, Run, Step, Weight, own_loss, runs_of
+from shardcore.pipeline.steps import Fed, Loss, Run, Scaled, Step, Weight, own_loss, runs_of, unscaled, wide
 from shardcore.plan.cut import Cut
 from shardcore.wrap.accumulation import Accumulation
 
@@ -214,15 +216,12 @@ class Pipeline:
         try:
             given = batch() if callable(batch) else batch
             parts = micro_batches(given, number=1 if whole else self._number, size=None if whole else self._size)
-            weights = [1.0] if whole else [self._weighed(part, weight) for part in parts]
-            shares = [weight / (sum(weights) or 1.0) for weight in weights]
             of = loss or own_loss
-            feed = runs_of(
-                parts,
-                shares,
-                lambda key, part: self._script(key, part, None if whole else lambda out: of(out, part)),
-                str(self.model.training),
-            )
+            made = None if whole else of
+            prefix = f"{self.model.training} {_named(made)}"
+            runs = runs_of(parts, lambda key, alike: self._script(key, alike, made), prefix)
+            shares = [1.0] if whole else self._shares(parts, runs, weight)
+            feed = [Fed(arguments=p, share=s, run=run) for p, s, run in zip(parts, shares, runs, strict=True)]
             self._step = Step(feed, of, self._seed())
             if training:
                 for run in self._step.runs:
@@ -238,15 +237,31 @@ class Pipeline:
         assert self._step is not None  # for the type: without a failure there is one
         return self._step
 
-    def _script(self, key: str, arguments: Mapping[str, Any], loss: Callable[[Any], Tensor] | None) -> Script:
-        if key not in self._scripts:
-            while len(self._scripts) >= _SCRIPTS:
-                del self._scripts[next(iter(self._scripts))]
-            self._scripts[key] = self.rehearsal(arguments, loss, training=self.model.training)
-        return self._scripts[key]
+    def _script(self, key: str, alike: Sequence[Mapping[str, Any]], loss: Loss | None) -> Script:
+        """Return the script of micro-batches of one form; its rehearsal needs one that has labels which count."""
+        if (known := self._scripts.get(key)) is not None:
+            return known
+        for part in alike:
+            given = None if loss is None else _of_call(loss, part)
+            script = self.rehearsal(part, given, training=self.model.training)
+            if isinstance(loss, Scaled) and script.loss is not None:
+                script = dataclasses.replace(script, loss=Value.of(wide(script.loss.stand_in("meta"))))
+            if all(form.shifted is not None for form in script.forms):
+                break
+        else:
+            return script  # nobody can tell, and none of them counts
+        while len(self._scripts) >= _SCRIPTS:
+            del self._scripts[next(iter(self._scripts))]
+        self._scripts[key] = script
+        return script
 
-    def _weighed(self, part: Mapping[str, Any], weight: Weight | None) -> float:
-        return weight_of(self.model, part) if weight is None else weight(part)
+    def _shares(self, parts: Sequence[Mapping[str, Any]], runs: Sequence[Run], weight: Weight | None) -> list[float]:
+        if weight is None:
+            forms = [form for run in dict.fromkeys(runs) for form in run.script.forms]
+            told = [form for form in forms if form.shifted is not None]  # of others no label counts
+            return shares_of(told or forms, parts, type(self.model).__name__)
+        weights = [weight(part) for part in parts]
+        return [each / (sum(weights) or 1.0) for each in weights]
 
     def _seed(self) -> int:
         """Draw from the stream of the model, which all ranks of the pipeline and of ``tp`` have alike."""
@@ -304,7 +319,7 @@ class Pipeline:
 
     def _made(self, run: Run) -> tuple[Any, list[SafeStage], int]:
         stages = [self._safe(stage, run.script) for stage in self.stages]
-        most = run.count if run.count == self._number else run.count + 2 * len(self.cut)
+        most = run.count if run.count == self._number != 1 else run.count + 2 * len(self.cut)
         for count in range(run.count, most + 1):
             try:
                 return self._plan.make(stages, count, _the_loss_itself), stages, count
@@ -358,9 +373,13 @@ class Pipeline:
             step.outputs[number] = tree_map_only(Tensor, Tensor.detach, out)
         if share:
             loss = step.loss(out, arguments) * share
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise ConfigError(
+                    f"the loss of {type(self.model).__name__} has no gradient: it was detached, is no number that can "
+                    "have one, or nothing of the model is trained; for a loss alone call eval_step(batch)"
+                )
         else:  # nothing of it counts, and its own mean may be NaN
-            parts = read_local(*(parameter for parameter in stage.parameters() if parameter.requires_grad))
-            loss = torch.stack([part.sum() for part in parts]).sum() * 0.0
+            loss = _nothing_of(out, stage, step.dtype)
         step.losses.append(loss.detach())
         return loss
 
@@ -383,6 +402,34 @@ def _division(model: nn.Module, position: int) -> Division:
         if (known := first.setdefault(id(parameter), name)) != name:
             names[name] = known
     return Division(position=position, names=frozenset(model.state_dict(keep_vars=True)), first_names=names)
+
+
+def _nothing_of(out: Any, stage: Stage, dtype: torch.dtype) -> Tensor:
+    """Return a loss of zero whose backward reaches what a stage holds, and what has arrived there, with zeros."""
+    own = read_local(*(parameter for parameter in stage.parameters() if parameter.requires_grad))
+    if own:
+        return torch.stack([part.sum() for part in own]).sum() * 0.0
+    leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    found = [leaf.masked_fill(leaf.new_ones((), dtype=torch.bool), 0.0).sum() for leaf in leaves]
+    # A schedule goes backwards in any case.
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=dtype, requires_grad=torch.is_grad_enabled())
+
+
+def _named(loss: Loss | None) -> str:
+    """Name a function by its code: it may be made in each step."""
+    of = None if loss is None else unscaled(loss)
+    return repr(getattr(of, "__code__", of))
+
+
+def _of_call(loss: Loss, arguments: Mapping[str, Any]) -> Callable[[Any], Tensor]:
+    def checked(out: Any) -> Tensor:
+        value: Any = unscaled(loss)(out, arguments)
+        if not isinstance(value, Tensor) or value.ndim:
+            got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ConfigError(f"the loss is {got}; loss= (of a Booster, its criterion) is to return a tensor ()")
+        return value
+
+    return checked
 
 
 def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from typing_extensions import override
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
+from shardcore.pipeline.items import LossCalls, forms_of
 from shardcore.pipeline.script import NOWHERE, Crossing, Script, Value, answer, described
 from shardcore.plan.cut import Cut
 
@@ -73,7 +74,8 @@ class Rehearsal:
         """
         self._model.train(training)
         first = _Answering(self, self._device)
-        whole = self._run(first, arguments, held=lambda name: True)
+        with LossCalls(arguments) as inside:
+            whole = self._run(first, arguments, held=lambda name: True)
         answers = {name: tuple(trees) for name, trees in first.answers.items()}
         self._check_order(first.blocks)
         crossings: list[Crossing] = []
@@ -98,8 +100,12 @@ class Rehearsal:
                         f"as states of {self._cut.blocks[0]}, besides what goes on to the last stage; use "
                         "pipeline_parallel_size=1"
                     )
-        told = None if loss is None else Value.of(loss(whole))
-        return Script(answers=answers, crossings=tuple(crossings), missing=missing, loss=told)
+        if loss is None:
+            return Script(answers=answers, crossings=tuple(crossings), missing=missing)
+        with LossCalls(arguments) as outside:
+            value = loss(whole)
+        forms = forms_of(whole, value, inside.calls, outside.calls, arguments)
+        return Script(answers=answers, crossings=tuple(crossings), missing=missing, loss=Value.of(value), forms=forms)
 
     def resized(self, script: Script, arguments: Mapping[str, Any]) -> Script:
         """Return the script for arguments of other sizes, without a number: nothing of their size is allocated.
@@ -116,6 +122,7 @@ class Rehearsal:
             crossings=tuple(sizing.crossings[crossing.block] for crossing in script.crossings),
             missing=script.missing,
             loss=script.loss,
+            forms=script.forms,
         )
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from shardcore.nn.loss.logits import VocabParallelLogits
+from shardcore.pipeline.items import Items
 
 __all__ = ["NOWHERE", "Crossing", "Script", "Value", "answer", "described"]
 
@@ -100,9 +101,11 @@ class Script:
         crossings: what crosses to stage 1, to stage 2, and so on.
         missing: which leaves of the model's output the last stage does not have: earlier stages compute them.
         loss: what the loss is; None where nobody said how it is computed.
+        forms: what the loss is made of; nothing where no loss function of torch has made it.
     """
 
     answers: Mapping[str, tuple[Any, ...]]
     crossings: tuple[Crossing, ...]
     missing: tuple[int, ...]
     loss: Value | None = None
+    forms: tuple[Items, ...] = ()

@@ -14,13 +14,40 @@ from shardcore.errors import ConfigError
 from shardcore.pipeline.batches import shapes_of
 from shardcore.pipeline.script import Script
 
-__all__ = ["Fed", "Loss", "Run", "Step", "Weight", "own_loss", "runs_of"]
+__all__ = ["Fed", "Loss", "Run", "Scaled", "Step", "Weight", "own_loss", "runs_of", "unscaled", "wide"]
 
 #: Returns the loss of a model's output and the arguments of its call.
 Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
 
 #: Returns over how many items the loss of a micro-batch is a mean.
 Weight: TypeAlias = Callable[[Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A loss times a number, as half precision needs it.
+
+    Attributes:
+        loss: the loss.
+        factor: the number.
+    """
+
+    loss: Loss
+    factor: float
+
+    def __call__(self, out: Any, arguments: Mapping[str, Any]) -> Tensor:
+        """Return it."""
+        return wide(self.loss(out, arguments)) * self.factor
+
+
+def wide(loss: Tensor) -> Tensor:
+    """Return a loss in float32 at least: a scale does not fit into less."""
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+
+
+def unscaled(loss: Loss) -> Loss:
+    """Return what is multiplied, if anything is."""
+    return loss.loss if isinstance(loss, Scaled) else loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,24 +126,22 @@ class Step:
 
 def runs_of(
     parts: Sequence[Mapping[str, Any]],
-    shares: Sequence[float],
-    script: Callable[[str, Mapping[str, Any]], Script],
+    script: Callable[[str, Sequence[Mapping[str, Any]]], Script],
     prefix: str,
-) -> list[Fed]:
-    """Return micro-batches with what they run with.
+) -> list[Run]:
+    """Return with what each micro-batch runs.
 
     Args:
         parts: the arguments of each.
-        shares: of each in the loss.
-        script: returns the script for a key, made with these arguments.
+        script: returns the script for a key, made with any of these arguments.
         prefix: what the key says besides the form.
     """
     keys = [f"{prefix} {shapes_of(part)}" for part in parts]
-    runs = {
-        key: Run(first=keys.index(key), count=keys.count(key), key=key, script=script(key, parts[keys.index(key)]))
-        for key in dict.fromkeys(keys)
-    }
-    return [Fed(arguments=p, share=s, run=runs[key]) for p, s, key in zip(parts, shares, keys, strict=True)]
+    runs = {}
+    for key in dict.fromkeys(keys):
+        alike = [part for part, other in zip(parts, keys, strict=True) if other == key]
+        runs[key] = Run(first=keys.index(key), count=len(alike), key=key, script=script(key, alike))
+    return [runs[key] for key in keys]
 
 
 def own_loss(out: Any, arguments: Mapping[str, Any]) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcore._torch import CAN_PIPELINE
-from shardcore.errors import ShardcoreError
+from shardcore.errors import ConfigError, ShardcoreError
 from shardcore.former import shard
-from shardcore.pipeline import Cut, Holding, Rehearsal, Stage, micro_batches, weight_of
+from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
 from shardcore.pipeline.batches import rows_of
 from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import whole
@@ -84,13 +84,23 @@ def _train(s: Subject, ledger: Ledger, fields: Mapping[str, Any]) -> None:
     batches = [s.inputs(reference, seed) for seed in range(number)]
     rows = rows_of(batches[0])
     batch = {name: _joined([part[name] for part in batches], rows) for name in batches[0]}
-    parts = micro_batches(batch, number=number)
-    weights = [weight_of(reference, part) for part in parts]
-    losses = [s.loss(reference(**part)) * (w / sum(weights)) for part, w in zip(parts, weights, strict=True)]
-    wanted = torch.stack(losses).sum()
-    wanted.backward()
+    try:
+        s.loss(reference(**batch))
+    except Exception as error:
+        ledger.closed(f"the unsharded model cannot be called with several batches of the case as one: {error}")
+        return
     pipe: Any = shard(model, policy=s.policy(model), num_microbatches=number, **fields)
-    ledger.close("loss", wanted, pipe.train_step(batch, loss=lambda out, _: s.loss(out)))
+    # A loss of the model itself is that of the whole batch; one of the case may weigh each row by its place.
+    calls = [batch] if isinstance(s.case.loss, str) else batches
+    try:
+        got = pipe.train_step(batch, loss=lambda out, _: s.loss(out))
+    except ConfigError:  # it is not made of those of micro-batches, which is said
+        model, calls = s.build(), [batch]
+        pipe = shard(model, policy=s.policy(model), num_microbatches=1, **fields)
+        got = pipe.train_step(batch, loss=lambda out, _: s.loss(out))
+    wanted = torch.stack([s.loss(reference(**call)) for call in calls]).mean()
+    wanted.backward()
+    ledger.close("loss", wanted, got)
     ledger.close("loss in evaluation", wanted, pipe.eval_step(batch, loss=lambda out, _: s.loss(out)))
     names = dict(reference.named_parameters(remove_duplicate=False))
     scale = max(float(p.grad.abs().max()) for p in names.values() if p.grad is not None) or 1.0
@@ -105,6 +115,8 @@ def _train(s: Subject, ledger: Ledger, fields: Mapping[str, Any]) -> None:
 
 def _joined(values: Sequence[Any], rows: int) -> Any:
     first = values[0]
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(inner, rows) for inner in zip(*values, strict=True))
     return torch.cat(list(values)) if isinstance(first, Tensor) and first.ndim and first.size(0) == rows else first
 
 

@@ -1,0 +1,245 @@
+"""Over how many items the loss of a micro-batch is a mean: seen in a call, by what torch's loss functions are given.
+
+The loss of a batch is put together from those of its micro-batches. How is decided by the function that computes it: a
+mean over labels, of which micro-batches have other numbers; over labels but the first, where each token predicts the
+next one; over rows; or a sum, such as that of transformers with ``num_items_in_batch``. Nothing else can be put
+together exactly, and that is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import ConfigError
+from shardcore.pipeline.batches import IGNORED, rows_of
+
+__all__ = ["Items", "LossCall", "LossCalls", "forms_of", "shares_of"]
+
+#: Functions of torch that reduce to one number, as ``reduction`` says.
+_LOSSES = frozenset(
+    (
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.cosine_embedding_loss,
+        F.cross_entropy,
+        F.ctc_loss,
+        F.gaussian_nll_loss,
+        F.hinge_embedding_loss,
+        F.huber_loss,
+        F.kl_div,
+        F.l1_loss,
+        F.margin_ranking_loss,
+        F.mse_loss,
+        F.multi_margin_loss,
+        F.multilabel_margin_loss,
+        F.multilabel_soft_margin_loss,
+        F.nll_loss,
+        F.poisson_nll_loss,
+        F.smooth_l1_loss,
+        F.soft_margin_loss,
+        F.triplet_margin_loss,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """What a loss is made of.
+
+    Attributes:
+        kind: a mean over ``labels``, a mean over ``rows``, a ``sum``, or ``unknown``.
+        argument: the argument of the call that has the labels.
+        shifted: the first label of each row does not count; None where nobody can tell, since none counts.
+        ignored: the label that does not count.
+    """
+
+    kind: str
+    argument: str = ""
+    shifted: bool | None = False
+    ignored: int = IGNORED
+
+    def count(self, arguments: Mapping[str, Any]) -> float:
+        """Return how many of them the arguments of a call have."""
+        if self.kind != "labels":
+            return float(rows_of(arguments))
+        labels = arguments[self.argument]
+        return float((labels[..., 1:] if self.shifted else labels).ne(self.ignored).sum())
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.argument}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCall:
+    """A call of a loss function of torch.
+
+    Attributes:
+        items: what its mean is one over, whether it reduces to that or not.
+        reduction: what it reduces to.
+        numbers: how many it has made a loss of.
+        value: the sum of what it returned.
+    """
+
+    items: Items
+    reduction: str
+    numbers: int
+    value: float
+
+    def form(self, loss: float, arguments: Mapping[str, Any]) -> Items:
+        """Return what the loss is made of, if it is made of this call alone."""
+        if self.reduction not in ("sum", "none"):
+            return self.items
+        by = self.value / loss if loss else math.nan
+        whole = arguments.get("num_items_in_batch")
+        if _near(by, 1.0) or (whole is not None and _near(by, float(whole))):
+            return Items(kind="sum")
+        if self.items.kind == "labels" and _near(by, self.items.count(arguments)):
+            return self.items
+        rows = rows_of(arguments)
+        return Items(kind="rows" if _near(by, rows) or _near(by, self.numbers) else "unknown")
+
+
+class LossCalls(TorchFunctionMode):
+    """Writes down what the loss functions of torch are given while it is entered.
+
+    Args:
+        arguments: of the call of the model, among which labels are looked for.
+
+    Attributes:
+        calls: of these functions; not of those that compute on meta.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._arguments = arguments
+        self.calls: list[LossCall] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function, and write it down if it is one of them."""
+        out = func(*args, **(kwargs or {}))
+        if func in _LOSSES and isinstance(out, Tensor) and not out.is_meta:
+            bound = _signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            given = bound.arguments
+            target = given.get("target", given.get("targets"))
+            items = _items(func, target, given, self._arguments)
+            numbers = target.numel() if isinstance(target, Tensor) else 0
+            value = float(local_tensor(out.detach()).sum())
+            self.calls.append(LossCall(items=items, reduction=given["reduction"], numbers=numbers, value=value))
+        return out
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _items(function: Any, target: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Items:
+    """Return what a mean of a loss function is one over."""
+    if given.get("weight") is not None or not isinstance(target, Tensor):
+        return Items(kind="unknown")
+    if function is F.ctc_loss or target.is_floating_point():  # as many numbers in each row
+        return Items(kind="rows")
+    ignored = given.get("ignore_index", IGNORED)
+    integers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim}
+    for name in sorted(integers, key=lambda name: "label" not in name):
+        labels = integers[name].to(target.device)
+        same = _equal(target, labels)
+        if labels.ndim > 1 and (
+            _equal(target, labels[..., 1:]) or _equal(target, F.pad(labels, (0, 1), value=ignored)[..., 1:])
+        ):
+            return Items(kind="labels", argument=name, shifted=None if same else True, ignored=ignored)
+        if same:
+            return Items(kind="labels", argument=name, ignored=ignored)
+    if target.numel() == rows_of(arguments) and not bool((target == ignored).any()):
+        return Items(kind="rows")
+    return Items(kind="unknown")
+
+
+def _equal(target: Tensor, labels: Tensor) -> bool:
+    return target.numel() == labels.numel() and bool((target.flatten() == labels.flatten()).all())
+
+
+def _near(number: float, wanted: float) -> bool:
+    return abs(number - wanted) <= 1e-3 * abs(wanted)
+
+
+def forms_of(
+    out: Any, loss: Tensor, inside: Sequence[LossCall], outside: Sequence[LossCall], arguments: Mapping[str, Any]
+) -> tuple[Items, ...]:
+    """Return what a loss is made of; nothing if no function of torch has made it.
+
+    Args:
+        out: the output of the model.
+        loss: the loss, which a function has made of it, or taken from it.
+        inside: what the model has called.
+        outside: what that function has called.
+        arguments: of the call of the model.
+    """
+    taken = any(leaf is loss or _is_of(leaf, loss) for leaf in tree_flatten(out)[0])
+    calls = outside or (inside if taken else ())
+    if len(calls) == 1:
+        return (calls[0].form(float(local_tensor(loss.detach())), arguments),)
+    return tuple(
+        dict.fromkeys(call.items if call.reduction not in ("sum", "none") else Items(kind="unknown") for call in calls)
+    )
+
+
+def _is_of(leaf: Any, loss: Tensor) -> bool:
+    """Tell whether a loss is a tensor of the output, perhaps detached from its gradient."""
+    if not isinstance(leaf, Tensor) or leaf.shape != loss.shape:
+        return False
+    return local_tensor(leaf).data_ptr() == local_tensor(loss).data_ptr()
+
+
+def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: str) -> list[float]:
+    """Return the part that the loss of each micro-batch has in that of the batch.
+
+    Args:
+        forms: what it is made of; a mean over rows, or over labels that do not differ from it, if nobody knows.
+        parts: the arguments of each.
+        what: names the model.
+
+    Raises:
+        ConfigError: it cannot be put together.
+    """
+    if len(parts) == 1:
+        return [1.0]
+    if forms and all(form.kind == "sum" for form in forms):
+        return [1.0] * len(parts)
+    kinds = forms or _documented(parts)
+    shares = [] if any(form.kind in ("sum", "unknown") for form in kinds) else [_of(form, parts) for form in kinds]
+    if not shares or any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True)):
+        made = ", ".join("a sum" if form.kind == "sum" else f"a mean over {form}" for form in kinds)
+        raise ConfigError(
+            f"the loss of {what} cannot be put together from those of {len(parts)} micro-batches: means over one "
+            f"kind of items can, and sums, and it is made of {made}; run the batch as one (num_microbatches=1), or say "
+            "how much each micro-batch weighs (train_step(batch, weight=...))"
+        )
+    return shares[0]
+
+
+def _documented(parts: Sequence[Mapping[str, Any]]) -> list[Items]:
+    """Return what a loss of no function of torch may be: a mean over rows, which is one over labels too."""
+    labels = parts[0].get("labels")
+    counts = isinstance(labels, Tensor) and labels.ndim > 0 and not labels.is_floating_point()
+    return [Items(kind="rows"), *([Items(kind="labels", argument="labels")] if counts else [])]
+
+
+def _of(form: Items, parts: Sequence[Mapping[str, Any]]) -> list[float]:
+    counts = [form.count(part) for part in parts]
+    total = sum(counts) or 1.0
+    return [count / total for count in counts]

@@ -1,0 +1,168 @@
+"""Losses of micro-batches, put together: what they are means over is seen. The reference is the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardcore.errors import ConfigError
+from shardcore.pipeline import micro_batches
+from shardcore.pipeline.items import LossCalls, forms_of, shares_of
+
+WORDS = 7
+LABELS = torch.tensor([[5, 1, -100, 2], [3, -100, -100, -100], [-100, 2, 4, 6], [1, 1, 1, -100]])
+
+
+def logits(rows, *shape):
+    """Numbers that follow from what a row holds, so that a micro-batch has those of the batch."""
+    return torch.sin(
+        rows.reshape(-1, *[1] * len(shape)) * 7.0 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    )
+
+
+def causal(x, labels, **more):
+    """As transformers computes it: every token predicts the next one."""
+    scores = logits(x, 4, WORDS)
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    reduction = "mean" if "num_items_in_batch" not in more else "sum"
+    loss = F.cross_entropy(scores.flatten(0, 1), shifted.flatten(), reduction=reduction)
+    return loss if reduction == "mean" else loss / more["num_items_in_batch"]
+
+
+def cut(x, labels):
+    return F.cross_entropy(logits(x, 4, WORDS)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def masked(x, labels):
+    return F.cross_entropy(logits(x, 4, WORDS).flatten(0, 1), labels.flatten()) * 0.5
+
+
+def by_hand(x, labels):
+    total = F.cross_entropy(logits(x, 4, WORDS).flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / labels.ne(-100).sum()
+
+
+def one_by_one(x, labels):
+    each = F.cross_entropy(logits(x, 4, WORDS).flatten(0, 1), labels.flatten(), reduction="none")
+    return each.sum() / labels.ne(-100).sum()
+
+
+def summed(x, labels):
+    return F.cross_entropy(logits(x, 4, WORDS).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def of_rows(x, labels):
+    return F.mse_loss(logits(x, 3), x[:, None].expand(-1, 3))
+
+
+def both_ends(x, start_positions, end_positions):
+    ends = F.cross_entropy(logits(x, 4), start_positions), F.cross_entropy(logits(x + 1, 4), end_positions)
+    return sum(ends) / 2
+
+
+def listened(reduction):
+    def ctc(x, labels):
+        scores = logits(x, 9, WORDS).log_softmax(-1).transpose(0, 1)
+        sizes = labels.gt(0).sum(-1)
+        lengths = torch.full_like(sizes, 9)
+        return F.ctc_loss(scores, labels[labels.gt(0)], lengths, sizes, reduction=reduction)
+
+    return ctc
+
+
+def two_means(x, labels):
+    return masked(x, labels) + F.cross_entropy(logits(x, 2), x.long() % 2)
+
+
+def some_of_them(x, labels):
+    mask = labels.gt(1).double()
+    return (F.l1_loss(logits(x, 4), x[:, None].expand(-1, 4), reduction="none") * mask).sum() / mask.sum()
+
+
+def of_no_function(x, labels):
+    return logits(x, 3).square().mean()
+
+
+def together(loss, batch, *, number=2, first=0):
+    """Return the loss of a batch, and that of its micro-batches by what is seen in one of them."""
+    parts = micro_batches(batch, number=number)
+    with LossCalls(parts[first]) as inside:
+        value = loss(**parts[first])
+    forms = forms_of({"loss": value}, value, inside.calls, (), parts[first])
+    shares = shares_of(forms, parts, "Net")
+    losses = [float(loss(**part)) * share for part, share in zip(parts, shares, strict=True) if share]
+    return float(loss(**batch)), sum(losses)
+
+
+X = torch.arange(4.0, dtype=torch.float64)
+POSITIONS = {"start_positions": torch.tensor([0, 1, 2, 1]), "end_positions": torch.tensor([1, 3, 2, 2])}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("loss", "more"),
+    [
+        (causal, {"labels": LABELS}),
+        (causal, {"labels": LABELS, "num_items_in_batch": 6}),
+        (causal, {"labels": LABELS, "num_items_in_batch": torch.tensor(6)}),
+        (cut, {"labels": LABELS}),
+        (masked, {"labels": LABELS}),
+        (by_hand, {"labels": LABELS}),
+        (one_by_one, {"labels": LABELS}),
+        (summed, {"labels": LABELS}),
+        (of_rows, {"labels": None}),
+        (both_ends, POSITIONS),
+        (listened("sum"), {"labels": LABELS}),
+        (listened("mean"), {"labels": LABELS}),
+        (of_no_function, {"labels": None}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_loss_of_micro_batches_is_that_of_the_batch(loss, more, first):
+    wanted, got = together(loss, {"x": X, **more}, first=first)
+    assert got == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (two_means, "a mean over labels labels, a mean over rows"),
+        (some_of_them, "a mean over unknown"),
+        (of_no_function, "a mean over rows, a mean over labels labels"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_put_together_is_refused(loss, says):
+    with pytest.raises(ConfigError, match=says):
+        together(loss, {"x": X, "labels": LABELS})
+    wanted, got = together(loss, {"x": X, "labels": LABELS}, number=1)
+    assert wanted == got
+
+
+def test_nobody_can_tell_of_labels_that_do_not_count():
+    x, labels = X[:2], torch.full((2, 4), -100)
+    with LossCalls({"x": x, "labels": labels}) as inside:
+        value = causal(x, labels)
+    (form,) = forms_of({"loss": value}, value, inside.calls, (), {"x": x, "labels": labels})
+    assert (form.kind, form.shifted) == ("labels", None)
+
+
+def test_a_function_of_the_output_decides_where_it_computes():
+    batch = {"x": X, "labels": LABELS}
+    with LossCalls(batch) as inside:
+        own = causal(**batch)
+    with LossCalls(batch) as outside:
+        value = of_rows(**batch)
+    out = {"loss": own}
+    assert [form.kind for form in forms_of(out, value, inside.calls, outside.calls, batch)] == ["rows"]
+    assert [form.shifted for form in forms_of(out, out["loss"], inside.calls, (), batch)] == [True]
+    assert forms_of(out, own * 2, inside.calls, (), batch) == ()  # another number, made of nobody knows what
+
+
+def test_what_has_no_rows_is_not_divided():
+    batch = {"x": X, "logits_to_keep": torch.tensor([0, 3, 5, 7]), "cache_position": torch.arange(4)}
+    parts = micro_batches(batch, number=2)
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert all(torch.equal(part[name], batch[name]) for part in parts for name in ("logits_to_keep", "cache_position"))
+    assert [[*part] for part in parts] == [[*batch], [*batch]]
