@@ -29,7 +29,9 @@ import shardcore
 from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.errors import (
+    AgreementError,
     ConfigError,
+    NotSupportedError,
     PlanError,
     WrapError,
 )
@@ -203,6 +205,36 @@ def surroundings():
 def test_ties_hold(pool):
     pool.run(ties, world=2)
     pool.run(ties, world=4)
+
+
+class BodyPolicy(TinyPolicy):
+    stages = None
+
+    def module_policy(self):
+        return {name: rules for name, rules in super().module_policy().items() if name != "TinyLM"}
+
+
+def tied_outside():
+    whole = build(tied=True)
+    whole.model.config = whole.config
+    before = [*whole.parameters()]
+    for axes in ({"tp": 2}, {"tp": 1, "dp": 2}):
+        with pytest.raises((NotSupportedError, AgreementError), match=r"embed.weight of Decoder is Linear.weight too"):
+            shardcore.shard(whole.model, policy=BodyPolicy, **axes)
+        assert all(a is b for a, b in zip(before, whole.parameters(), strict=True))
+    whole.head.weight = nn.Parameter(whole.head.weight.detach().clone())
+    shardcore.shard(whole.model, policy=BodyPolicy, tp=2)
+    # Who holds a parameter, and is no module that somebody can call, is no tie.
+    other = build(tied=True)
+    body, body.config = other.model, other.config
+    del other
+    kept = [dict(body.named_parameters())]
+    shardcore.shard(body, policy=BodyPolicy, tp=2)
+    assert not isinstance(kept[0]["embed.weight"], DTensor)
+
+
+def test_a_tie_to_something_outside_is_refused(pool):
+    pool.run(tied_outside, world=2)
 
 
 def test_wrappers_moves_and_meta(pool):

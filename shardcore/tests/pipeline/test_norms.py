@@ -45,6 +45,30 @@ def test_the_norm_is_that_of_the_whole_model(pool, mesh):
     assert len(set(pool.run(norms, fields, world=world))) == 1
 
 
+def elsewhere(fields):
+    """Of what holds sharded models, beside plain parameters, and of a part of one."""
+    context = context_of(model := shardcore.shard(build(), policy=TinyPolicy, **fields))
+    other, plain = shardcore.shard(build(1), policy=TinyPolicy, **fields), torch.nn.Linear(97, 1).double()
+    ids = batch(rows=4).chunk(context.sizes.replicas)[context.replica]
+    for p in plain.parameters():
+        torch.nn.init.constant_(p, 0.5)
+    (model(ids).pow(2).mean() + plain(other(ids)).pow(2).mean()).backward()
+    for p in plain.parameters():
+        torch.distributed.all_reduce(p.grad)
+        p.grad /= torch.distributed.get_world_size()
+    outer = torch.nn.ModuleList([model, torch.nn.Sequential(other), plain])
+    for module in (outer, torch.nn.Sequential(model), model.model, model.model.layers[0], torch.nn.Sequential(plain)):
+        grads = [whole(p.grad).double() for p in module.parameters() if p.grad is not None]
+        wanted = torch.stack([grad.pow(2).sum() for grad in grads]).sum().sqrt()
+        assert_close(wanted, shardcore.grad_norm(module), type(module).__name__)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2", "tp2 dp2"])
+def test_the_norm_of_what_holds_sharded_models_and_of_a_part(pool, mesh):
+    world, fields = MESHES[mesh]
+    pool.run(elsewhere, fields, world=world)
+
+
 def partial():
     model = twins(fields={"tp": 2, "partial_gradients": "deferred"})[1]
     model(batch()).pow(2).mean().backward()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardcore.comm.dtensor_params import local_tensor
@@ -25,34 +26,51 @@ def grad_norm(model: nn.Module) -> Tensor:
     `torch.nn.utils.clip_grad_norm_` returns the norm of the whole model too, but for one with a pipeline.
 
     Args:
-        model: sharded, over any axes, or not. Every rank of a sharded one has to make the call. Parameters without a
-            gradient are left out.
+        model: sharded, over any axes, or not; or one that holds sharded models, or a part of one (of a pipeline the
+            whole model). Every rank of what is sharded has to make the call. Parameters without a gradient are left
+            out; plain ones count once.
 
     Returns:
-        a tensor (), float64. One small all-reduce.
+        a tensor (), float64. One small all-reduce for each mesh that parameters lie on.
 
     Raises:
         ConfigError: gradients are partial still; call `shardcore.reduce_partial_gradients` first.
     """
     model = unwrapped(model)
-    context = context_of(model)
-    if context is None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return squared_norm(model, (), 1, device).sqrt()
-    pipeline = pipeline_of(model)
-    again = () if pipeline is None else pipeline.counted_elsewhere()
-    squares = squared_norm(model, again, context.mesh.size() // context.sizes.pp, context.device)
-    dist.all_reduce(squares, group=group_of(context.mesh))
-    return squares.sqrt()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    counted: set[int] = set()
+    for part in model.modules():
+        pipeline, context = pipeline_of(part), context_of(part)
+        if pipeline is not None and context is not None:
+            ranks = context.mesh.size() // context.sizes.pp
+            squares = squared_norm(part.named_parameters(), pipeline.counted_elsewhere(), ranks, context.device)
+            dist.all_reduce(squares, group=group_of(context.mesh))
+            total += squares
+            counted |= {id(parameter) for parameter in part.parameters()}
+    # By the meshes of parameters, which all ranks have alike, whatever has a gradient on one of them.
+    of_mesh: dict[DeviceMesh | None, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in counted:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            of_mesh.setdefault(mesh, []).append((name, parameter))
+    for mesh, named in of_mesh.items():
+        squares = squared_norm(named, (), 1 if mesh is None else mesh.size(), device)
+        if mesh is not None:
+            dist.all_reduce(squares, group=group_of(mesh))
+        total += squares
+    return total.sqrt()
 
 
-def squared_norm(model: nn.Module, again: Collection[int], ranks: int, device: torch.device) -> Tensor:
+def squared_norm(
+    parameters: Iterable[tuple[str, nn.Parameter]], again: Collection[int], ranks: int, device: torch.device
+) -> Tensor:
     """Return this rank's summand of the squared norm of all gradients: (), float64; the sum is over all ranks.
 
     torch's own norms stack those of all gradients, which have to lie on one mesh for that.
 
     Args:
-        model: this rank's part.
+        parameters: of this rank's part, with their names.
         again: ids of parameters that count as another rank's of the pipeline.
         ranks: how many ranks have a part, or a copy, of what this rank's stages hold.
         device: where the result is to be.
@@ -61,7 +79,7 @@ def squared_norm(model: nn.Module, again: Collection[int], ranks: int, device: t
         ConfigError: gradients are partial still.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         grad = parameter.grad
         if grad is None or id(parameter) in again:
             continue

@@ -135,7 +135,7 @@ class Pipeline:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients by one norm; see `shardcore.pipeline.PipelinedModel.clip_grad_norm_`."""
-        squares = squared_norm(self.model, self.counted_elsewhere(), self.ranks.beside, self._device)
+        squares = squared_norm(self.model.named_parameters(), self.counted_elsewhere(), self.ranks.beside, self._device)
         dist.all_reduce(squares, group=self.ranks.everybody)
         norm = squares.sqrt()
         clip_grads(self.model, norm, max_norm)

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
 from shardcore.nn.optimizers import STALE
 
-__all__ = ["check_optimizer", "held_elsewhere", "repoint", "warn_of_stale_optimizers"]
+__all__ = ["check_optimizer", "held_elsewhere", "repoint", "tied_outside", "warn_of_stale_optimizers"]
 
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -91,6 +92,38 @@ def _references(model: nn.Module) -> Iterator[tuple[int, int]]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 yield id(parameter), sys.getrefcount(parameter)
+
+
+def tied_outside(model: nn.Module) -> dict[str, str]:
+    """Return which parameters of ``model`` modules outside of it hold too: their names here, with class and name there.
+
+    These would go on with the old parameters, and what was tied would be trained apart.
+    """
+    if held_elsewhere(model):
+        gc.collect()  # what nobody can use any more holds nothing
+    names = held_elsewhere(model)
+    if not names:
+        return {}
+    own = {id(module._parameters) for module in model.modules()}
+    held = [parameter for parameter in model.parameters() if id(parameter) in names]
+    found = {}
+    for mapping in gc.get_referrers(*held):
+        if type(mapping) is not dict or id(mapping) in own:
+            continue
+        for leaf, value in list(mapping.items()):
+            if id(value) in names and (owner := _module_of(mapping)) is not None:
+                found[names[id(value)]] = f"{type(owner).__name__}.{leaf}"
+    return found
+
+
+def _module_of(parameters: dict[str, Any]) -> nn.Module | None:
+    """Return the module whose parameters these are."""
+    for holder in gc.get_referrers(parameters):
+        of = gc.get_referrers(holder) if type(holder) is dict else [holder]
+        for module in of:
+            if isinstance(module, nn.Module) and module.__dict__.get("_parameters") is parameters:
+                return module
+    return None
 
 
 def warn_of_stale_optimizers(held: dict[int, str], model: nn.Module, stacklevel: int) -> None:

@@ -19,7 +19,7 @@ from shardcore.mesh import DATA_AXES, ShardContext, axis_name
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 from shardcore.wrap.data_parallel import apply_data_parallel, unwrappable
-from shardcore.wrap.optimizers import check_optimizer, repoint
+from shardcore.wrap.optimizers import check_optimizer, repoint, tied_outside
 
 __all__ = ["Wrap", "Wrapping"]
 
@@ -62,6 +62,13 @@ class Wrapping:
         if self._optimizer is not None:
             check_optimizer(self._optimizer, self._names)
         config, given = plan.config, ", ".join(map(repr, self._options))
+        if config.ranks > 1:
+            for name, other in tied_outside(self._outer).items():
+                raise NotSupportedError(
+                    f"{name} of {type(self._outer).__name__} is {other} too, of a module outside of it, and would come "
+                    "apart: shard the model that holds both; or, if they are to be trained apart, give that module a "
+                    f"copy first: module.{other.rpartition('.')[2]} = torch.nn.Parameter(parameter.detach().clone())"
+                )
         if given and config.ranks == 1:
             raise ConfigError(
                 f"wrap= has options of FSDP2 ({given}), which needs a process group of two ranks at least: start more "
