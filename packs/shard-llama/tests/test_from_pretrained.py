@@ -182,6 +182,25 @@ def test_pickled_files_only_when_asked_for(pool, tmp_path):
     assert not (tmp_path / "evil").exists()
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_pickled_files_are_those_that_transformers_reads(pool, tmp_path, several):
+    """A variant, and a shard that the index does not name any more, lie beside them."""
+    model = saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    state = model.state_dict()
+    wrong = {name: tensor * 2 for name, tensor in state.items()}
+    torch.save(wrong, tmp_path / "pytorch_model.fp16.bin")
+    if several:
+        torch.save(state, tmp_path / "pytorch_model-00001-of-00001.bin")
+        torch.save(wrong, tmp_path / "pytorch_model-00002-of-00002.bin")
+        index = {"weight_map": dict.fromkeys(state, "pytorch_model-00001-of-00001.bin")}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    else:
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    pool.run(from_pickle, str(tmp_path), load_file_of(model))
+    pool.run(refused, str(tmp_path), {"use_safetensors": False, "variant": "other"}, "of the variant other")
+
+
 class Evil:
     def __reduce__(self):
         return (exec, ("raise SystemExit('code ran')",))
@@ -243,6 +262,10 @@ def test_ranks_that_see_other_files(pool, tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     state = load_file(tmp_path / "b" / "model.safetensors")
     save_file({k: v.half() for k, v in state.items()}, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    assert all("weights" in said for said in pool.run(one_rank, str(tmp_path / "a"), str(tmp_path / "b")))
+    # Of another revision: the same sizes, and one other value of what every rank holds.
+    state["model.norm.weight"] = torch.full_like(state["model.norm.weight"], 3.0)
+    save_file(state, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     assert all("weights" in said for said in pool.run(one_rank, str(tmp_path / "a"), str(tmp_path / "b")))
     assert all("is no folder" in said for said in pool.run(one_rank, str(tmp_path / "a"), str(tmp_path / "none")))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import shardcore
+from shardcore.errors import NotSupportedError
 from shardcore.testing.parity import equal_on_ranks
 
 GREEDY = {"max_new_tokens": 7, "do_sample": False}
@@ -198,3 +199,15 @@ def _threads() -> None:
     thread.start()
     thread.join()
     assert torch.equal(errors[2], first)
+
+
+def _batched():
+    _, model = _twins()
+    with pytest.raises(NotSupportedError, match="the heads of the whole model"):
+        model.generate_batch([[3, 4, 5], [6, 7]])
+
+
+@pytest.mark.newest
+def test_continuous_batching_is_refused(pool):
+    """Its thread would swallow what its cache says of local heads, and every answer would be empty."""
+    pool.run(_batched)

@@ -102,13 +102,22 @@ def test_numbers_and_odd_dtypes(tmp_path):
         assert torch.equal(files.read(name, ((0, 3), (1, 4))).float(), state[name][:, 1:4].float())
 
 
-def test_digest_goes_by_the_headers(tmp_path):
-    for name, value in (("x", A), ("y", A + 1), ("z", A.double())):
+def test_digest_goes_by_headers_and_values(tmp_path):
+    """Hosts may have other revisions of a checkpoint, with equal headers."""
+    for name, value in (("x", A), ("y", A + 1), ("z", A.double()), ("same", A.clone())):
         (tmp_path / name).mkdir()
-        save_file({"a": value}, tmp_path / name / "model.safetensors")
-    x, y, z = (Files.at(tmp_path / name).digest for name in "xyz")
-    assert x == y
-    assert x != z
+        save_file({"a": value, "n": torch.tensor(3.0)}, tmp_path / name / "model.safetensors")
+    x, y, z, same = (Files.at(tmp_path / name).digest for name in ("x", "y", "z", "same"))
+    assert x == same
+    assert len({x, y, z}) == 3
+
+
+def test_of_an_indexed_checkpoint_the_last_file_wins(tmp_path):
+    """As transformers reads it: all of each file that the index names, in the order of their names."""
+    write(tmp_path)
+    save_file({"a": A + 7, "b": B}, tmp_path / "two.safetensors")
+    files = Files.at(tmp_path)
+    assert torch.equal(files.read("a", ((0, 3), (0, 4))), A + 7)
 
 
 def cut(folder):

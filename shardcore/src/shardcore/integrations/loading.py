@@ -33,7 +33,7 @@ from shardcore.inferred import Inference
 from shardcore.integrations import _private
 from shardcore.policy import Policy
 from shardcore.weights.emptying import emptied
-from shardcore.weights.files import Files
+from shardcore.weights.files import Files, indexed
 from shardcore.weights.lazy import LazyTensor, recording
 from shardcore.weights.reading import Reading
 from shardcore.weights.recipes import Source, slices
@@ -264,10 +264,12 @@ def _chosen(given: Any, config: Any) -> Any:
 
 def _pickled(folder: Path, variant: str | None) -> dict[str, Tensor]:
     """Return the tensors of pickled files, mapped and not read yet."""
-    suffix = f".{variant}.bin" if variant else ".bin"
-    files = sorted(file for file in folder.glob("pytorch_model*.bin") if file.name.endswith(suffix))
+    files = list(indexed(folder, "pytorch_model.bin", "pytorch_model.bin.index.json", variant))
     if not files:
-        raise ConfigError(f"{folder} holds no pytorch_model*{suffix}, which use_safetensors=False asks for")
+        of = f" of the variant {variant}" if variant else ""
+        raise ConfigError(
+            f"{folder} holds no pytorch_model.bin and no index of such files{of}, which use_safetensors=False asks for"
+        )
     state: dict[str, Tensor] = {}
     for file in files:
         try:

@@ -85,6 +85,14 @@ class _ShardedPretrained:
             "before shard(), or save it with save_pretrained, reload, resize and shard again."
         )
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, for ``generate_batch`` too: its cache is made for all heads, and its thread would answer nothing."""
+        raise NotSupportedError(
+            f"continuous batching (generate_batch) of a sharded {type(self).__name__}: transformers makes its cache "
+            "for the heads of the whole model, in a thread of its own on each rank. Use model.generate(...) with "
+            "padded prompts, or a server such as vLLM for the saved model"
+        )
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],

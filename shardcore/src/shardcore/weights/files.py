@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -17,7 +18,7 @@ from torch import Tensor
 from shardcore.errors import ConfigError
 from shardcore.weights.recipes import Box, Source, slices
 
-__all__ = ["Files", "Stored"]
+__all__ = ["Files", "Stored", "indexed"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -44,6 +45,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_SOME = 1024  # bytes of each tensor that ranks compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,13 @@ class Files:
         """
         tensors: dict[str, Stored] = {}
         for file, keys in _files(place, variant):
-            for key, stored in _header(file):
-                if keys is not None and key not in keys:
-                    continue
-                if key in tensors:
-                    raise ConfigError(f"{key} is in two files: {tensors[key].file} and {file}; name the files to read")
-                tensors[key] = stored
-            if keys is not None and (lost := sorted(keys - tensors.keys())):
+            found = dict(_header(file))
+            # Of an indexed checkpoint transformers reads whole files in the order of their names: the last one wins.
+            if keys is None and (again := sorted(found.keys() & tensors.keys())):
+                first = tensors[again[0]].file
+                raise ConfigError(f"{again[0]} is in two files: {first} and {file}; name the files to read")
+            tensors |= found
+            if keys is not None and (lost := sorted(keys - found.keys())):
                 raise ConfigError(
                     f"{file} lacks {lost[0]}, which the index of the checkpoint promises there ({len(lost)} such); "
                     "download or copy the file again"
@@ -124,9 +126,19 @@ class Files:
 
     @property
     def digest(self) -> str:
-        """A hash over names, shapes and dtypes: the same for equal headers, wherever the files are."""
-        told = [(key, list(stored.shape), str(stored.dtype)) for key, stored in sorted(self.tensors.items())]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        """A hash over names, shapes, dtypes, and some values of each tensor, wherever the files are.
+
+        Hosts may have copies of other revisions of a checkpoint, whose headers are equal.
+        """
+        hashed = hashlib.sha256()
+        opened: dict[Path, Any] = {}
+        with contextlib.ExitStack() as stack:
+            for key, stored in sorted(self.tensors.items()):
+                if stored.file not in opened:
+                    opened[stored.file] = stack.enter_context(stored.file.open("rb"))
+                hashed.update(f"{key} {list(stored.shape)} {stored.dtype}".encode())
+                hashed.update(_some(opened[stored.file], stored))
+        return hashed.hexdigest()
 
     def source(self, key: str) -> Source:
         """Return the tensor ``key`` as a recipe."""
@@ -204,6 +216,29 @@ def _box(file: Tensor, stored: Stored, box: Box) -> Tensor:
     return values[slices(box)] if box else values
 
 
+def _some(file: Any, stored: Stored) -> bytes:
+    """Return what lies in the middle of a tensor."""
+    file.seek(stored.begin + max(stored.nbytes - _SOME, 0) // 2)
+    found: bytes = file.read(min(_SOME, stored.nbytes))
+    return found
+
+
+def indexed(folder: Path, single: str, index: str, variant: str | None) -> Iterator[Path]:
+    """Yield the files of a checkpoint as transformers chooses them: the one of a name, else those that an index names.
+
+    Args:
+        folder: where they are.
+        single: the name of the one file.
+        index: that of the index.
+        variant: as of transformers, such as ``"fp16"``.
+    """
+    one, several = (folder / _with_variant(name, variant) for name in (single, index))
+    if one.is_file():
+        yield one
+    elif several.is_file():
+        yield from (folder / name for name in _indexed(several))
+
+
 def _files(
     place: str | Path | Sequence[str | Path], variant: str | None
 ) -> Iterator[tuple[Path, frozenset[str] | None]]:
@@ -238,13 +273,9 @@ def _files(
 
 
 def _with_variant(name: str, variant: str | None) -> str:
-    return (
-        name
-        if variant is None
-        else name.replace("model.", f"model.{variant}.", 1).replace(
-            f".{variant}.safetensors.index", f".safetensors.index.{variant}", 1
-        )
-    )
+    """Return a name as transformers has it for a variant, which comes before the last part."""
+    start, _, end = name.rpartition(".")
+    return name if variant is None else f"{start}.{variant}.{end}"
 
 
 def _pickled(folder: Path) -> str:
