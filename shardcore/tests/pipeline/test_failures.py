@@ -165,3 +165,42 @@ def nothing_to_learn(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["detached", "frozen"])
 def test_losses_that_teach_nothing(pool, kind):
     pool.run(nothing_to_learn, kind, world=2)
+
+
+def interrupted() -> None:
+    pipe = pipeline(build(layers=LAYERS))
+    wanted = float(pipe.train_step(labelled()))
+    pipe.zero_grad()
+    calls = []
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        calls.append(module)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            raise KeyboardInterrupt
+
+    handle = pipe.model.layers[engine(pipe).cut.held(dist.get_rank())[0]].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt if dist.get_rank() else AgreementError):
+        pipe.train_step(labelled())
+    handle.remove()
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert float(pipe.train_step(labelled())) == wanted
+
+
+def test_an_interrupt_on_one_rank_ends_the_step_on_all(pool):
+    pool.run(interrupted, world=2, timeout=20)
+
+
+def cannot() -> None:
+    pipe = pipeline(build(layers=LAYERS))
+    wanted = float(pipe.train_step(labelled()))
+    for cast in (pipe.float, pipe.bfloat16, lambda: pipe.to(torch.float32)):
+        with pytest.raises(NotSupportedError, match=r"a cast from torch.float64 to torch"):
+            cast()
+    with pytest.raises(NotSupportedError, match=r"copy.deepcopy; copy the model before shard\(\)"):
+        copy.deepcopy(pipe)
+    assert pipe.to("cpu") is pipe.double() is pipe
+    assert float(pipe.train_step(labelled())) == wanted
+
+
+def test_what_no_pipeline_can_do(pool):
+    pool.run(cannot, world=2)

@@ -18,7 +18,7 @@ Call = Callable[[int, int, list[Tensor]], tuple[Tensor, ...]]
 
 def forward_only(
     call: Call, run: Run, *, ranks: Sequence[int], group: ProcessGroup, device: torch.device
-) -> Exception | None:
+) -> BaseException | None:
     """Run all micro-batches through all stages; a rank has all of them at a stage before it goes to its next one.
 
     A rank that fails sends zeros from then on, so that nobody waits for it.
@@ -47,7 +47,7 @@ def forward_only(
             if failure is None:
                 try:
                     leaving = call(stage, micro_batch, arrived)
-                except Exception as error:
+                except BaseException as error:
                     failure = error
             if stage == len(ranks) - 1:
                 continue

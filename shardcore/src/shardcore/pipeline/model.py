@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import SwappedModule
@@ -98,6 +99,21 @@ class PipelinedModel(SwappedModule):
         if any(cache is not None for cache in given) or kwargs.get("use_cache"):
             self._refuse("a cache, of which each rank would have some layers", "pass use_cache=False")
         return self._pipeline().forward(kwargs)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse a cast: what goes from stage to stage has the dtype that the model had in `shard`."""
+        for dtype in {parameter.dtype for parameter in self.parameters()}:
+            if (other := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+                self._refuse(
+                    f"a cast from {dtype} to {other}", "cast it before shard(), or use wrap={'mp_policy': ...}"
+                )
+        return super()._apply(fn, recurse)
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refuse: a copy would run its stages in the schedules of this one."""
+        self._refuse("copy.deepcopy", "copy the model before shard(), and shard both")
 
     def _pipeline(self) -> Pipeline:
         pipeline = pipeline_of(self)

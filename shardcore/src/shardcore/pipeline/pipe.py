@@ -161,7 +161,7 @@ class Pipeline:
         kept = self._set_aside() if training else {}
         try:
             self.ranks.agree(self._trained(step, accumulation) if training else self._evaluated(step, self._add_loss))
-        except Exception:
+        except BaseException:
             if training:
                 accumulation.give_up()  # what there is of gradients is part of a step that never was
             raise
@@ -211,7 +211,7 @@ class Pipeline:
         self, batch: Batch, loss: Loss | None, weight: Weight | None, *, training: bool, whole: bool = False
     ) -> Step:
         """Divide a batch, find out what crosses, and make sure that all ranks of the pipeline were given the same."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         told: list[tuple[str, str]] = []
         try:
             given = batch() if callable(batch) else batch
@@ -231,7 +231,7 @@ class Pipeline:
                 ("the items of its micro-batches", str(shares)),
                 *contents_of(given),
             ]
-        except Exception as error:
+        except BaseException as error:
             failure = error
         self.ranks.agree(failure, told)
         assert self._step is not None  # for the type: without a failure there is one
@@ -272,10 +272,10 @@ class Pipeline:
         finally:
             random.leave()
 
-    def _trained(self, step: Step, accumulation: Accumulation) -> Exception | None:
+    def _trained(self, step: Step, accumulation: Accumulation) -> BaseException | None:
         """Run the schedules; return the first exception of this rank."""
         accumulation.begin()
-        failures: list[Exception | None] = []
+        failures: list[BaseException | None] = []
         for run in step.runs:  # all of them, whatever fails: other ranks do the same
             schedule, stages, count = self._scheduled(run)
             for stage in stages:
@@ -287,7 +287,7 @@ class Pipeline:
             failures += [stage.failure for stage in stages]
         return next((failure for failure in failures if failure is not None), None)
 
-    def _evaluated(self, step: Step, take: Callable[[Any, int], Any]) -> Exception | None:
+    def _evaluated(self, step: Step, take: Callable[[Any, int], Any]) -> BaseException | None:
         """Run all forwards; ``take`` gets outputs and numbers of micro-batches. Return the first exception here."""
         stages = {stage.index: stage for stage in self.stages}
 

@@ -38,7 +38,7 @@ class Ranks:
         # Ranks that are given one batch: those of one replica.
         self._alike = self.everybody if self._replicas == 1 else group_of(mesh[names])
 
-    def agree(self, failure: Exception | None, told: Sequence[tuple[str, str]] = ()) -> None:
+    def agree(self, failure: BaseException | None, told: Sequence[tuple[str, str]] = ()) -> None:
         """Raise on all ranks if one of them failed, or if those of one replica were given different things.
 
         Args:
@@ -51,11 +51,11 @@ class Ranks:
         if self._replicas > 1 and told:
             try:
                 agree(_report(failure, told), failure, group=self._alike)
-            except Exception as error:
+            except BaseException as error:
                 failure = error
             told = ()
         agree(_report(failure, told), failure, group=self.everybody)
 
 
-def _report(failure: Exception | None, told: Sequence[tuple[str, str]]) -> Report:
+def _report(failure: BaseException | None, told: Sequence[tuple[str, str]]) -> Report:
     return Report(items=tuple(told)) if failure is None else Report.of_error(failure)

@@ -61,7 +61,7 @@ def _to_be_sent(tensor: Tensor) -> Tensor:
 
 
 class SafeStage(PipelineStage):
-    """A `PipelineStage` that keeps the first exception for its end, and sends zeros from then on.
+    """A `PipelineStage` that keeps the first exception, of any kind, for its end, and sends zeros from then on.
 
     Every rank goes through the whole schedule, whatever happens on one of them: nobody waits for a message, and the
     process group can be used afterwards.
@@ -87,14 +87,14 @@ class SafeStage(PipelineStage):
         arrives, leaves = (tuple(_meta(value) for value in some) for some in values)
         super().__init__(chunk, index, count, device, input_args=arrives, output_args=leaves, group=group)
         self._values = values
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Run the forward of a micro-batch, or send zeros if something failed."""
         if self.failure is None:
             try:
                 return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *more, **options)
-            except Exception as error:
+            except BaseException as error:
                 self._failed(error)
         out = tuple(torch.zeros(v.shape, dtype=v.dtype, device=self.device) for v in self._values[1])
         self.fwd_cache[fwd_chunk_id] = (out, [])
@@ -107,7 +107,7 @@ class SafeStage(PipelineStage):
         if self.failure is None:
             try:
                 super().backward_one_chunk(bwd_chunk_id, *more, **options)
-            except Exception as error:
+            except BaseException as error:
                 self._failed(error)
             else:
                 return
@@ -120,12 +120,12 @@ class SafeStage(PipelineStage):
         if self.failure is None:
             try:
                 super().backward_weight_one_chunk(bwd_chunk_id, *more, **options)
-            except Exception as error:
+            except BaseException as error:
                 self._failed(error)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         cause = error.__cause__
-        self.failure = cause if isinstance(cause, Exception) else error  # torch's tells the shapes of what arrived
+        self.failure = cause if isinstance(cause, BaseException) else error  # torch's tells the shapes of what arrived
 
 
 def _meta(value: Value) -> Tensor:
