@@ -137,11 +137,13 @@ def shard_new(
             raise ConfigError(f"reading={reading!r} says who reads weights=, which are not given")
         wrapping, pipelining = Wrapping(model, optimizer, wrap=wrap, inner=inner), Pipelining(inner)
         filling = None if weights is None else Filling(inner, weights, sync_from, reading)
-        if isinstance(policy, str):
-            if policy != "infer":
-                raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
-            start_process_group(config)  # one rank infers for all
-            policy = inferred(inner, infer, config.group())
+        if isinstance(policy, str) and policy != "infer":
+            raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
+    if policy == "infer":
+        start_process_group(config)
+        agree(Report(), group=config.group())  # with a rank on which something of the above has failed
+        policy = inferred(inner, infer, config.group())  # one rank for all
+    with failing_together(config, fields):
 
         def check(plan: ShardPlan) -> None:
             pipelining.check(plan)

@@ -194,3 +194,13 @@ def test_simulated_ranks_are_not_asked():
         assert agree(own) == [own]
         with pytest.raises(ConfigError, match="own"):
             agree(Report.of_error(ConfigError("own")), ConfigError("own"))
+
+
+def fails_before_a_policy_is_inferred():
+    wrong = {"reading": "slices"} if dist.get_rank() else {}  # there are no weights to read
+    with pytest.raises(ConfigError if dist.get_rank() else AgreementError, match="reading='slices'"):
+        shardcore.shard(build(), policy="infer", tp=2, **wrong)
+
+
+def test_a_rank_that_fails_before_one_infers_for_all(pool):
+    pool.run(fails_before_a_policy_is_inferred, world=2, timeout=20)

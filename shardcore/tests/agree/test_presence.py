@@ -218,3 +218,29 @@ def seeds_alone():
 def test_a_rank_that_seeds_alone_is_waited_for(pool):
     """It gives up soon, and the call of the other one with it; nobody's call is lost."""
     assert pool.run(seeds_alone, timeout=60) == [False, False]
+
+
+def meetings() -> list[int]:
+    """Number of keys in the store after some meetings, and after many more."""
+    store = dist.distributed_c10d._get_default_store()
+    counted = []
+    for number in range(40):
+        meeting = Meeting.hold([0, 1], {"number": number}, "save_pretrained", patience=10.0)
+        assert {rank: report["number"] for rank, report in meeting.reports.items()} == {0: number, 1: number}
+        if dist.get_rank() == 0:
+            with meeting.telling():
+                meeting.proceed()
+                meeting.proceed()
+        else:
+            meeting.follow(0)
+            meeting.follow(0)
+        if number in (5, 39):
+            dist.barrier()
+            counted.append(store.num_keys())
+            dist.barrier()
+    return counted
+
+
+def test_meetings_leave_nothing_in_the_store(pool):
+    for few, many in pool.run(meetings, world=2):
+        assert many <= few

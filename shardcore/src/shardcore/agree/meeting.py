@@ -162,8 +162,9 @@ def _attend(
     """Come to the meeting ``name`` and return who was missing when it was decided."""
     outcome = f"{name}/outcome"
     store.set(f"{name}/{dist.get_rank()}", report)
-    if store.add(f"{name}/count", 1) == len(ranks):
-        _decide(store, base, name, [])
+    if store.add(f"{name}/count", 1) == len(ranks) and _decide(store, base, name, []):
+        # All are here, so that nobody is in the meeting before this one any more.
+        _forget(store, f"{base}/{int(name.rpartition('/')[2]) - 1}", ranks)
     came = False
     try:
         came = _wait(store, outcome, end, watch)
@@ -176,12 +177,23 @@ def _attend(
     return missing
 
 
-def _decide(store: Store, base: str, name: str, missing: list[int]) -> None:
+def _decide(store: Store, base: str, name: str, missing: list[int]) -> bool:
+    """Say who was missing, unless another rank has; return whether this one did."""
     # The first rank to add decides for all. The number moves on before the outcome can be seen, so that whoever has
     # seen it does not come here again.
-    if store.add(f"{name}/decided", 1) == 1:
+    if first := store.add(f"{name}/decided", 1) == 1:
         store.add(f"{base}/number", 1)
         store.set(f"{name}/outcome", json.dumps(missing))
+    return first
+
+
+def _forget(store: Store, name: str, ranks: Sequence[int]) -> None:
+    """Remove what a meeting has left in the store, which is kept by one host for all."""
+    for key in ("count", "decided", "outcome", "beat", *ranks):
+        store.delete_key(f"{name}/{key}")
+    step = 0
+    while store.delete_key(f"{name}/step{step}"):
+        step += 1
 
 
 def _wait(store: Store, key: str, end: float, watch: Callable[[], None] | None = None) -> bool:
