@@ -1,4 +1,4 @@
-"""Where the ranks of a model tell each other what they were called with, seeded with, and found in its graph."""
+"""Where the ranks of a model tell each other what they were called with, and seeded with."""
 
 from __future__ import annotations
 
@@ -15,38 +15,11 @@ from shardcore.agree.meeting import Meeting
 from shardcore.agree.presence import Presence
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreWarning
 from shardcore.mesh import ShardContext, axis_name
-from shardcore.nn.judged import judge
 from shardcore.nn.same_inputs import KIND, Brought, Meet, compare_inputs
 
-__all__ = ["compare_calls", "follow_seeds", "judge_calls"]
+__all__ = ["compare_calls", "follow_seeds"]
 
 _SOON = 10.0  # seconds that a rank waits for others to restart the random stream with it
-
-
-def judge_calls(model: nn.Module, context: ShardContext) -> None:
-    """Let ``model`` judge the first call of each kind, on all ranks of its ``tp`` together.
-
-    They meet in the store: what is sent in a call stays what the plan says.
-    """
-    ranks = _ranks(context)
-    judge(model, functools.partial(_told, ranks))
-
-
-def _told(ranks: tuple[int, ...], found: str) -> str:
-    """Tell the other ranks what this one has ``found``, and return what the first of them has."""
-    if not ranks:
-        return ""
-    try:
-        meeting = Meeting.hold(ranks, {"found": found}, "forward")
-    except MissingRanksError as error:
-        names = ", ".join(map(str, error.missing)) or "another one"
-        raise MissingRanksError(
-            "the ranks of a sharded model meet at the end of the first forward of each kind (the same arguments, the "
-            f"same training mode), and these did not come: {names}. Look for an error on them, and call the model "
-            "alike on every rank.",
-            error.missing,
-        ) from error
-    return next((f"rank {rank}: {said['found']}" for rank, said in meeting.reports.items() if said["found"]), "")
 
 
 def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:

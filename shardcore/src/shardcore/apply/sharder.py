@@ -19,7 +19,7 @@ from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.agree.received import check_source, receive, set_modes
 from shardcore.apply.changes import Changes
-from shardcore.apply.judging import compare_calls, follow_seeds, judge_calls
+from shardcore.apply.judging import compare_calls, follow_seeds
 from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_sharded
 from shardcore.apply.together import out_of_inference_mode, together
@@ -30,6 +30,7 @@ from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn.intact import Intact
+from shardcore.nn.judged import judge
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
 from shardcore.nn.process import watch_torch
@@ -331,7 +332,7 @@ class ModelSharder:
         replicas = context.sizes.replicas
         self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
         follow_seeds(context)
-        judge_calls(self.model, context)
+        judge(self.model)
         if context.sizes.pp == 1:  # a pipeline compares the whole batch, in each step
             compare_calls(self.model, context, self.config.check_inputs_every)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +19,6 @@ from shardcore.nn.region.gradients import problems, wrong_gradients
 
 __all__ = ["JudgedModel", "judge"]
 
-#: Tells all ranks of the model whether one of them has found something; returns what another one has.
-Meet = Callable[[str], str]
-
 
 class JudgedModel(SwappedModule):
     """A model whose first call of each kind is looked at: wrong gradients are an error before a backward makes them.
@@ -29,13 +26,15 @@ class JudgedModel(SwappedModule):
     Calls are of one kind if they have the same arguments, as far as these decide what runs: which ones there are, which
     of them need a gradient, what is switched on, the training mode, and which parameters are trained. A later call of a
     kind costs a look into a set.
+
+    Each rank judges by itself: what is wrong follows from the policy and the call, which are the same on all. They do
+    not meet for it, since which kinds a rank has seen is its own: an argument that changes nothing may differ.
     """
 
     keeps_name: ClassVar[bool] = True
 
     _judged: set[Hashable]
     _shard_context: ShardContext
-    _judges_with: Meet
     #: Of all modules of the model; which modules these are stays as it is, or another check refuses the model.
     _judged_parameters: list[dict[str, nn.Parameter | None]]
 
@@ -68,18 +67,9 @@ class JudgedModel(SwappedModule):
         outputs = list(_differentiated(out))
         if not outputs:
             return
-        subject = f"the gradients of this {type(self).__name__} would be wrong, though what it returns is right"
-        try:
-            found = self._problems(outputs, args, kwargs)
-        except BaseException as error:
-            self._judges_with(f"{type(error).__name__}: {error}")  # the other ranks wait
-            raise
-        mine = PlanError(subject, found) if found else None
-        elsewhere = self._judges_with("" if mine is None else str(mine))
-        if mine is not None:
-            raise mine
-        if elsewhere:
-            raise PlanError(f"{subject}, as another rank has found ({elsewhere})", ())
+        if found := self._problems(outputs, args, kwargs):
+            kind = type(self).__name__
+            raise PlanError(f"the gradients of this {kind} would be wrong, though what it returns is right", found)
 
     def _problems(self, outputs: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Problem]:
         graph = Graph(outputs)
@@ -90,12 +80,12 @@ class JudgedModel(SwappedModule):
         return problems(self, graph, wrong, arguments) if wrong else []
 
 
-def judge(model: nn.Module, meet: Meet) -> None:
-    """Let a sharded model judge its calls; ``meet`` is called alike on all ranks that hold it."""
+def judge(model: nn.Module) -> None:
+    """Let a sharded model judge its calls."""
     context = model.__dict__["_shard_context"]
     add_behaviour(model, JudgedModel)
     held = [module._parameters for module in model.modules() if module._parameters]
-    model.__dict__.update(_shard_context=context, _judged=set(), _judges_with=meet, _judged_parameters=held)
+    model.__dict__.update(_shard_context=context, _judged=set(), _judged_parameters=held)
 
 
 def _kind_of(value: Any, ranks: int) -> Any:
