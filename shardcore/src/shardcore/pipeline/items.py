@@ -8,7 +8,6 @@ together exactly, and that is an error.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -131,7 +130,7 @@ class LossCalls(TorchFunctionMode):
         """Call the function, and write it down if it is one of them."""
         out = func(*args, **(kwargs or {}))
         if func in _LOSSES and isinstance(out, Tensor) and not out.is_meta:
-            bound = _signature(func).bind(*args, **(kwargs or {}))
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             given = bound.arguments
             target = given.get("target", given.get("targets"))
@@ -140,11 +139,6 @@ class LossCalls(TorchFunctionMode):
             value = float(local_tensor(out.detach()).sum())
             self.calls.append(LossCall(items=items, reduction=given["reduction"], numbers=numbers, value=value))
         return out
-
-
-@functools.cache
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
 
 
 def _items(function: Any, target: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Items:
