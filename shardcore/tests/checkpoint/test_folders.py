@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 
 import pytest
 import torch
 
 import shardcore
+from shardcore.checkpoint import folders
 from shardcore.errors import CheckpointError, ConfigError, ShardcoreWarning
 
 
@@ -104,6 +106,31 @@ def test_leftovers_go_with_the_next_save(tmp_path):
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-9.tmp-ab")
     saved(tmp_path, 2)
     assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_what_another_job_is_writing_stays_and_is_said(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    theirs = tmp_path / "step-9.tmp-ab"
+    shutil.copytree(tmp_path / "step-1", theirs)
+    claim = folders.Claim()
+    claim.take(theirs)
+    with pytest.warns(ShardcoreWarning, match=r"another job is writing .*step-9.tmp-ab"):
+        saved(tmp_path, 2, keep_last=1)
+    assert names(tmp_path) == ["step-2", "step-9.tmp-ab"]
+    with pytest.warns(ShardcoreWarning, match="step-9.tmp-ab .* was skipped"):
+        assert shardcore.latest(tmp_path) == tmp_path / "step-2"
+    claim.give_up()  # as the end of its process does
+    saved(tmp_path, 3)
+    assert names(tmp_path) == ["step-2", "step-3"]
+    # Where a file system has no locks, the time of the last change tells.
+    theirs.mkdir()
+    monkeypatch.setattr(folders, "fcntl", None)
+    with pytest.warns(ShardcoreWarning, match="another job"):
+        saved(tmp_path, 4)
+    assert theirs.exists()
+    os.utime(theirs, (0, 0))
+    saved(tmp_path, 5)
+    assert not theirs.exists()
 
 
 def test_what_cannot_be_removed_is_said(tmp_path, monkeypatch):

@@ -6,11 +6,13 @@ index, `INDEX`, is written last and has the size of every file, so that one that
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from shardcore.errors import CheckpointError, ConfigError, ShardcoreWarning
 __all__ = [
     "FORMAT",
     "INDEX",
+    "Claim",
     "begin",
     "check_keep_last",
     "complete",
@@ -39,7 +42,64 @@ __all__ = [
 INDEX = "shardcore.json"
 FORMAT = 1  # of the index; another one is not read
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _NAME = re.compile(r"step-(\d+)(\.tmp-\w+)?")
+
+
+_ABANDONED = 3600.0  # seconds without a change, where a file system has no locks
+
+
+class Claim:
+    """Says that a folder is being written, to whoever would remove it; ends with the process, however that ends."""
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+
+    def take(self, folder: Path) -> None:
+        """Claim a new folder."""
+        if fcntl is None:
+            return
+        self._handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a file system without locks: others go by the time
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End it."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.give_up()
+
+
+def _is_being_written(folder: Path) -> bool:
+    """Tell whether a job has claimed a folder; where nobody can know, whether anything has changed there lately."""
+    try:
+        if fcntl is None:
+            return _is_young(folder)
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _is_young(folder)
+    else:
+        return False
+    finally:
+        os.close(handle)
+
+
+def _is_young(folder: Path) -> bool:
+    newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    return time.time() - newest < _ABANDONED
 
 
 @contextmanager
@@ -148,10 +208,10 @@ def _entries(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
 
 
-def begin(folder: Path, step: int | None) -> tuple[Path, Path]:
-    """Make the folder that a new checkpoint is written into; return it and the one that it becomes.
+def begin(folder: Path, step: int | None, claim: Claim) -> tuple[Path, Path]:
+    """Make and claim the folder that a new checkpoint is written into; return it and the one that it becomes.
 
-    Without a ``step`` it is the one after the newest.
+    Without a ``step`` it is the one after the newest. Another job that is writing into the same folder is told of.
 
     Raises:
         CheckpointError: there is one of that step, or the folder cannot be made.
@@ -164,6 +224,15 @@ def begin(folder: Path, step: int | None) -> tuple[Path, Path]:
         _refuse(final)
         staging = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"
         staging.mkdir()
+        claim.take(staging)
+        for _, other in _entries(folder):
+            if ".tmp-" in other.name and other != staging and _is_being_written(other):
+                warnings.warn(
+                    f"another job is writing {other}: what both save is kept or removed by the steps of both. Give "
+                    "each job a folder of its own, or end the other one",
+                    ShardcoreWarning,
+                    stacklevel=2,
+                )
     return staging, final
 
 
@@ -198,6 +267,8 @@ def discard(staging: Path) -> None:
 def prune(newest: Path, keep_last: int | None) -> None:
     """Remove what earlier saves left unfinished and, with ``keep_last``, all but so many complete checkpoints.
 
+    What another job is writing stays.
+
     ``newest``, which was just written, stays. One that is removed loses its name first, so that what a process that is
     killed meanwhile leaves of it is no checkpoint.
     """
@@ -205,13 +276,16 @@ def prune(newest: Path, keep_last: int | None) -> None:
     for _, path in sorted(_entries(folder), reverse=True):
         try:
             if ".tmp-" in path.name:
-                shutil.rmtree(path)
+                if not _is_being_written(path):
+                    shutil.rmtree(path)
             elif keep_last is not None and path != newest and problem(path) is None:
                 kept += 1
                 if kept > keep_last:
                     doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
                     path.rename(doomed)
                     shutil.rmtree(doomed)
+        except FileNotFoundError:
+            continue  # another job has removed it
         except OSError as error:
             message = f"{path} should have been removed, and could not be: {error}"
             warnings.warn(message, ShardcoreWarning, stacklevel=2)

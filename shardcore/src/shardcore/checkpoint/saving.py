@@ -101,8 +101,9 @@ def save_checkpoint(
     snapshot = ranks.together(take, items=lambda taken: taken.items(arguments))
     stages = Stages.of(model, ranks)
     ranks.together(lambda: stages.check(snapshot))
-    staging, final = map(Path, ranks.first(lambda: tuple(map(str, folders.begin(Path(folder), step)))))
-    job = _Job(snapshot, saves.apart(ranks) if asynchronous else ranks, stages, staging, final, keep_last)
+    claim = folders.Claim()
+    staging, final = map(Path, ranks.first(lambda: tuple(map(str, folders.begin(Path(folder), step, claim)))))
+    job = _Job(snapshot, saves.apart(ranks) if asynchronous else ranks, stages, staging, final, keep_last, claim)
     try:
         ranks.together(functools.partial(job.prepare, copies=asynchronous))
     except BaseException:
@@ -312,8 +313,16 @@ class _Job:
     """One save, from the folder that was made for it to its name."""
 
     def __init__(
-        self, snapshot: _Snapshot, ranks: Ranks, stages: Stages, staging: Path, final: Path, keep_last: int | None
+        self,
+        snapshot: _Snapshot,
+        ranks: Ranks,
+        stages: Stages,
+        staging: Path,
+        final: Path,
+        keep_last: int | None,
+        claim: folders.Claim,
     ) -> None:
+        self._claim = claim
         self._snapshot, self._ranks, self._stages, self._keep_last = snapshot, ranks, stages, keep_last
         self._tensors = {key: tensor for key, tensor in snapshot.tensors.items() if key not in stages.elsewhere}
         self._staging, self.final = staging, final
@@ -353,6 +362,7 @@ class _Job:
         """Remove what was written; done by the first rank."""
         if self._ranks.is_first:
             folders.discard(self._staging)
+            self._claim.give_up()
 
     def _write(self, shown: bool) -> list[WriteResult]:
         position, first = self._ranks.position, self._ranks.is_first
@@ -387,6 +397,7 @@ class _Job:
         index = {"step": step, **own, "aliases": aliases, "replicas": replicas, "loader is shared": len(loaders) == 1}
         folders.complete(self._staging, self.final, index)
         folders.prune(self.final, self._keep_last)
+        self._claim.give_up()
 
 
 def _renamed(result: WriteResult, key: str) -> WriteResult:
