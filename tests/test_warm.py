@@ -61,3 +61,12 @@ def test_it_ends_with_whoever_asked(warm):
     with os.fdopen(ours) as said:
         assert said.read() == ""  # at its end: nobody holds it
     assert time.monotonic() - start < 10
+
+
+def test_it_can_be_ended_at_once(warm):
+    """However little of it has run yet."""
+    for _ in range(30):
+        process = Forked(warm / "main", exec, "import time; time.sleep(60)")
+        process.kill()
+        process.join(10)
+        assert process.exitcode == -9

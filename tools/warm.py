@@ -214,6 +214,8 @@ def _keep(client: socket.socket) -> None:
             os._exit(status)
     for file in files:
         os.close(file)
+    with contextlib.suppress(OSError):  # it has ended, or has done so
+        os.setpgid(pid, pid)  # before anybody can know it, and end it with what it has started
     client.sendall(_NUMBER.pack(pid))
     _, ended = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):  # who asked has gone
@@ -225,7 +227,7 @@ def _become(
     client: socket.socket, files: Sequence[int], path: Sequence[str], env: Mapping[str, str], cwd: str, call: bytes
 ) -> int:
     """Be as a process that was started anew, and call the function; return its exit status."""
-    os.setsid()
+    os.setpgid(0, 0)
     threading.Thread(target=_die_with, args=(client,), daemon=True).start()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for place, file in enumerate((nothing, *files[:2])):
