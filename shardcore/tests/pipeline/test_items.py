@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from shardcore.errors import ConfigError
 from shardcore.pipeline import micro_batches
 from shardcore.pipeline.items import LossCalls, forms_of, shares_of
+from shardcore.pipeline.steps import named
 
 WORDS = 7
 LABELS = torch.tensor([[5, 1, -100, 2], [3, -100, -100, -100], [-100, 2, 4, 6], [1, 1, 1, -100]])
@@ -166,3 +167,12 @@ def test_what_has_no_rows_is_not_divided():
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert all(torch.equal(part[name], batch[name]) for part in parts for name in ("logits_to_keep", "cache_position"))
     assert [[*part] for part in parts] == [[*batch], [*batch]]
+
+
+def test_functions_of_one_code_that_hold_something_else_are_others():
+    """What is seen of one of them says nothing of the other."""
+
+    def made(reduction):
+        return lambda out, _: F.cross_entropy(out, out.argmax(-1), reduction=reduction)
+
+    assert named(made("sum")) == named(made("sum")) != named(made("mean"))

@@ -25,7 +25,7 @@ from shardcore.former import shard
 from shardcore.mesh import context_of, device_type_here
 from shardcore.pipeline import micro_batches
 from shardcore.pipeline.batches import IGNORED, rows_of
-from shardcore.pipeline.items import Items, LossCalls, forms_of, shares_of
+from shardcore.pipeline.items import LossCalls, forms_of, shares_of
 from shardcore.pipeline.marks import pipeline_of
 from shardcore.pipeline.steps import Scaled, own_loss, wide
 
@@ -70,7 +70,6 @@ class Booster:
         if not isinstance(plugin, HybridParallelPlugin | None):
             raise ConfigError(f"Booster(plugin=) wants a HybridParallelPlugin, got {plugin!r}")
         self.plugin = plugin or HybridParallelPlugin()
-        self._forms: dict[str, tuple[Items, ...]] = {}  # what losses of a model and a criterion are made of
 
     def boost(
         self,
@@ -179,8 +178,7 @@ class Booster:
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a model that no pipeline divides; return their loss."""
         parts = micro_batches(arguments, **self.plugin.division)
-        known = f"{type(model)} {getattr(criterion, '__code__', criterion)} {[*arguments]}"
-        forms = self._forms.get(known) if len(parts) > 1 else ()
+        shares = [1.0] if len(parts) == 1 else []
         losses = []
         for number, part in enumerate(parts):
             # Below ZeRO's second stage replicas sum gradients once for each batch.
@@ -188,13 +186,15 @@ class Booster:
             with self.no_sync(model) if waits else contextlib.nullcontext():
                 # A mean over nothing is NaN. Every micro-batch runs, since replicas sum gradients in its backward.
                 call = _with_labels(part)
-                with LossCalls(call) if forms is None else contextlib.nullcontext() as inside:
+                inside, outside = LossCalls(call), LossCalls(call)
+                with contextlib.nullcontext() if shares else inside:
                     out = model(**call)
-                with LossCalls(call) if forms is None else contextlib.nullcontext() as outside:
+                with contextlib.nullcontext() if shares else outside:
                     loss = (criterion or own_loss)(out, call)
-                if forms is None and inside is not None and outside is not None:
-                    forms = self._forms[known] = forms_of(out, loss, inside.calls, outside.calls, call)
-                loss = wide(loss) * (shares_of(forms or (), parts, type(model).__name__)[number] * scale)
+                if not shares:  # seen in the first of them
+                    forms = forms_of(out, loss, inside.calls, outside.calls, call)
+                    shares = shares_of(forms, parts, type(model).__name__)
+                loss = wide(loss) * (shares[number] * scale)
                 if torch.is_grad_enabled():
                     loss.backward()
             losses.append(loss.detach())

@@ -30,7 +30,7 @@ from shardcore.pipeline.schedules import SCHEDULES
 from shardcore.pipeline.script import Script, Value
 from shardcore.pipeline.shared import shared_parameters
 from shardcore.pipeline.stage import Holding, Stage
-from shardcore.pipeline.steps import Fed, Loss, Run, Scaled, Step, Weight, own_loss, runs_of, unscaled, wide
+from shardcore.pipeline.steps import Fed, Loss, Run, Scaled, Step, Weight, checked, named, own_loss, runs_of, wide
 from shardcore.plan.cut import Cut
 from shardcore.wrap.accumulation import Accumulation
 
@@ -218,7 +218,7 @@ class Pipeline:
             parts = micro_batches(given, number=1 if whole else self._number, size=None if whole else self._size)
             of = loss or own_loss
             made = None if whole else of
-            prefix = f"{self.model.training} {_named(made)}"
+            prefix = f"{self.model.training} {named(made)}"
             runs = runs_of(parts, lambda key, alike: self._script(key, alike, made), prefix)
             shares = [1.0] if whole else self._shares(parts, runs, weight)
             feed = [Fed(arguments=p, share=s, run=run) for p, s, run in zip(parts, shares, runs, strict=True)]
@@ -242,7 +242,7 @@ class Pipeline:
         if (known := self._scripts.get(key)) is not None:
             return known
         for part in alike:
-            given = None if loss is None else _of_call(loss, part)
+            given = None if loss is None else checked(loss, part)
             script = self.rehearsal(part, given, training=self.model.training)
             if isinstance(loss, Scaled) and script.loss is not None:
                 script = dataclasses.replace(script, loss=Value.of(wide(script.loss.stand_in("meta"))))
@@ -413,23 +413,6 @@ def _nothing_of(out: Any, stage: Stage, dtype: torch.dtype) -> Tensor:
     found = [leaf.masked_fill(leaf.new_ones((), dtype=torch.bool), 0.0).sum() for leaf in leaves]
     # A schedule goes backwards in any case.
     return torch.stack(found).sum() if found else torch.zeros((), dtype=dtype, requires_grad=torch.is_grad_enabled())
-
-
-def _named(loss: Loss | None) -> str:
-    """Name a function by its code: it may be made in each step."""
-    of = None if loss is None else unscaled(loss)
-    return repr(getattr(of, "__code__", of))
-
-
-def _of_call(loss: Loss, arguments: Mapping[str, Any]) -> Callable[[Any], Tensor]:
-    def checked(out: Any) -> Tensor:
-        value: Any = unscaled(loss)(out, arguments)
-        if not isinstance(value, Tensor) or value.ndim:
-            got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ConfigError(f"the loss is {got}; loss= (of a Booster, its criterion) is to return a tensor ()")
-        return value
-
-    return checked
 
 
 def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:

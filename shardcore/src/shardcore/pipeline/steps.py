@@ -14,7 +14,20 @@ from shardcore.errors import ConfigError
 from shardcore.pipeline.batches import shapes_of
 from shardcore.pipeline.script import Script
 
-__all__ = ["Fed", "Loss", "Run", "Scaled", "Step", "Weight", "own_loss", "runs_of", "unscaled", "wide"]
+__all__ = [
+    "Fed",
+    "Loss",
+    "Run",
+    "Scaled",
+    "Step",
+    "Weight",
+    "checked",
+    "named",
+    "own_loss",
+    "runs_of",
+    "unscaled",
+    "wide",
+]
 
 #: Returns the loss of a model's output and the arguments of its call.
 Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -48,6 +61,34 @@ def wide(loss: Tensor) -> Tensor:
 def unscaled(loss: Loss) -> Loss:
     """Return what is multiplied, if anything is."""
     return loss.loss if isinstance(loss, Scaled) else loss
+
+
+def named(loss: Loss | None) -> str:
+    """Name a function by its code and what it holds: it may be made anew in each step, and may hold something else."""
+    of: Any = None if loss is None else unscaled(loss)
+    if (code := getattr(of, "__code__", None)) is None:
+        return repr(of)
+    held = [cell.cell_contents for cell in of.__closure__ or ()]
+    held += [*(of.__defaults__ or ()), *(of.__kwdefaults__ or {}).values()]
+    plain = (str, int, float, bool, type(None))
+    return f"{code} {[value if isinstance(value, plain) else (type(value), id(value)) for value in held]}"
+
+
+def checked(loss: Loss, arguments: Mapping[str, Any]) -> Callable[[Any], Tensor]:
+    """Return what computes the loss, as it is before it is scaled, of an output of a call.
+
+    Raises:
+        ConfigError: when it is called: the loss is no tensor ().
+    """
+
+    def computed(out: Any) -> Tensor:
+        value: Any = unscaled(loss)(out, arguments)
+        if not isinstance(value, Tensor) or value.ndim:
+            got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ConfigError(f"the loss is {got}; loss= (of a Booster, its criterion) is to return a tensor ()")
+        return value
+
+    return computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
