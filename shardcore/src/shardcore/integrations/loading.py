@@ -264,7 +264,7 @@ def _chosen(given: Any, config: Any) -> Any:
 
 def _pickled(folder: Path, variant: str | None) -> dict[str, Tensor]:
     """Return the tensors of pickled files, mapped and not read yet."""
-    files = list(indexed(folder, "pytorch_model.bin", "pytorch_model.bin.index.json", variant))
+    files = [file for file, _ in indexed(folder, "pytorch_model.bin", "pytorch_model.bin.index.json", variant)]
     if not files:
         of = f" of the variant {variant}" if variant else ""
         raise ConfigError(

@@ -223,8 +223,10 @@ def _some(file: Any, stored: Stored) -> bytes:
     return found
 
 
-def indexed(folder: Path, single: str, index: str, variant: str | None) -> Iterator[Path]:
+def indexed(folder: Path, single: str, index: str, variant: str | None) -> Iterator[tuple[Path, frozenset[str] | None]]:
     """Yield the files of a checkpoint as transformers chooses them: the one of a name, else those that an index names.
+
+    With each come the keys that the index promises there, or None.
 
     Args:
         folder: where they are.
@@ -234,9 +236,9 @@ def indexed(folder: Path, single: str, index: str, variant: str | None) -> Itera
     """
     one, several = (folder / _with_variant(name, variant) for name in (single, index))
     if one.is_file():
-        yield one
+        yield one, None
     elif several.is_file():
-        yield from (folder / name for name in _indexed(several))
+        yield from ((folder / name, keys) for name, keys in _indexed(several).items())
 
 
 def _files(
@@ -257,19 +259,16 @@ def _files(
             )
         yield path, None
         return
-    single, index = (path / _with_variant(name, variant) for name in (_SINGLE, _INDEX))
-    if single.is_file():
-        yield single, None
-    elif index.is_file():
-        yield from ((path / name, keys) for name, keys in _indexed(index).items())
-    else:
-        found = sorted(path.glob("*.safetensors"))
-        if not found or variant is not None:
-            raise ConfigError(
-                f"{path} holds no {single.name} and no {index.name}{_pickled(path)}; give a folder with weights in "
-                "safetensors files"
-            )
-        yield from ((file, None) for file in found)
+    if chosen := list(indexed(path, _SINGLE, _INDEX, variant)):
+        yield from chosen
+        return
+    found = sorted(path.glob("*.safetensors"))
+    if not found or variant is not None:
+        single, index = (_with_variant(name, variant) for name in (_SINGLE, _INDEX))
+        raise ConfigError(
+            f"{path} holds no {single} and no {index}{_pickled(path)}; give a folder with weights in safetensors files"
+        )
+    yield from ((file, None) for file in found)
 
 
 def _with_variant(name: str, variant: str | None) -> str:
