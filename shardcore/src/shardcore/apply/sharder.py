@@ -310,7 +310,7 @@ class ModelSharder:
         # Around whatever the plan makes of the model itself: that draws from the model's random stream too.
         ShardedModel.swap_class(self.model, context)
         take_full_tensors(self.model)
-        watch_torch()
+        watch_torch(self.model)
         for policy in self._policies:
             self._run_users_code(policy.postprocess)
         self._watch(context)

@@ -15,21 +15,30 @@ from torch.distributed.tensor import DTensor
 from shardcore._torch import FakeTensor
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
+from shardcore.nn.handlers import Undo
+from shardcore.nn.living import owns
 
 __all__ = ["refuse_dropped_data"]
 
 _NATIVE: Any = Tensor.data
 
 
-def refuse_dropped_data() -> None:
-    """Refuse what torch would drop, for the whole process; the first call acts."""
-    if "data" not in vars(DTensor):
-        patched: Any = DTensor
-        patched.data = property(_NATIVE.__get__, _set)
+def refuse_dropped_data() -> Undo:
+    """Refuse what torch would drop of the parameters of sharded models."""
+    patched: Any = DTensor
+    if "data" in vars(DTensor):
+        return lambda: None
+    ours = patched.data = property(_NATIVE.__get__, _set)
+
+    def undo() -> None:
+        if vars(DTensor).get("data") is ours:
+            del patched.data
+
+    return undo
 
 
 def _set(tensor: DTensor, value: Tensor) -> None:
-    if not torch.compiler.is_compiling() and not _is_alias(tensor, value):
+    if not torch.compiler.is_compiling() and not _is_alias(tensor, value) and owns(tensor):
         raise NotSupportedError(
             f"an assignment to .data of a sharded tensor {tuple(tensor.shape)} would be dropped: torch changes the "
             "wrapper and not this rank's part, which everything computes with. Nothing was changed. Set values with "

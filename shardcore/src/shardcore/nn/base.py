@@ -25,7 +25,9 @@ from shardcore.nn.behaviour import (
 )
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout, distribute
+from shardcore.nn.living import is_living
 from shardcore.nn.loading import take_full_tensors
+from shardcore.nn.process import watch_torch
 
 if TYPE_CHECKING:
     from shardcore.nn.sequence.tokens import SequenceShard
@@ -215,6 +217,7 @@ class SwappedModule(ParallelModule):
                 module._parameters[name] = distribute(parameter, layout, context)
         new = cls.swap_class(module, context, **options)
         take_full_tensors(new)
+        watch_torch(new)
         return new
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -234,6 +237,8 @@ class SwappedModule(ParallelModule):
             # A copy runs on the same ranks; modules of users hold the group too, and it cannot be copied.
             memo[id(context.group)] = context.group
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if is_living(self):
+            watch_torch(new)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -15,7 +15,8 @@ from shardcore._private import DRAWS
 from shardcore._torch import FakeTensor
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.errors import NotSupportedError
-from shardcore.nn.handlers import handle, natively
+from shardcore.nn.handlers import Undo, handle, natively
+from shardcore.nn.living import owns
 
 __all__ = ["refuse_draws_on_cpu"]
 
@@ -37,14 +38,14 @@ _DRAWS = (
 )
 
 
-def refuse_draws_on_cpu() -> None:
-    """Refuse random numbers in place in DTensors on CPUs, for the whole process; the first call acts."""
-    handle(_DRAWS, _draw, DRAWS)
+def refuse_draws_on_cpu() -> Undo:
+    """Refuse random numbers in place in the parameters of sharded models on CPUs."""
+    return handle(_DRAWS, _draw, DRAWS)
 
 
 def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    if isinstance(tensor, DTensor) and _is_wrong(tensor):
+    if isinstance(tensor, DTensor) and _is_wrong(tensor) and owns(tensor):
         raise NotSupportedError(
             f"{operation.__name__.partition('.')[0]} of a sharded tensor {tuple(tensor.shape)} on CPUs: each rank "
             "would draw by its own, so that the parts repeat and what all ranks hold alike differs. Nothing was "

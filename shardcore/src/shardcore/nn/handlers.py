@@ -1,6 +1,7 @@
 """Handlers of single operations on DTensors, in torch's table of them; other operations are none the slower.
 
-They act for the whole process, on every DTensor. Where torch has no such table, nothing is handled.
+The table is that of the process: a handler sees every DTensor, and leaves those which are not of a sharded model to
+torch (`shardcore.nn.living`). Where torch has no such table, nothing is handled.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ from torch.distributed.tensor import DTensor
 
 from shardcore._private import missing
 
-__all__ = ["Handler", "handle", "natively"]
+__all__ = ["Handler", "Undo", "handle", "natively"]
 
 #: Called with the operation, its arguments and its keyword arguments, in the place of torch's own dispatch.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
+#: Takes a change of torch back.
+Undo = Callable[[], None]
 
-def handle(operations: Iterable[Any], handler: Handler, feature: str) -> None:
+
+def handle(operations: Iterable[Any], handler: Handler, feature: str) -> Undo:
     """Let ``handler`` do these operations, unless torch lacks what ``feature`` needs or something else does them."""
-    if not missing(feature):
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        for operation in operations:
-            handlers.setdefault(operation, handler)
+    if missing(feature):
+        return lambda: None
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    ours = [operation for operation in operations if handlers.setdefault(operation, handler) is handler]
+
+    def undo() -> None:
+        for operation in ours:
+            if handlers.get(operation) is handler:
+                del handlers[operation]
+
+    return undo
 
 
 def natively(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

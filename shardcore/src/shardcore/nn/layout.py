@@ -17,7 +17,6 @@ from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.dtensor_params import spec_of, with_spec
 from shardcore.comm.strided import Runs, segment_runs, segmented
 from shardcore.mesh import Axis, ShardContext
-from shardcore.nn.assigned_data import refuse_dropped_data
 
 __all__ = [
     "ExchangedLayout",
@@ -260,7 +259,6 @@ def distribute(
         context: this rank's place on the mesh.
         specs: of parameters that were distributed in the same context; what is made is added.
     """
-    refuse_dropped_data()
     specs = {} if specs is None else specs
     new = nn.Parameter(_as_dtensor(parameter, layout, context, specs), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)

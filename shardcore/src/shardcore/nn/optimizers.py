@@ -1,4 +1,4 @@
-"""What is done before each step of an optimizer on DTensors.
+"""What is done before each step of an optimizer on the parameters of sharded models.
 
 - Optimizers that use operations which DTensor lacks are refused, with the words what to use. They would fail in the
   middle of a step, with torch's words about placements or "mixed torch.Tensor and DTensor". `shardcore.optimizers`
@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import part_of
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.nn.handlers import Undo
+from shardcore.nn.living import owns
 
 __all__ = ["STALE", "looks_at_wholes", "prepare_steps", "refuse_stale", "split_whole_state", "what_to_use"]
 
@@ -46,8 +48,6 @@ _FUSED = frozenset({"Adagrad", "SGD"})
 
 #: What else looks at more than single elements; DTensors give these what they look at.
 _AT_WHOLES = {("torch", "Muon"), ("timm", "Muon"), ("timm", "AdafactorBigVision"), ("timm", "Lamb"), ("timm", "Lars")}
-
-_HOOK = "_shardcore_prepares"
 
 #: On an optimizer that was made before the model was sharded: the name of a parameter that the model had then.
 STALE = "_shardcore_stale"
@@ -107,23 +107,23 @@ def _name(optimizer: Any) -> tuple[str, str]:
     return kind.__module__.partition(".")[0], kind.__name__
 
 
-def prepare_steps() -> None:
-    """Look at every optimizer of the process before its steps; the first call acts."""
-    if not hasattr(Optimizer, _HOOK):
-        setattr(Optimizer, _HOOK, register_optimizer_step_pre_hook(_prepare))
+def prepare_steps() -> Undo:
+    """Look at every optimizer of sharded models before its steps."""
+    return register_optimizer_step_pre_hook(_prepare).remove
 
 
 def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     refuse_stale(optimizer)
     words = what_to_use(optimizer)
-    if words and any(True for _ in _sharded(optimizer)):
-        raise NotSupportedError(words)
-    split_whole_state(optimizer)
+    if (words or _has_whole_state(optimizer)) and owns(*_sharded(optimizer)):
+        if words:
+            raise NotSupportedError(words)
+        split_whole_state(optimizer)
 
 
 def split_whole_state(optimizer: Optimizer) -> None:
     """Let state of whole parameters be this rank's parts of it. All ranks have loaded the same, so nothing is sent."""
-    if not optimizer.state or not _has_whole_state(optimizer):
+    if not _has_whole_state(optimizer):
         return
     for parameter in _sharded(optimizer):
         state = optimizer.state.get(parameter, {})
@@ -140,7 +140,7 @@ def _has_whole_state(optimizer: Optimizer) -> bool:
     part is a whole, the optimizers of torch alone are known to keep state that is as the parameters are.
     """
     in_doubt = False
-    for parameter in _sharded(optimizer):
+    for parameter in _sharded(optimizer) if optimizer.state else ():
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, DTensor):
                 return False

@@ -57,7 +57,7 @@ def require_sums(model: nn.Module) -> None:
     """
     if SCALES_PARTIAL:
         return
-    reference = weakref.ref(model)
+    reference = weakref.ref(model, lambda _: hook.remove())
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         model = reference()
@@ -73,7 +73,7 @@ def require_sums(model: nn.Module) -> None:
                     "on every rank after the last backward and before clipping, or use torch 2.13 or newer"
                 )
 
-    register_optimizer_step_pre_hook(refuse)
+    hook = register_optimizer_step_pre_hook(refuse)
 
 
 def _is_partial(grad: DTensor) -> bool:

@@ -1,10 +1,17 @@
-"""What sharding a model changes in torch for the whole process: docs/process.md lists it."""
+"""What sharding a model changes in torch for the whole process, as long as a sharded model lives.
+
+All of it acts on the tensors of these models alone, and docs/process.md lists it.
+"""
 
 from __future__ import annotations
 
+from torch import nn
+
+from shardcore.nn import living
 from shardcore.nn.assigned_data import refuse_dropped_data
 from shardcore.nn.ddp import refuse_ddp_around_sharded
 from shardcore.nn.draws import refuse_draws_on_cpu
+from shardcore.nn.handlers import Undo
 from shardcore.nn.numbers import warn_of_partial_numbers
 from shardcore.nn.optimizers import prepare_steps
 from shardcore.nn.scaling import find_inf_on_all_ranks
@@ -12,13 +19,26 @@ from shardcore.nn.slices import refuse_lost_writes
 
 __all__ = ["watch_torch"]
 
+_CHANGES = (
+    warn_of_partial_numbers,
+    refuse_lost_writes,
+    refuse_dropped_data,
+    refuse_draws_on_cpu,
+    refuse_ddp_around_sharded,
+    find_inf_on_all_ranks,
+    prepare_steps,
+)
 
-def watch_torch() -> None:
-    """Let torch say or do what DTensors and their optimizers lack; the first call acts."""
-    warn_of_partial_numbers()
-    refuse_lost_writes()
-    refuse_dropped_data()
-    refuse_draws_on_cpu()
-    refuse_ddp_around_sharded()
-    find_inf_on_all_ranks()
-    prepare_steps()
+#: Take back what is changed now.
+_UNDO: list[Undo] = []
+
+
+def watch_torch(module: nn.Module) -> None:
+    """Let torch say or do what the DTensors of ``module`` and their optimizers lack, until no such module lives."""
+    if living.add(module, _forget) and not _UNDO:
+        _UNDO.extend(change() for change in _CHANGES)
+
+
+def _forget() -> None:
+    while _UNDO:
+        _UNDO.pop()()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -47,16 +47,6 @@ class ShardedModel(RngScope):
             if (told := explained(self, error)) is None:
                 raise
             raise told from error
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        # The first thing that DistributedDataParallel reads from a module. It would later fail on DTensor parameters,
-        # or, with torch's private transform, lose most of them silently.
-        raise WrapError(
-            "DistributedDataParallel cannot wrap a sharded model: its parameters are DTensors. Give shard() a data "
-            "axis (shardcore.shard(model, tp=..., dp=...)), or call torch.distributed.fsdp.fully_shard on the blocks "
-            "and on the model with the data-parallel mesh; both work on DTensor parameters."
-        )
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Give every tensor memory without values, unless that is for good.

@@ -18,7 +18,8 @@ from shardcore._private import SLICES, missing
 from shardcore._torch import FakeTensor, backward_task
 from shardcore.comm.dtensor_params import as_dtensor, local_tensor, spec_of
 from shardcore.errors import NotSupportedError
-from shardcore.nn.handlers import handle, natively
+from shardcore.nn.handlers import Undo, handle, natively
+from shardcore.nn.living import owns
 
 __all__ = ["refuse_lost_writes"]
 
@@ -37,18 +38,26 @@ _VIEWS = (
 _HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
 
 
-def refuse_lost_writes() -> None:
-    """Refuse writes into slices that are copies, for the whole process; the first call acts."""
-    handle(_VIEWS, _view, SLICES)
+def refuse_lost_writes() -> Undo:
+    """Refuse writes into slices of the parameters of sharded models, and of gradients, that are copies."""
+    handled = handle(_VIEWS, _view, SLICES)
+    patched: Any = DTensor
     if "__setitem__" not in vars(DTensor) and not missing(SLICES):
-        patched: Any = DTensor
         patched.__setitem__ = _set
+
+    def undo() -> None:
+        handled()
+        if vars(DTensor).get("__setitem__") is _set:
+            del patched.__setitem__
+
+    return undo
 
 
 def _set(tensor: DTensor, index: Any, value: Any) -> None:
     """Set what the index shows, unless that is a copy; torch cuts it out by itself, where no function is asked."""
     parts = index if isinstance(index, tuple) else (index,)
-    if all(part is None or part is ... or isinstance(part, int | slice) for part in parts):
+    simple = all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
+    if simple and (isinstance(tensor, _Gathered) or owns(tensor)):
         with torch.no_grad():
             if isinstance(tensor[index], _Gathered):
                 _refuse("an assignment")
@@ -61,7 +70,7 @@ def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # What a backward cuts out of a gradient becomes another gradient, which may be written.
     if backward_task() == -1 and not torch.compiler.is_compiling():
         for view in _tensors(result):
-            if isinstance(source, _Gathered) or _is_apart(view, source):
+            if isinstance(source, _Gathered) or (_is_apart(view, source) and owns(source)):
                 _mark(view)
     return result
 
