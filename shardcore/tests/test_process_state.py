@@ -96,7 +96,6 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
     elsewhere = {
         "shardcore.integrations._rewards.gathering_over",
         "shardcore.comm.strided.install",
-        "shardcore.mesh.seeding.install",
         "shardcore.nn.assigned_data.refuse_dropped_data",
         "shardcore.nn.ddp.refuse_ddp_around_sharded",
         "shardcore.nn.draws.refuse_draws_on_cpu",

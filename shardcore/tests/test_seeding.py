@@ -1,8 +1,8 @@
-"""Seeding torch restarts the random stream of sharded models, on all ranks alike."""
+"""The random stream of a sharded model follows torch's generator, as the draws of an unsharded model do."""
 
 from __future__ import annotations
 
-import pickle
+import time
 
 import pytest
 import torch
@@ -10,9 +10,6 @@ import torch.distributed as dist
 from tiny import TinyPolicy, batch, build, shard
 
 import shardcore
-from shardcore.apply import judging
-from shardcore.errors import ShardcoreWarning
-from shardcore.mesh.seeding import install, times_seeded
 
 P = 0.5
 
@@ -42,6 +39,28 @@ def test_seeding_torch_restarts_the_stream(pool, of_rank):
     assert five[0] != five[1]
 
 
+def seeds_in_other_ways():
+    """Whatever puts torch's generator where it was repeats what was drawn; a model without dropout leaves it alone."""
+    model, plain = shard(build(dropout=P)), shard(build())
+    state = torch.get_rng_state()
+    for seed in (lambda: torch.default_generator.manual_seed(3), lambda: torch.set_rng_state(state)):
+        found = []
+        for _ in range(2):
+            seed()
+            torch.rand(7)  # for a batch, say
+            found.append((drawn(model), drawn(model), torch.rand(()).item()))
+        assert found[0] == found[1]
+        assert found[0][0] != found[0][1]
+    state = torch.get_rng_state()
+    drawn(plain)
+    drawn(model.eval())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_other_ways_of_seeding(pool):
+    pool.run(seeds_in_other_ways)
+
+
 def seeds_replicas():
     model = shardcore.shard(build(dropout=P), policy=TinyPolicy, tp=1, dp=2)
     found = []
@@ -59,45 +78,39 @@ def test_replicas_draw_other_numbers_from_one_seed(pool):
 
 
 def seeds_alone():
-    """Seed torch on one rank only: it waits, and says so, and the stream is still that of all ranks."""
+    """Seed torch on one rank, and draw there: no other rank waits, and the stream is still that of all ranks."""
     model = shard(build(dropout=P))
-    drawn(model)
-    soon, judging._SOON = judging._SOON, 0.3
-    try:
-        if dist.get_rank() == 0:
+    found = []
+    begin = time.monotonic()
+    for rank in (0, 1, 0):
+        if dist.get_rank() == rank:
             torch.manual_seed(5)
-            with pytest.warns(ShardcoreWarning, match=r"was seeded on this rank, and not, .* model: 1\. The random"):
-                return drawn(model)
-        return drawn(model)
-    finally:
-        judging._SOON = soon
+            torch.rand(3)
+        found.append(drawn(model))
+    assert time.monotonic() - begin < 5
+    return found
 
 
-def test_a_rank_that_is_seeded_alone_goes_on(pool):
+def test_a_rank_that_is_seeded_alone(pool):
     first, second = pool.run(seeds_alone)
     assert first == second
+    assert first[0] == first[2], "the first rank's generator is the one that counts"
+    assert first[1] != first[0]
 
 
 def says_it_to_the_model():
     model = shard(build(dropout=P))
     torch.manual_seed(5)
     shardcore.manual_seed(model, 11)
-    first = drawn(model)
-    torch.manual_seed(7)
+    first = [drawn(model) for _ in range(2)]
     shardcore.manual_seed(model, 11)
-    return first, drawn(model)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    again = [drawn(model) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    return first, again
 
 
 def test_what_is_said_to_the_model_holds(pool):
     for first, second in pool.run(says_it_to_the_model):
         assert first == second
-
-
-def test_the_seeding_function_is_still_torchs():
-    install()
-    before = times_seeded()
-    assert torch.manual_seed(3) is torch.default_generator
-    assert torch.initial_seed() == 3
-    assert times_seeded() == before + 1
-    assert torch.manual_seed is torch.random.manual_seed
-    assert pickle.loads(pickle.dumps(torch.manual_seed)) is torch.manual_seed

@@ -97,6 +97,7 @@ def _classifier() -> None:
     reference = build("BertForTokenClassification", num_labels=3, **config).train()
     model = shard(copy.deepcopy(reference))
     batch = inputs(reference, 0)
+    shardcore.manual_seed(model, 5)
     state = shardcore.get_rng_state(model)["cpu"]
     got = model(**batch).logits
     with torch.random.fork_rng():

@@ -16,10 +16,10 @@ __all__ = ["get_rng_state", "manual_seed", "set_rng_state"]
 def manual_seed(model: nn.Module, seed: int) -> None:
     """Restart the random stream of a sharded model (dropout masks, sampling in ``generate``) from ``seed``.
 
-    A sharded model draws from a stream of its own, so that masks agree on the ranks however each is seeded. It restarts
-    too in the first call after ``torch.manual_seed`` (and `transformers.set_seed`, which calls that), from the seed of
-    the first rank that shares the model, if all of these have called it. Call either on every rank; data-parallel
-    replicas get different numbers from one seed.
+    Until then the stream follows torch's generator on the first of the ranks that share the model, so that masks agree
+    on the ranks however each is seeded: each call that may draw starts it from a number of that generator. From here on
+    it goes on by itself, and torch's generators are not touched. Call it on every rank; data-parallel replicas get
+    different numbers from one seed.
 
     Args:
         model: a sharded model.
@@ -32,12 +32,15 @@ def manual_seed(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed)
     else:
         context.reseed(seed)
+        context.random.follows = False
 
 
 def get_rng_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the random state of a sharded model: ``uint8`` tensors on the CPU, by device name.
 
-    Equal on all ranks of a tensor-parallel group; save it once for each data-parallel replica.
+    It is where the last call has left the stream: where the next one goes on, unless the stream follows torch's
+    generator (see `manual_seed`). Equal on all ranks of a tensor-parallel group; save it once for each data-parallel
+    replica.
 
     Raises:
         ConfigError: the model was not sharded.
@@ -49,6 +52,8 @@ def get_rng_state(model: nn.Module) -> dict[str, Tensor]:
 def set_rng_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Continue the random stream of a sharded model from ``state``, as `get_rng_state` returned it.
 
+    As after `manual_seed` it follows torch's generator no more.
+
     Raises:
         ConfigError: the model was not sharded, or the state is for other devices.
     """
@@ -58,6 +63,7 @@ def set_rng_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             torch.set_rng_state(state["cpu"])
         else:
             context.random.load(state)
+            context.random.follows = False
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -17,10 +17,9 @@ from hurry import hurry
 from tiny import batch, twins
 
 import shardcore
-from shardcore import MissingRanksError, ShardcoreWarning
+from shardcore import MissingRanksError
 from shardcore.agree import presence
 from shardcore.agree.meeting import Meeting
-from shardcore.apply import judging
 from shardcore.testing.parity import assert_close
 
 
@@ -194,30 +193,6 @@ def test_a_job_ends_in_seconds(tmp_path, alone, then, said):
     assert took or then == "model(batch())"
     assert all(float(seconds) < 20 for seconds in took)
     assert "Aborted" not in done.stderr
-
-
-def seeded(model):
-    torch.manual_seed(0)
-    model(batch())
-
-
-def seeds_alone():
-    _, model = hurried(5)
-    judging._SOON = 3.0
-    if dist.get_rank() == 0:
-        with pytest.warns(ShardcoreWarning, match="goes on where it was"):
-            seeded(model)
-    else:
-        model(batch())
-    dist.barrier()
-    model(batch()).sum().backward()
-    return model._inputs_presence[0].failed
-
-
-@pytest.mark.nightly
-def test_a_rank_that_seeds_alone_is_waited_for(pool):
-    """It gives up soon, and the call of the other one with it; nobody's call is lost."""
-    assert pool.run(seeds_alone, timeout=60) == [False, False]
 
 
 def meetings() -> list[int]:

@@ -84,6 +84,7 @@ def of_torch():
         vars(DTensor).get("data"),
         vars(DTensor).get("__setitem__"),
         DistributedDataParallel.__init__,
+        torch.manual_seed,
         len(_global_optimizer_pre_hooks),
     ]
 

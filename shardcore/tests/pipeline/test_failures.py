@@ -72,6 +72,23 @@ def test_a_failure_of_one_rank_is_one_on_all(pool, where, schedule):
     pool.run(fails, where, schedule, world=2)
 
 
+def fails_in_one_replica() -> None:
+    pipe = pipeline(build(layers=LAYERS), pp=2, dp=2)
+
+    def given() -> dict[str, Tensor]:
+        if dist.get_rank() == 3:
+            raise ValueError("no more batches")
+        return labelled()
+
+    with pytest.raises((ValueError, AgreementError), match="no more batches"):
+        pipe.train_step(given)
+    assert pipe.train_step(labelled()).isfinite()
+
+
+def test_a_batch_that_one_rank_of_a_replica_lacks(pool):
+    pool.run(fails_in_one_replica, world=4)
+
+
 def fails_in_evaluation() -> None:
     pipe = pipeline(build(layers=LAYERS), pipeline_schedule="interleaved")
 

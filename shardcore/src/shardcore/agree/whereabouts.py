@@ -26,9 +26,6 @@ _INSTALLED = tuple({f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib",
 #: What a rank waits in that is in a call.
 A_MODEL = "a sharded model"
 
-#: Meetings in which a rank waits for some seconds, and goes on without the others.
-_PASSING = ("seed",)
-
 #: Functions of torch in which a rank waits for the one that sends.
 _OF_ONE = ("broadcast", "scatter", "recv")
 
@@ -92,8 +89,6 @@ def _waits(frame: FrameType, module: str, name: str) -> tuple[str, tuple[int, ..
     if module == "shardcore.agree.meeting" and name == "hold":
         inside = frame.f_locals
         call = str(inside.get("call"))
-        if call in _PASSING:
-            return "", (), ""
         what = A_MODEL if call in ("call", "forward") else call
         return what, tuple(inside.get("ranks", ())), str(inside.get("base"))
     if module == "shardcore.comm.channel" and name == "wait_watched":

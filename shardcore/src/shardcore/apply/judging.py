@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
 from shardcore.agree.presence import Presence
-from shardcore.errors import AgreementError, MissingRanksError, ShardcoreWarning
-from shardcore.mesh import ShardContext, axis_name
+from shardcore.comm.channel import wait_watched
+from shardcore.errors import AgreementError, MissingRanksError
+from shardcore.mesh import ShardContext, axis_name, host_group
 from shardcore.nn.same_inputs import KIND, Brought, Meet, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds"]
-
-_SOON = 10.0  # seconds that a rank waits for others to restart the random stream with it
 
 
 def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
@@ -58,30 +58,25 @@ def _alone(brought: Brought) -> None:
 
 
 def follow_seeds(context: ShardContext) -> None:
-    """Let the random stream of a model restart where the user has seeded torch, on all ranks that share the model.
+    """Let the random stream of a model follow torch's generator on the first of the ranks that share the model.
 
-    The seed is that of the first of them, so that masks agree though each rank may be seeded differently.
+    Every rank of the mesh makes the call. In a pipeline each step gives the stream its seeds, and no call does.
     """
-    context.random.on_seed = functools.partial(_reseeded, _ranks(context), context)
+    if context.sizes.pp > 1:
+        return
+    if not (ranks := _ranks(context)):
+        context.random.agree = context.seed_of
+        return
+    # Elsewhere than on a CPU a collective of hosts, which waits for no device.
+    group = context.group if context.device.type == "cpu" else host_group(ranks)
+    context.random.agree = functools.partial(_of_the_first, group, context)
 
 
-def _reseeded(ranks: tuple[int, ...], context: ShardContext) -> None:
-    seed = torch.initial_seed()
-    if ranks:
-        try:
-            meeting = Meeting.hold(ranks, {"seed": seed}, "seed", patience=_SOON)
-        except MissingRanksError as error:
-            names = ", ".join(map(str, error.missing)) or "another one"
-            warnings.warn(
-                f"torch was seeded on this rank, and not, or more than {_SOON:g} s later, on ranks that share its "
-                f"model: {names}. The random stream of the model goes on where it was; to restart it, seed torch on "
-                "all ranks, or call shardcore.manual_seed(model, seed) there",
-                ShardcoreWarning,
-                stacklevel=2,
-            )
-            return
-        seed = meeting.reports[ranks[0]]["seed"]
-    context.reseed(seed)
+def _of_the_first(group: ProcessGroup, context: ShardContext, drawn: int) -> int:
+    """Return the seed that follows from what the first rank of ``group`` has drawn."""
+    number = torch.tensor(drawn, device="cpu")
+    wait_watched(dist.broadcast(number, group=group, group_src=0, async_op=True), context.channel)
+    return context.seed_of(int(number))
 
 
 def _everyone(context: ShardContext) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
     context = context_of(model)
     own = _process(model)
     stream = own["torch"] if context is None else list(context.random.state().values())
-    return {"model": stream, **own, "python": random.getstate(), "numpy": np.random.get_state()}
+    follows = context is None or context.random.follows
+    return {"model": stream, "follows": follows, **own, "python": random.getstate(), "numpy": np.random.get_state()}
 
 
 def set_generators(model: nn.Module, states: dict[str, Any], *, further: int = 0) -> None:
@@ -45,6 +46,7 @@ def set_generators(model: nn.Module, states: dict[str, Any], *, further: int = 0
         context.reseed(_seed_of(saved, further))
     else:
         context.random.load(dict(zip(devices, saved, strict=True)))
+    context.random.follows = states.get("follows", False)  # streams of older checkpoints never did
 
 
 def _process(model: nn.Module) -> dict[str, list[Tensor]]:

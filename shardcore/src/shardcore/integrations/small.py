@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shardcore.errors import ConfigError
 from shardcore.integrations.calls import labels_of
-from shardcore.mesh.seeding import uncounted_seed
 
 __all__ = ["Small", "small_inputs", "small_model"]
 
@@ -128,7 +127,7 @@ def _built(model_class: Any, config: Any, seed: int) -> nn.Module:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.random.fork_rng(devices=()):
-        uncounted_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model: nn.Module = model_class(config).double().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

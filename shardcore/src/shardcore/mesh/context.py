@@ -148,7 +148,11 @@ class ShardContext:
 
     def reseed(self, seed: int) -> None:
         """Restart the random stream from a ``seed`` that all ranks share; each data-parallel replica draws others."""
-        self.random.seed(mix(seed, self.replica))
+        self.random.seed(self.seed_of(seed))
+
+    def seed_of(self, seed: int) -> int:
+        """Return the seed of this replica that follows from one that all ranks share."""
+        return mix(seed, self.replica)
 
     @property
     def replica(self) -> int:

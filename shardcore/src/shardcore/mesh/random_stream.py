@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardcore.errors import NotSupportedError
-from shardcore.mesh.seeding import install, times_seeded
 
 __all__ = ["RandomStream"]
 
@@ -50,6 +49,11 @@ class RandomStream:
     Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork. After
     a fork in which nothing was drawn the stream has not moved on.
 
+    The stream follows the user's seeds as an unsharded model does: a call that may draw starts it from a number out of
+    torch's generator, which moves on by that. It is the number of the first of the ranks that share the model, so that
+    they agree however each is seeded. Once the user has said what the stream is (`shardcore.manual_seed`), it follows
+    no more, and goes on by itself from call to call.
+
     Outside of calls ``_states`` holds the stream, and ``_levels`` is empty. In the outermost call (`enter` to `leave`)
     the process's generators hold it, ``_outside`` the user's states, ``_levels`` an entry for each module that was
     entered, and ``_forks`` one for each region that is open. Whatever ends the outermost call, an exception too, puts
@@ -63,14 +67,15 @@ class RandomStream:
             fork would reach the user's generators, and another module's `join` would not put them back.
 
     Attributes:
-        on_seed: called before the first call of the model after the user has seeded torch; it may restart the stream.
-            None: the stream goes on.
+        follows: whether calls that may draw start the stream from torch's generator.
+        agree: returns the seed that follows from a number that this rank has drawn, and its like on others; a
+            collective. None: the stream goes on by itself.
     """
 
-    on_seed: Callable[[], None] | None = None
+    follows: bool = True
+    agree: Callable[[int], int] | None = None
 
     def __init__(self, seed: int, rank: int, device: torch.device, *, forks: bool = True) -> None:
-        install()
         self._rank = rank
         self._may_fork = forks
         self._devices = ("cpu",) if device.type == "cpu" else ("cpu", str(device))
@@ -85,6 +90,7 @@ class RandomStream:
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStream:
         clone = RandomStream(0, self._rank, torch.device(self._devices[-1]), forks=self._may_fork)
         clone._states = {device: state.clone() for device, state in self.state().items()}
+        clone.follows, clone.agree = self.follows, self.agree
         return clone
 
     def seed(self, seed: int) -> None:
@@ -108,21 +114,21 @@ class RandomStream:
         if set(states) != set(self._devices):
             raise ValueError(f"random state for {sorted(states)}; this model's stream has {sorted(self._devices)}")
         self._states = {name: state.clone() for name, state in states.items()}
-        self._times_seeded = times_seeded()  # what the user says to the stream itself holds
         if self._levels:
             self._write(self._states)
 
-    def enter(self) -> None:
+    def enter(self, draws: Callable[[], bool] = lambda: False) -> None:
         """Swap the stream in, unless an enclosing module has done so.
+
+        Args:
+            draws: whether the call may draw, alike on all ranks that share the model; asked in the outermost one.
 
         Raises:
             NotSupportedError: another thread is running the model.
         """
         if not self._levels:
-            if self._times_seeded != times_seeded():
-                self._times_seeded = times_seeded()
-                if self.on_seed is not None:
-                    self.on_seed()
+            if self.follows and self.agree is not None and draws():
+                self.seed(self.agree(_draw()))
             self._thread = threading.get_ident()
             self._outside = self._read()
             self._forks.clear()
@@ -130,6 +136,16 @@ class RandomStream:
         elif self._thread != threading.get_ident():
             raise NotSupportedError(TWO_THREADS)
         self._levels.append(len(self._forks))
+
+    def number(self) -> int:
+        """Draw a number to make seeds of: where the stream follows, out of torch's generator, of this rank alone."""
+        if self.follows:
+            return _draw()
+        self.enter()
+        try:
+            return _draw()
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Swap the stream out again, or leave it to the enclosing module.
@@ -154,8 +170,7 @@ class RandomStream:
         if not self._may_fork:
             return
         before = self._read()
-        # Drawn on the host, whatever the default device is: a device draw would wait for the device.
-        seed = mix(int(torch.randint(1 << _SEED_BITS, (), device="cpu").item()), self._rank)
+        seed = mix(_draw(), self._rank)
         shared = {**before, "cpu": torch.default_generator.get_state()}
         self._seed_generators(seed)
         self._forks[region] = _Fork(before, shared, shared, self._read())
@@ -212,6 +227,11 @@ class RandomStream:
     def _write(self, states: Mapping[str, Tensor]) -> None:
         for name, state in states.items():
             (torch.default_generator if name == "cpu" else _device_generator(name)).set_state(state)
+
+
+def _draw() -> int:
+    # On the host, whatever the default device is: a device draw would wait for the device.
+    return int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
 
 
 def _device_generator(name: str) -> torch.Generator:

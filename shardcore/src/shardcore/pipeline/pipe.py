@@ -213,6 +213,7 @@ class Pipeline:
         """Divide a batch, find out what crosses, and make sure that all ranks of the pipeline were given the same."""
         failure: BaseException | None = None
         told: list[tuple[str, str]] = []
+        number = self._context.random.number()  # on every rank, whatever fails there
         try:
             given = batch() if callable(batch) else batch
             parts = micro_batches(given, number=1 if whole else self._number, size=None if whole else self._size)
@@ -222,7 +223,7 @@ class Pipeline:
             runs = runs_of(parts, lambda key, alike: self._script(key, alike, made), prefix)
             shares = [1.0] if whole else self._shares(parts, runs, weight)
             feed = [Fed(arguments=p, share=s, run=run) for p, s, run in zip(parts, shares, runs, strict=True)]
-            self._step = Step(feed, of, self._seed())
+            self._step = Step(feed, of)
             if training:
                 for run in self._step.runs:
                     self._scheduled(run)
@@ -233,8 +234,9 @@ class Pipeline:
             ]
         except BaseException as error:
             failure = error
-        self.ranks.agree(failure, told)
+        number = self.ranks.begin(failure, told, number)
         assert self._step is not None  # for the type: without a failure there is one
+        self._step.seed = self._context.seed_of(number)
         return self._step
 
     def _script(self, key: str, alike: Sequence[Mapping[str, Any]], loss: Loss | None) -> Script:
@@ -262,15 +264,6 @@ class Pipeline:
             return shares_of(told or forms, parts, type(self.model).__name__)
         weights = [weight(part) for part in parts]
         return [each / (sum(weights) or 1.0) for each in weights]
-
-    def _seed(self) -> int:
-        """Draw from the stream of the model, which all ranks of the pipeline and of ``tp`` have alike."""
-        random = self._context.random
-        random.enter()
-        try:
-            return int(torch.randint(1 << 62, (), device="cpu").item())
-        finally:
-            random.leave()
 
     def _trained(self, step: Step, accumulation: Accumulation) -> BaseException | None:
         """Run the schedules; return the first exception of this rank."""

@@ -38,24 +38,37 @@ class Ranks:
         # Ranks that are given one batch: those of one replica.
         self._alike = self.everybody if self._replicas == 1 else group_of(mesh[names])
 
-    def agree(self, failure: BaseException | None, told: Sequence[tuple[str, str]] = ()) -> None:
+    def begin(self, failure: BaseException | None, told: Sequence[tuple[str, str]], number: int) -> int:
         """Raise on all ranks if one of them failed, or if those of one replica were given different things.
 
         Args:
             failure: what failed on this rank.
             told: what has to be the same on the ranks of a replica.
+            number: a number that this rank has drawn.
+
+        Returns:
+            The number of the first rank of the replica.
 
         Raises:
             AgreementError: another rank failed, or they differ.
         """
-        if self._replicas > 1 and told:
-            try:
-                agree(_report(failure, told), failure, group=self._alike)
-            except BaseException as error:
-                failure = error
-            told = ()
-        agree(_report(failure, told), failure, group=self.everybody)
+        report = Report(items=tuple(told), seed=number) if failure is None else Report.of_error(failure)
+        if self._replicas == 1:
+            return agree(report, failure, group=self.everybody)[0].seed
+        try:
+            number = agree(report, failure, group=self._alike)[0].seed
+        except BaseException as error:
+            failure = error
+        self.agree(failure)
+        return number
 
+    def agree(self, failure: BaseException | None) -> None:
+        """Raise on all ranks if one of them failed.
 
-def _report(failure: BaseException | None, told: Sequence[tuple[str, str]]) -> Report:
-    return Report(items=tuple(told)) if failure is None else Report.of_error(failure)
+        Args:
+            failure: what failed on this rank.
+
+        Raises:
+            AgreementError: another rank failed.
+        """
+        agree(Report() if failure is None else Report.of_error(failure), failure, group=self.everybody)

@@ -137,15 +137,15 @@ class Step:
     Args:
         feed: the micro-batches.
         loss: of an output.
-        seed: of what is drawn in it.
 
     Attributes:
+        seed: of what is drawn in it.
         losses: what micro-batches added to the loss, on the last stage.
         outputs: of micro-batches by their numbers, on the last stage, if they are asked for.
     """
 
-    def __init__(self, feed: Sequence[Fed], loss: Loss, seed: int) -> None:
-        self.feed, self.loss, self.seed = feed, loss, seed
+    def __init__(self, feed: Sequence[Fed], loss: Loss) -> None:
+        self.feed, self.loss, self.seed = feed, loss, 0
         self.losses: list[Tensor] = []
         self.outputs: dict[int, Any] | None = None
 

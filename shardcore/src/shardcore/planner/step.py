@@ -137,7 +137,7 @@ def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
 class _Still(RandomStream):
     """A stream that never moves: what is drawn from fake generators has no values to derive a seed from."""
 
-    def enter(self) -> None:
+    def enter(self, draws: object = None) -> None:
         """Do nothing."""
 
     def leave(self) -> None:

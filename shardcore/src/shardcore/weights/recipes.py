@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from shardcore.mesh.seeding import uncounted_seed
-
 __all__ = [
     "Applied",
     "Blank",
@@ -166,7 +164,7 @@ class Applied:
             if self.seed is None:
                 return self.function(*args, **kwargs)
             with torch.random.fork_rng(devices=[]):
-                uncounted_seed(self.seed)
+                torch.default_generator.manual_seed(self.seed)
                 return self.function(*args, **kwargs)
 
 

@@ -64,7 +64,7 @@ class RngScope(SwappedModule):
 def _enter(module: RngScope) -> bool:
     """Use the model's stream; returns False where a forward is recomputed inside a backward."""
     if backward_task() == -1:  # no public way to ask whether a backward is running
-        module._shard_context.random.enter()
+        module._shard_context.random.enter(module._stream_dropouts.live)
         return True
     if module._stream_dropouts.live():
         raise NotSupportedError(
