@@ -56,6 +56,17 @@ def other_lengths_of_what_needs_a_gradient():
     return fails(inputs=lambda rank: torch.zeros(2, 3 + rank, 24, dtype=torch.float64, requires_grad=True))
 
 
+def other_values_of_what_needs_a_gradient():
+    """As a model computes them that is not sharded itself: they may differ by what rounding does, and by no more."""
+
+    def inputs(seed, noise):
+        computed = torch.randn(2, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return (computed * (1 + noise)).requires_grad_()
+
+    twins(fields={"tp": 2})[1](inputs=inputs(0, 1e-4 * dist.get_rank()))
+    return fails(inputs=lambda rank: inputs(rank, 0))
+
+
 def other_values_later():
     return fails(ids=batch, before=4, fields={"check_inputs_every": 2})
 
@@ -66,6 +77,7 @@ SAID = {
     other_lengths: "int64 (3, 9) that begins with",
     other_arguments: "labels is None on rank 0, and int64 (3, 8)",
     other_lengths_of_what_needs_a_gradient: "inputs is float64 (2, 3, 24) on rank 0, and float64 (2, 4, 24) on rank 1",
+    other_values_of_what_needs_a_gradient: "inputs is float64 (2, 3, 32) with the sum ",
     other_values_later: "ids is int64 (3, 8) that begins with",
 }
 
@@ -179,6 +191,41 @@ def two_threads():
 
 def test_a_second_thread_is_refused_in_the_first_calls_too(pool):
     pool.run(two_threads, world=2, timeout=60)
+
+
+def looks_up():
+    """A model that is not sharded itself looks up embeddings: their sum over the ranks is of neither rank's batch."""
+    reference, model = twins(fields={"tp": 2})
+    table = model.model.embed
+    with pytest.raises(AgreementError) as caught:
+        table(batch(dist.get_rank()))
+    assert_close(reference.model.embed(batch()), table(batch()), "the next lookup")
+    assert_close(reference(batch()), model(batch()), "a call of the model")
+    return str(caught.value)
+
+
+def test_embeddings_that_are_looked_up_outside_of_the_model(pool):
+    for said in pool.run(looks_up):
+        assert "the argument at position 0 is int64 (3, 8) that begins with" in said
+
+
+def steps_alone():
+    model = twins(fields={"tp": 2})[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model(batch(), labels=batch()).backward()
+    optimizer.step()
+    model(batch())
+    if dist.get_rank() == 0:
+        optimizer.step()
+    with pytest.raises(AgreementError) as caught:
+        model(batch())
+    return str(caught.value)
+
+
+def test_a_step_of_one_rank_alone(pool):
+    for said in pool.run(steps_alone):
+        assert "have other values of the parameters that each of them has whole: with the sum " in said
+        assert "a step of an optimizer" in said
 
 
 def other_kinds_of_calls():

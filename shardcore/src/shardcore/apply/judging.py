@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +18,8 @@ from shardcore.agree.presence import Presence
 from shardcore.comm.channel import wait_watched
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, host_group
-from shardcore.nn.same_inputs import KIND, Brought, Meet, compare_inputs
+from shardcore.nn import VocabEmbedding
+from shardcore.nn.same_inputs import ALIKE, KIND, Brought, Meet, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds"]
 
@@ -40,7 +42,9 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
         presences.append(Presence(sharers, "shards", context.data, name, binding=False))
         context.data.watch = _on_host(context, presences[-1])
     if presences:
-        compare_inputs(model, every if ranks else 0, checksum, meet, presences)
+        # A model around this one, or a loop of the user's, looks up embeddings by itself.
+        parts = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
+        compare_inputs([model, *parts], every if ranks else 0, checksum, meet, presences)
     context.presences.extend(presences)
     if len(everyone) > 1 and everyone not in (
         ranks,
@@ -115,6 +119,14 @@ def _compared(ranks: tuple[int, ...], model: str, presence: Presence, brought: B
     for other in others:
         if told := _difference(*(meeting.reports[rank]["brought"] for rank in (first, other))):
             name, here, there = told
+            if name == ALIKE:
+                raise AgreementError(
+                    f"ranks {first} and {other} share one {model} (tp) and have other values of the parameters that "
+                    f"each of them has whole: {here} on rank {first}, and {there} on rank {other}. Something has "
+                    "changed them on one rank alone: a step of an optimizer, or weights that were loaded or set there. "
+                    "Do that on all ranks alike, and begin again from the last checkpoint: what was computed since is "
+                    "of neither model"
+                )
             if name == KIND:
                 raise AgreementError(
                     f"ranks {first} and {other} share one {model} (tp) and need the same calls of it, but rank {first} "
@@ -132,14 +144,27 @@ def _compared(ranks: tuple[int, ...], model: str, presence: Presence, brought: B
             )
 
 
-def _difference(first: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> tuple[str, str, str] | None:
+def _difference(first: Brought, other: Brought) -> tuple[str, str, str] | None:
     """Return the first argument in which two ranks differ, and what it is on each."""
     there = {name: (what, check) for name, what, check in other}
     for name, what, check in first:
-        theirs = there.pop(name, ("not there", ""))
-        if (what, check) != theirs:
-            same = ", with other values further on" if what == theirs[0] else ""
-            return name, what, f"{theirs[0]}{same}"
+        their, checked = there.pop(name, ("not there", ""))
+        if what != their:
+            return name, what, their
+        if isinstance(check, str) or isinstance(checked, str):
+            if check != checked:
+                return name, what, f"{their}, with other values further on"
+        elif _are_apart(check, checked):
+            here, other_sum = (f"{what} with the sum {numbers[0]:.9g}".strip() for numbers in (check, checked))
+            return name, here, other_sum
     for name, (what, _) in there.items():
         return name, "not there", what
     return None
+
+
+def _are_apart(here: Sequence[float], there: Sequence[float]) -> bool:
+    """Tell whether sums and norms differ by more than the tolerance that comes with them; NaN does not from NaN."""
+    *numbers, tolerance = here
+    most = tolerance * max(abs(here[1]), abs(there[1]))
+    pairs = zip(numbers, there, strict=False)
+    return any(abs(one - other) > most or math.isnan(one) != math.isnan(other) for one, other in pairs)

@@ -18,15 +18,20 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardcore._torch import backward_task, in_transform
+from shardcore.comm.dtensor_params import local_tensor, splits_on_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.random_stream import TWO_THREADS
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
 
-__all__ = ["KIND", "Brought", "Meet", "SameInputs", "compare_inputs"]
+__all__ = ["ALIKE", "KIND", "Brought", "Check", "Meet", "SameInputs", "compare_inputs"]
 
-#: What a rank was called with: (argument, what it is, its checksum) for each.
-Brought: TypeAlias = list[tuple[str, str, str]]
+#: What tells values from others: a checksum of those that are equal bit by bit; the sum and the norm of what each rank
+#: has computed by itself, and how far they may be apart, relative to the norm; "" where values are not compared.
+Check: TypeAlias = str | list[float]
+
+#: What a rank was called with: (argument, what it is, its values) for each.
+Brought: TypeAlias = list[tuple[str, str, Check]]
 
 #: Compares what this rank brought with what others have; raises on all of them alike.
 Meet = Callable[[Brought], None]
@@ -45,9 +50,18 @@ class Presence(Protocol):
 #: The name under which the kind of call stands among the arguments.
 KIND = "(the kind of call)"
 
+#: That of the parameters of which every rank has the whole.
+ALIKE = "(the parameters that all ranks have whole)"
+
 _FIRST = 3  # calls that are compared in any case
 _SHOWN = 6  # numbers of a tensor in an error
 _DEEP = 3  # containers within containers that are looked into
+
+# What ranks compute alike may differ in its last bits, also in half precision; other batches differ by much more.
+_COMPUTED = 1e-2
+# So may gradients of whole parameters on accelerators. A step that one rank makes alone changes more than their bits do
+# in thousands of steps.
+_HELD_ON_CPU, _HELD = 1e-9, 1e-4
 
 
 def _kind_of_call(training: bool, gradients: bool) -> str:
@@ -78,7 +92,7 @@ class SameInputs(SwappedModule):
     _inputs_checksum: Callable[[Tensor], str]
     _inputs_kind: tuple[bool, bool]  # of the last call: training, with gradients
     _inputs_presence: Sequence[Presence]
-    _inputs_open: int  # the thread in which a call is under way; 0 if none is
+    _inputs_open: list[int]  # the threads in which a call of the model is under way: one at most
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,20 +130,19 @@ class SameInputs(SwappedModule):
         Raises:
             NotSupportedError: in another thread.
         """
-        if self._inputs_open not in (0, threading.get_ident()):
+        if self._inputs_open and self._inputs_open[0] != threading.get_ident():
             raise NotSupportedError(TWO_THREADS)
-        return self._inputs_open != 0
+        return bool(self._inputs_open)
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        own = self.__dict__
         for presence in self._inputs_presence:
             presence.enter()
-        own["_inputs_open"] = threading.get_ident()
+        self._inputs_open.append(threading.get_ident())
         try:
             yield
         finally:
-            own["_inputs_open"] = 0
+            self._inputs_open.clear()
             for presence in self._inputs_presence:
                 presence.leave()
 
@@ -159,38 +172,60 @@ class SameInputs(SwappedModule):
             return  # nothing is computed
         if in_transform():
             return  # the model refuses it
-        self._inputs_meet([(KIND, kind, ""), *((name, *self._told(value)) for name, value in leaves)])
+        brought: Brought = [(KIND, kind, ""), *((name, *self._told(value)) for name, value in leaves)]
+        if held := [local_tensor(p) for p in self.parameters() if isinstance(p, DTensor) and not splits_on_tp(p)]:
+            brought.append((ALIKE, "", _numbers(held, _HELD_ON_CPU if held[0].device.type == "cpu" else _HELD)))
+        self._inputs_meet(brought)
 
-    def _told(self, value: Any) -> tuple[str, str]:
+    def _told(self, value: Any) -> tuple[str, Check]:
         if not isinstance(value, Tensor):
             return repr(value)[:80], ""
         what = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        if value.requires_grad or isinstance(value, DTensor):
-            return what, ""  # what was computed may differ in its last bits, and a DTensor is a part
+        if isinstance(value, DTensor):
+            return what, ""  # of this rank alone
+        if value.requires_grad:
+            return what, _numbers([value.detach()], _COMPUTED)
         first = ", ".join(f"{number:.4g}" for number in value.detach().reshape(-1)[:_SHOWN].tolist())
         return f"{what} that begins with {first}", self._inputs_checksum(value)
 
 
 def compare_inputs(
-    model: nn.Module, every: int, checksum: Callable[[Tensor], str], meet: Meet, presences: Sequence[Presence]
+    modules: Sequence[nn.Module],
+    every: int,
+    checksum: Callable[[Tensor], str],
+    meet: Meet,
+    presences: Sequence[Presence],
 ) -> None:
     """Let a sharded model compare the inputs of its first calls, and of each ``every``-th; for all ranks alike.
 
-    With ``every`` 0 it compares none. ``presences`` are told of all calls.
+    With ``every`` 0 it compares none. ``presences`` are told of all calls. The first of the ``modules`` is the model;
+    calls of the others, which are parts of it, are compared where they are not within one of the model.
     """
-    context = model.__dict__["_shard_context"]
-    add_behaviour(model, SameInputs)
-    model.__dict__.update(
-        _shard_context=context,
-        _inputs_calls=0,
-        _inputs_every=every,
-        _inputs_begun=0,
-        _inputs_meet=meet,
-        _inputs_checksum=checksum,
-        _inputs_kind=(True, True),
-        _inputs_presence=tuple(presences),
-        _inputs_open=0,
-    )
+    opened: list[int] = []
+    for module in modules:
+        context = module.__dict__["_shard_context"]
+        add_behaviour(module, SameInputs)
+        module.__dict__.update(
+            _shard_context=context,
+            _inputs_calls=0,
+            _inputs_every=every,
+            _inputs_begun=0,
+            _inputs_meet=meet,
+            _inputs_checksum=checksum,
+            _inputs_kind=(True, True),
+            _inputs_presence=tuple(presences),
+            _inputs_open=opened,
+        )
+
+
+def _numbers(tensors: Sequence[Tensor], tolerance: float) -> list[float]:
+    """Return the sum and the norm of all elements, and ``tolerance``."""
+    found = []
+    for tensor in tensors:
+        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
+        found.append(torch.stack([values.sum(), values.norm()]).double())
+    sums, norms = torch.stack([numbers.to(found[0].device) for numbers in found]).unbind(1)
+    return [*torch.stack([sums.sum(), norms.norm()]).tolist(), tolerance]
 
 
 def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
