@@ -197,6 +197,24 @@ def test_a_sharded_body_with_a_head_that_is_not(pool, tmp_path, mesh):
         torch.testing.assert_close(saved[name], parameter, rtol=1e-9, atol=1e-9)
 
 
+def a_head_of_transformers(folder: str) -> dict[str, torch.Tensor]:
+    from shardcore.integrations.trainer import Trainer
+
+    model = llama()
+    model.model = shardcore.shard(model.model, tp=2)
+    args = arguments(folder, save_strategy="steps", save_steps=1, max_steps=1, save_only_model=True)
+    Trainer(model=model, args=args, train_dataset=words(4)).train()
+    return parameters(model)
+
+
+def test_the_model_of_transformers_around_a_sharded_body_is_saved_whole(pool, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    wanted, _ = pool.run(a_head_of_transformers, str(tmp_path), world=2)
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float64)
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in saved.named_parameters())
+
+
 def keeps(folder: str) -> None:
     from shardcore.integrations.trainer import Trainer
 

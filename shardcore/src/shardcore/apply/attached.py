@@ -18,7 +18,7 @@ from shardcore.agree.fingerprint import Item
 from shardcore.mesh import ShardContext
 from shardcore.plan import ShardPlan
 
-__all__ = ["Attached", "attached_to"]
+__all__ = ["Attached", "attached_to", "let_holders_save"]
 
 _ROOMS = "shardcore.integrations"
 
@@ -67,3 +67,8 @@ def attached_to(model: nn.Module) -> Attached | None:
         if found is not None:
             return cast("Attached", found)
     return None
+
+
+def let_holders_save(context: ShardContext) -> None:
+    """Let models of libraries that have a room here be saved by their own methods when they hold a sharded one."""
+    importlib.import_module(f"{_ROOMS}.holders").let_holders_save(context)

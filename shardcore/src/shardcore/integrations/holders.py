@@ -1,0 +1,105 @@
+"""`save_pretrained` of models that hold a sharded one, of transformers or PEFT, which know nothing of it.
+
+Their own would write this rank's parts, or fail on them when the folder is begun. So while there is a sharded model,
+the method of both libraries' classes looks whether the model that is saved holds one; others are saved as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext, context_of, division_of, nearest_context
+
+__all__ = ["let_holders_save"]
+
+_LIVING = "_shardcore_living"  # on a method that looks: a number for each sharded model that there is
+
+
+def let_holders_save(context: ShardContext) -> None:
+    """Let models that hold the one of ``context`` save it, as long as it, or a copy of it, lives."""
+    for module, name, save in (
+        ("transformers.modeling_utils", "PreTrainedModel", _save_whole),
+        ("peft.peft_model", "PeftModel", _save_adapters),
+    ):
+        if module in sys.modules:  # without it there is no such model
+            _look(getattr(sys.modules[module], name), save, context)
+
+
+def _look(cls: type[nn.Module], save: Callable[..., None], context: ShardContext) -> None:
+    found = vars(cls)["save_pretrained"]
+    if not hasattr(found, _LIVING):
+        found = _looking(found, save)
+        cls.save_pretrained = found  # type: ignore[attr-defined]
+    getattr(found, _LIVING).append(1)
+    weakref.finalize(context.channel, _ended, cls, found).atexit = False  # copies of a model share its channel
+
+
+def _ended(cls: type[nn.Module], looking: Any) -> None:
+    living = getattr(looking, _LIVING)
+    living.pop()
+    if not living and vars(cls)["save_pretrained"] is looking:  # else somebody has replaced it since
+        cls.save_pretrained = looking.__wrapped__  # type: ignore[attr-defined]
+
+
+def _looking(native: Callable[..., None], save: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(native)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        context = _context_inside(self)
+        if context is None:
+            native(self, *args, **kwargs)
+        else:
+            save(self, context, functools.partial(native, self), *args, **kwargs)
+
+    setattr(save_pretrained, _LIVING, [])
+    return save_pretrained
+
+
+def _context_inside(model: nn.Module) -> ShardContext | None:
+    """Return the context of the sharded models that ``model`` holds; None if there are none, or it is sharded itself.
+
+    Raises:
+        NotSupportedError: no rank can save them all.
+    """
+    if nearest_context(model) is not None:
+        return None
+    held = {module: context for module in model.modules() if (context := context_of(module)) is not None}
+    name = type(model).__name__
+    if divided := [type(module).__name__ for module in held if division_of(module) is not None]:
+        raise NotSupportedError(
+            f"save_pretrained of a {name} that holds a {divided[0]} which is divided among the ranks of a pipeline is "
+            "not supported: no rank has all of it. Use shardcore.save_checkpoint(folder, part), and then the command "
+            "'shardcore convert folder model' for that part"
+        )
+    ranks = {tuple(context.mesh.mesh.flatten().tolist()) for context in held.values()}
+    if len(ranks) > 1:
+        raise NotSupportedError(
+            f"save_pretrained of a {name} that holds sharded models of other ranks each ({sorted(ranks)}) is not "
+            "supported: shard them over the same ranks, or save each by itself"
+        )
+    return next(iter(held.values()), None)
+
+
+def _save_whole(model: Any, *rest: Any, **kwargs: Any) -> None:
+    from shardcore.integrations._saving import save_pretrained
+
+    save_pretrained(model, *rest, **kwargs)
+
+
+def _save_adapters(model: Any, *rest: Any, **kwargs: Any) -> None:
+    from shardcore.integrations.peft._models import ShardedPeft
+    from shardcore.integrations.peft._saving import save_adapters
+    from shardcore.nn.behaviour import add_behaviour
+
+    own = type(model)
+    add_behaviour(model, ShardedPeft)  # which knows the name of what FSDP2 has wrapped
+    try:
+        save_adapters(model, *rest, **kwargs)
+    finally:
+        model.__class__ = own
