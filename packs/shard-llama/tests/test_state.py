@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -46,6 +47,19 @@ def _names(dp: int) -> None:
             assert all(isinstance(t, DTensor) for t in got.values())
             loss_of(model(**batch(model))).backward()
             adamw(model).step()
+
+
+def _looked_at() -> None:
+    reference, model = pair("LlamaForCausalLM", tp=2)
+    wanted, got = ({name for name in dir(one) if hasattr(one, name)} for one in (reference, model))
+    assert wanted <= got
+    assert dict(inspect.getmembers(model))["tp_size"] is None
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    assert model._is_accelerate_prepared is False
+
+
+def test_who_looks_at_all_attributes_is_no_trainer(pool):
+    pool.run(_looked_at, world=2)
 
 
 # At tp 4 two ranks share each KV head.

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.integrations import _private, _saving
+from shardcore.integrations._asked import asked_by
 from shardcore.integrations._attention import choose_flash_attention
 from shardcore.integrations._checkpointing import recompute_layer
 from shardcore.integrations._stopping import with_agreed_criteria
@@ -30,6 +31,8 @@ from shardcore.plan.steps import Step
 from shardcore.policy import Policy
 
 __all__ = ["PretrainedPolicy", "prepared_by_shardcore"]
+
+_PREPARING = ("transformers.trainer", "accelerate.")  # modules that ask before they prepare a model
 
 _knows = ContextVar("knows sharded models", default=False)
 
@@ -47,7 +50,7 @@ def prepared_by_shardcore() -> Iterator[None]:
 class _ShardedPretrained:
     """Methods of `transformers.PreTrainedModel` that a sharded model does in its own way."""
 
-    # These two are what the Trainer and Accelerate ask a model for before they do anything, and nobody else does.
+    # These two are what the Trainer and Accelerate ask a model for before they do anything.
 
     @property
     def tp_size(self) -> None:
@@ -56,11 +59,13 @@ class _ShardedPretrained:
         Raises:
             WrapError: a Trainer asks that does not know sharded models; on every rank, before anything is sent.
         """
-        self._require_knowledge()
+        if asked_by(*_PREPARING):
+            self._require_knowledge()
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        self._require_knowledge()
+        if asked_by(*_PREPARING):
+            self._require_knowledge()
         return bool(self.__dict__.get("_shardcore_prepared", False))
 
     @_is_accelerate_prepared.setter

@@ -31,7 +31,7 @@ class ShardedModel(RngScope):
         Raises:
             WrapError: a module or parameter was put into the model, or replaced, where activations are split.
             NotSupportedError: a module computes with a split parameter of another one; or this is inside of a
-                transform of torch.func.
+                transform of torch.func, or traced by torch.jit.
         """
         if self._shard_intact is not None and not torch.compiler.is_compiling():
             self._shard_intact.check(self)
@@ -40,6 +40,11 @@ class ShardedModel(RngScope):
                 f"this {type(self).__name__} is sharded and was called inside of a transform of torch.func (grad, vjp, "
                 "jvp, vmap, jacrev, hessian), none of which goes through collectives. For gradients call "
                 "torch.autograd.grad on the loss, or its backward(); torch.func.functional_call alone works."
+            )
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # untyped in torch
+            raise NotSupportedError(
+                f"this {type(self).__name__} is sharded, and torch.jit.trace (of the older ONNX exporter too, and "
+                "of TensorBoard's graphs) records no collectives. Save the model, load it unsharded, and trace that."
             )
         try:
             return super().forward(*args, **kwargs)

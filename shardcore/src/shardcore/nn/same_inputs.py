@@ -170,7 +170,7 @@ class SameInputs(SwappedModule):
         leaves = [leaf for name, value in named for leaf in _leaves(name, value, _DEEP)]
         if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for _, value in leaves):
             return  # nothing is computed
-        if in_transform():
+        if in_transform() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # untyped in torch
             return  # the model refuses it
         brought: Brought = [(KIND, kind, ""), *((name, *self._told(value)) for name, value in leaves)]
         if held := [local_tensor(p) for p in self.parameters() if isinstance(p, DTensor) and not splits_on_tp(p)]:
