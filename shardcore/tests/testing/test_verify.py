@@ -19,6 +19,8 @@ from shardcore.plugins.registry import GROUP, default_registry
 from shardcore.testing.checks import SECTIONS
 
 MODELS = """
+import dataclasses
+
 import kit_net
 
 class Small(kit_net.Net):
@@ -31,6 +33,9 @@ class Huge(kit_net.Net):
 
 def cases():
     return [kit_net.CASE]
+
+def hidden():
+    return [dataclasses.replace(kit_net.CASE, loss=lambda outputs: outputs.loss)]
 """
 
 PLUGIN = """
@@ -196,6 +201,14 @@ def test_a_pack_goes_through_every_section(pack):
     assert [job.section for job in verify.jobs_for("shard-kit", 2)] == [job.section for job in jobs]
     with pytest.raises(ConfigError, match=r"no case of pack kit .* supports --tp 3"):
         verify.jobs_for("kit", 3)
+
+
+def test_a_case_that_no_rank_can_be_sent(pack):
+    pack(cases='["verified_models:hidden"]')
+    result = run("kit")
+    assert result.exit_code == 1
+    assert "has loss=<function hidden.<locals>.<lambda>" in result.output
+    assert "Write it as a function at the top level of a module" in result.output
 
 
 def test_a_pack_without_cases(pack):

@@ -150,6 +150,10 @@ def outside(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
 
 
+def numbered(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 3}}))
+
+
 def pickled(folder):
     for file in folder.iterdir():
         file.unlink()
@@ -164,6 +168,7 @@ BROKEN = {
     twice: "a is in two files: .*one.safetensors and .*two.safetensors",
     no_index: "is no index of a checkpoint: KeyError",
     outside: "names '../one.safetensors', which is not in its own folder",
+    numbered: "names 3, which is not in its own folder",
     pickled: "pytorch_model.bin, which is pickled; give a folder",
 }
 

@@ -187,7 +187,7 @@ def _move(source: Path, target: Path, files: Iterable[Path] | None = None) -> No
 def _named_by(index: Path) -> set[str]:
     """Return the files that an index names; none if there is no index, or one that nobody can read."""
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import operator
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,6 +81,22 @@ class Subject:
     steps: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a case that cannot be sent to the ranks.
+
+        Raises:
+            ConfigError: it has a lambda, or a function inside of another one.
+        """
+        for about in dataclasses.fields(self.case):
+            value = getattr(self.case, about.name)
+            try:
+                pickle.dumps(value)
+            except Exception as error:  # nearly any
+                raise ConfigError(
+                    f"the case {self.case.name!r} has {about.name}={value!r}, which cannot be sent to the ranks "
+                    f"({type(error).__name__}: {error}). Write it as a function at the top level of a module"
+                ) from error
 
     def __str__(self) -> str:
         replicas = f" x dp {self.dp}" if self.dp > 1 else ""

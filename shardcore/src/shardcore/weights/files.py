@@ -289,7 +289,7 @@ def _indexed(index: Path) -> dict[str, frozenset[str]]:
         names = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ConfigError(f"{index} is no index of a checkpoint: {type(error).__name__}: {error}") from error
-    if bad := [name for name in names if Path(name).name != name]:
+    if bad := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise ConfigError(f"{index} names {bad[0]!r}, which is not in its own folder")
     return {name: frozenset(key for key, file in places.items() if file == name) for name in names}
 
