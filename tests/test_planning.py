@@ -11,7 +11,11 @@ import pytest
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # the workers of the pool inherit it
 
+import transformers
 from planned_models import CONFIGS, by_kind, by_operation, planned, ran
+
+from shardcore.integrations.calls import call_of
+from shardcore.planner import Workload
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 MESHES = {
@@ -72,3 +76,15 @@ def test_models_of_timm(pool):
     assert by_operation(plan) == kit
     assert plan.held == {kind: real["held", kind] for kind in plan.held}
     assert plan.kept == real["kept",]
+
+
+@pytest.mark.parametrize("name", ["WhisperForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_what_generates_is_called_without_labels_too(name):
+    cls = getattr(transformers, name)
+    sizes = CONFIGS.get(name, {"d_model": 8, "d_ff": 8, "num_layers": 1, "vocab_size": 9})
+    model = cls(cls.config_class(**sizes))
+    for optimizer in ("none", "adamw"):
+        call = call_of(model, Workload(seq=5, dtype="fp32", optimizer=optimizer))
+        out = call.forward(model, call.inputs())
+        assert (out.loss is None) == (optimizer == "none")
+        assert out.logits.shape[:2] == (1, 5)

@@ -19,6 +19,7 @@ __all__ = ["call_of", "labels_of"]
 _TOKENS = 4096
 
 _FRAMES_OF_A_POSITION = 2  # of Whisper's encoder: its second convolution has a stride of two
+_COLOURS = 3  # where a configuration does not say it
 _CHOICES = 4  # of a multiple-choice question
 _LABELS_OF_TOKENS = (
     "CausalLM",
@@ -50,7 +51,8 @@ def call_of(model: nn.Module, workload: Workload) -> Call:
     main = getattr(model, "main_input_name", None)
     if config is None or main is None:
         return _timm(model, workload)
-    if main not in ("input_ids", "pixel_values", "input_features"):
+    known = {"input_ids": "", "pixel_values": "image_size", "input_features": "max_source_positions"}
+    if main not in known or not hasattr(config, known[main] or "model_type"):
         raise ConfigError(
             f"{type(model).__name__} takes {main!r}, and it is not known how to make that; plan another class of its "
             "family, or give shardcore.planner.estimate a call of your own"
@@ -79,7 +81,11 @@ def _timm(model: nn.Module, workload: Workload) -> Call:
 
 
 def _takes_tokens(model: nn.Module, main: str) -> bool:
-    return main == "input_ids" or "decoder_input_ids" in inspect.signature(model.forward).parameters
+    return main == "input_ids" or _decodes(model)
+
+
+def _decodes(model: nn.Module) -> bool:
+    return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def _tokens(model: nn.Module, config: Any, workload: Workload) -> int:
@@ -100,7 +106,7 @@ def _inputs(model: nn.Module, config: Any, main: str, workload: Workload, seq: i
     if main == "pixel_values":
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        yield main, torch.ones(rows, config.num_channels, height, width, dtype=dtype)
+        yield main, torch.ones(rows, getattr(config, "num_channels", _COLOURS), height, width, dtype=dtype)
         if name.endswith("MaskedImageModeling"):
             patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[0]
             yield "bool_masked_pos", torch.ones(rows, (height // patch) * (width // patch), dtype=torch.bool)
@@ -111,10 +117,10 @@ def _inputs(model: nn.Module, config: Any, main: str, workload: Workload, seq: i
             yield "encoder_outputs", (torch.ones(rows, config.max_source_positions, config.d_model, dtype=dtype),)
         else:
             yield main, torch.ones(rows, config.num_mel_bins, frames, dtype=dtype)
-            if _takes_tokens(model, main) and not name.endswith(_LABELS_OF_TOKENS):
-                yield "decoder_input_ids", ids
     else:
         yield main, ids[:, None].expand(rows, _CHOICES, seq) if name.endswith("MultipleChoice") else ids
+    if _decodes(model):  # not all models make them of labels, and without labels few do
+        yield "decoder_input_ids", ids
     if workload.trains:
         yield from labels_of(name, rows, ids).items()
 
@@ -136,4 +142,10 @@ def _loss(out: Any) -> Tensor:
     if isinstance(loss, Tensor):
         return loss
     values = out.values() if isinstance(out, Mapping) else out
-    return next(value for value in values if isinstance(value, Tensor)).sum()
+    first = next((value for value in values if isinstance(value, Tensor)), None)
+    if first is None:
+        raise ConfigError(
+            f"a {type(out).__name__} has no loss and no tensor to make one of; plan another class of the family, or "
+            "give shardcore.planner.estimate a call of your own"
+        )
+    return first.sum()
