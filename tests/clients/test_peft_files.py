@@ -379,3 +379,22 @@ def resumes(folder: str) -> None:
 
 def test_checkpoints(pool, tmp_path):
     pool.run(resumes, str(tmp_path), world=2)
+
+
+def loads_the_folder_of_an_adapter(folder: str) -> None:
+    place = Path(folder)
+    for cls in ("LlamaForCausalLM", "AutoModelForCausalLM"):
+        with pytest.raises(shardcore.ConfigError, match=rf"{cls}, 'the/base'.*peft\.from_pretrained\(model, '{folder}"):
+            shardcore.from_pretrained(cls, place, tp=2)
+    with pytest.warns(shardcore.ShardcoreWarning, match="beside the model, which was loaded without it") as caught:
+        shardcore.from_pretrained("LlamaForCausalLM", place / "both", tp=2)
+    assert caught[0].filename == __file__
+
+
+def test_the_folder_of_an_adapter_is_no_model(pool, tmp_path):
+    model = adapted(base(), lora())
+    model.peft_config["default"].base_model_name_or_path = "the/base"
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "both")
+    base().save_pretrained(tmp_path / "both")
+    pool.run(loads_the_folder_of_an_adapter, str(tmp_path), world=2)

@@ -8,8 +8,11 @@ what is missing) on tensors without values, which remember what was to be done w
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -27,7 +30,7 @@ from shardcore._env import setting
 from shardcore.apply.launch import start_process_group
 from shardcore.config import ShardConfig
 from shardcore.config.shard_config import SHORT_NAMES
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.former import failing_together, shard_new
 from shardcore.inferred import Inference
 from shardcore.integrations import _private
@@ -44,6 +47,9 @@ __all__ = ["from_pretrained"]
 
 #: Options of the native ``from_pretrained`` that say where files are.
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+
+#: What describes an adapter of PEFT.
+_ADAPTER = "adapter_config.json"
 
 #: Options that contradict what is done here, and what to do instead.
 _REFUSED = {
@@ -134,6 +140,7 @@ class _Skeleton:
         self._attributes = {name: value for name, value in options.items() if name not in _NOT_OF_CONFIG}
         self.folder = _folder(self.place, hub, pickled=self._safe is False)
         given = _named(model_class)
+        _look_for_adapter(Path(self.folder) / self._subfolder, self.place, given.__name__)
         self.config = self._configuration(getattr(given, "config_class", None) or transformers.AutoConfig)
         self.cls = _chosen(given, self.config)
         self.files: Files | None = None
@@ -227,6 +234,30 @@ def _folder(place: str, hub: dict[str, Any], *, pickled: bool) -> str:
             f"{place} is neither a folder nor a model that could be downloaded: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
+
+
+def _look_for_adapter(folder: Path, place: str, name: str) -> None:
+    """Say that ``folder`` has an adapter, which transformers loads with its model and which is not loaded here.
+
+    Raises:
+        ConfigError: it has no model beside it.
+    """
+    file = folder / _ADAPTER
+    if not file.is_file() or importlib.util.find_spec("peft") is None:
+        return
+    then = f"shardcore.integrations.peft.from_pretrained(model, {place!r})"
+    if (folder / "config.json").is_file():
+        said = f"{place} holds an adapter of PEFT beside the model, which was loaded without it. To have it too: {then}"
+        warnings.warn(said, ShardcoreWarning, stacklevel=6)
+        return
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"] or "BASE"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    raise ConfigError(
+        f"{place} holds an adapter of PEFT, not a model. Load its model first: model = shardcore.from_pretrained("
+        f"{name}, {base!r}, ...), and then model = {then}"
+    )
 
 
 def _named(given: Any) -> Any:
