@@ -215,6 +215,8 @@ def cannot() -> None:
             cast()
     with pytest.raises(NotSupportedError, match=r"copy.deepcopy; copy the model before shard\(\)"):
         copy.deepcopy(pipe)
+    with pytest.raises(NotSupportedError, match=r"copy.copy; use the model itself"):
+        copy.copy(pipe)
     assert pipe.to("cpu") is pipe.double() is pipe
     assert float(pipe.train_step(labelled())) == wanted
 

@@ -188,6 +188,7 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
         "__module__": native.__module__,
         "__qualname__": native.__qualname__,
         "__doc__": native.__doc__,
+        "__copy__": SwappedModule.__copy__,
         "__deepcopy__": SwappedModule.__deepcopy__,
         "__reduce_ex__": SwappedModule.__reduce_ex__,
     }

@@ -241,6 +241,14 @@ class SwappedModule(ParallelModule):
             watch_torch(new)
         return new
 
+    def __copy__(self) -> Self:
+        own = self.__dict__
+        if (refuses := own.get("__deepcopy__")) is not None:  # FSDP2 knows its modules by their identity
+            refuses({})
+        new = type(self).__new__(type(self))
+        new.__dict__.update(own)
+        return new
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise WrapError(NO_PICKLE)
 

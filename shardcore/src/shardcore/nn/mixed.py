@@ -21,15 +21,25 @@ from shardcore.errors import NotSupportedError
 __all__ = ["explained"]
 
 _MIXED = "got mixed torch.Tensor and DTensor"
+_UNFORMATTED = "unsupported format string passed to DTensor.__format__"
 
 
-def explained(model: nn.Module, error: RuntimeError) -> NotSupportedError | None:
+def explained(model: nn.Module, error: RuntimeError | TypeError) -> NotSupportedError | None:
     """Return an error that names the parameters and their reader, or None if ``error`` is another one.
+
+    A hook that formats a number of a parameter is told of in the same way.
 
     Args:
         model: the sharded model, in whose forward the error was raised.
         error: with its traceback.
     """
+    if _UNFORMATTED in str(error):
+        return NotSupportedError(
+            f"within a call of this sharded {type(model).__name__}, a hook or its code formats a number of a "
+            "parameter, such as f'{p.abs().max():.2e}', which is a DTensor and has no format: take p.full_tensor() "
+            "first, on all ranks. DebugUnderflowOverflow (debug='underflow_overflow' of the Trainer) does so with "
+            "every parameter: use it on the unsharded model, or hooks of your own on the outputs of modules"
+        )
     if _MIXED not in str(error):
         return None
     modules = {id(module): path for path, module in model.named_modules()}

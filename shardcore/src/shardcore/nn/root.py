@@ -48,7 +48,7 @@ class ShardedModel(RngScope):
             )
         try:
             return super().forward(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             if (told := explained(self, error)) is None:
                 raise
             raise told from error

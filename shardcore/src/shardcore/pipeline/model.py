@@ -115,6 +115,11 @@ class PipelinedModel(SwappedModule):
         """Refuse: a copy would run its stages in the schedules of this one."""
         self._refuse("copy.deepcopy", "copy the model before shard(), and shard both")
 
+    @override
+    def __copy__(self) -> Self:
+        """Refuse: a copy would not be called as this one is."""
+        self._refuse("copy.copy", "use the model itself")
+
     def _pipeline(self) -> Pipeline:
         pipeline = pipeline_of(self)
         assert pipeline is not None  # `of` has set it
