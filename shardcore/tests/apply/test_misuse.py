@@ -70,6 +70,20 @@ def test_columns_that_enter_inside_a_region():
     assert "would enter again what entered the region at pair" in _problems(Outer(), OuterPolicy)
 
 
+class Packed(torch.Tensor):
+    """A tensor that is made of others, as those of torchao are."""
+
+    def __tensor_flatten__(self):
+        return ["a"], None
+
+
+def test_packed_tensors():
+    model = build()
+    model.head.register_buffer("scales", torch.ones(2).as_subclass(Packed))
+    with pytest.raises(NotSupportedError, match=r"its tensor 'head\.scales' is a .*Packed, whose values are packed"):
+        ModelSharder(model, TinyPolicy, CONFIG).compile()
+
+
 def test_attributes_with_two_values():
     rows = [attribute("size", 1), attribute("size", 2), replicate("")]
     assert "would be set to 1 and to 2" in _problems(Pair(), _policy(*rows))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.errors import AlreadyShardedError, ConfigError
+from shardcore.errors import AlreadyShardedError, ConfigError, NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.nn import SwappedModule
 
-__all__ = ["check_model", "refuse_sharded"]
+__all__ = ["check_model", "refuse_packed", "refuse_sharded"]
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -30,6 +32,22 @@ def refuse_sharded(model: nn.Module) -> None:
             raise AlreadyShardedError(
                 f"this {type(model).__name__} cannot be sharded: its parameter {name!r} is a DTensor already, from "
                 "an earlier shard(), fully_shard or distribute_tensor. Build the model anew and call shard() first."
+            )
+
+
+def refuse_packed(model: nn.Module) -> None:
+    """Raise if ``model`` has tensors that are made of others, as quantization makes them, which cannot be cut.
+
+    Raises:
+        NotSupportedError: it has.
+    """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        kind = type(tensor)
+        if hasattr(kind, "__tensor_flatten__"):  # the protocol of tensors around tensors
+            raise NotSupportedError(
+                f"this {type(model).__name__} cannot be sharded: its tensor {name!r} is a {kind.__module__}."
+                f"{kind.__qualname__}, whose values are packed (quantized, say) and cannot be divided among ranks. "
+                "Shard the model as it was trained, in bfloat16 for example"
             )
 
 

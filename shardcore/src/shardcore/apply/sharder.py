@@ -22,7 +22,7 @@ from shardcore.apply.attached import let_holders_save
 from shardcore.apply.changes import Changes
 from shardcore.apply.judging import compare_calls, follow_seeds
 from shardcore.apply.launch import world_size
-from shardcore.apply.shardable import check_model, refuse_sharded
+from shardcore.apply.shardable import check_model, refuse_packed, refuse_sharded
 from shardcore.apply.together import out_of_inference_mode, together
 from shardcore.compile import compile_plan
 from shardcore.compile.parts import policy_at
@@ -126,10 +126,12 @@ class ModelSharder:
 
         Raises:
             AlreadyShardedError: the model, or a part of it, was sharded before.
+            NotSupportedError: it is quantized.
             ConfigError: the sizes do not fit the number of ranks.
             PlanError: the policy does not fit the model.
         """
         refuse_sharded(self.model)
+        refuse_packed(self.model)
         policy = self.policy
         plan = self._compile(policy, self.config.resolve(world_size(self.config)))
         if self._check is not None:
