@@ -156,7 +156,7 @@ def contradictions():
         ({"device_mesh": mesh, "enable_tensor_parallelism": False}, "=False contradicts device_mesh; leave it None"),
         (
             {"device_mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))},
-            r"device_mesh has the axes \('dp',\); wanted 'tp' and, before it",
+            r"device_mesh has the axes \('dp',\); wanted 'tp' and, before it.*leave it out, and say tp= and dp=",
         ),
         (
             {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))},

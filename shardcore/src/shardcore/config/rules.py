@@ -189,7 +189,8 @@ def _check_place(config: ShardConfig) -> None:
             raise ConfigError(
                 f"ShardConfig.device_mesh has the axes {names or '(unnamed)'}; wanted 'tp' and, before it, whichever "
                 f"there are of {AXES[:-1]}, in this order ('dp' is another name for 'dp_shard'): "
-                "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp'))"
+                "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp')). A mesh that a library brings with "
+                "other names (Fabric's ModelParallelStrategy) is not needed: leave it out, and say tp= and dp= instead"
             )
         if mesh.get_coordinate() is None:
             raise ConfigError("ShardConfig.device_mesh does not hold this rank; only the ranks of a mesh shard over it")
