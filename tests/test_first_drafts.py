@@ -16,6 +16,7 @@ import shardcore
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NoPolicyError
+from shardcore.inferred import inferred
 from shardcore.testing import Case, Supports, WorkerPool, text_batch
 from shardcore.testing.checks import examine
 from shardcore.testing.findings import Finding
@@ -359,6 +360,23 @@ def _odd() -> Any:
 
 def test_a_process_that_fails_is_an_error_on_all_ranks(pool: WorkerPool) -> None:
     pool.run(_refused, _odd, "could be inferred: OSError: gone", policy="infer", world=2)
+
+
+class _Composite(_Odd):
+    def __init__(self, text: Any) -> None:
+        self.text_config = text
+
+
+def _with_text() -> Any:
+    model = _stablelm()
+    model.model.config = object()
+    model.config = _Composite(model.model.config)
+    return model
+
+
+def test_a_model_around_a_language_model_is_told_of_it() -> None:
+    with pytest.raises(ConfigError, match=r"could be inferred: OSError: gone.*shardcore\.shard\(model\.model, "):
+        inferred(_with_text(), "proved", None)
 
 
 def _impatient() -> None:

@@ -41,7 +41,7 @@ def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> ty
         dist.broadcast_object_list(found, group=group, group_src=0)
     told = found[0]
     if "error" in told:
-        raise ConfigError(told["error"])
+        raise ConfigError(told["error"] + _of_a_part(model))
     if not together or dist.get_rank(group) == 0:
         _say(type(model).__name__, told)
     return _policy(type(model).__name__, told["source"])
@@ -70,6 +70,19 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     return {"error": f"no policy for {cls.__name__} could be inferred: {why}. See: shardcore new-pack --help"}
+
+
+def _of_a_part(model: nn.Module) -> str:
+    """Return what to do where the language model alone, in one with images or sound, can be sharded; else nothing."""
+    text = getattr(getattr(model, "config", None), "text_config", None)
+    inside = ((path, module) for path, module in model.named_modules() if path)
+    path = next((path for path, module in inside if text and getattr(module, "config", None) is text), None)
+    if path is None:
+        return ""
+    return (
+        f". Of a model with images or sound, shard the language model, in place: shardcore.shard(model.{path}, ...) "
+        f"with the same arguments, and go on with the {type(model).__name__}"
+    )
 
 
 def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) -> Mapping[str, Any]:

@@ -80,6 +80,7 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], None]]] = {
     "a wrapper around a column linear": (f"{MLP}.up", _put(f"{MLP}.up", Passing)),
     "another linear": (f"{MLP}.gate", _put(f"{MLP}.gate", lambda m: nn.Linear(32, 22).double())),
     "another module between": (f"{MLP}.drop", _put(f"{MLP}.drop", lambda m: nn.PReLU().double())),
+    "what looks at several elements": (f"{MLP}.drop", _put(f"{MLP}.drop", lambda m: nn.Softmax(-1))),
     "a wrapper around norms of heads": (f"{ATTENTION}.q_norm", _put(f"{ATTENTION}.q_norm", Passing)),
     "the embedding": ("model.embed", _put("model.embed", Passing)),
     "the head": ("head", _put("head", lambda m: Lora(m, 97, 32))),
@@ -135,6 +136,7 @@ ALLOWED: dict[str, Callable[[nn.Module], None]] = {
     "a region is wrapped": _put(MLP, Passing),
     "an adapter around a region": _put(MLP, lambda m: Lora(m, 32, 32)),
     "another dropout outside of regions": _put("model.layers.0.drop", lambda m: nn.Identity()),
+    "another activation inside of a region": _put(f"{MLP}.drop", lambda m: nn.Tanh()),
     "a norm is wrapped": _put("model.norm", Passing),
 }
 
@@ -153,6 +155,18 @@ def _allowed(name: str) -> None:
 @pytest.mark.parametrize("name", ALLOWED)
 def test_allowed(pool, name):
     pool.run(_allowed, name, world=2)
+
+
+def _sizes() -> None:
+    model = shard(build())
+    model.model.layers[0].attention.o_proj.register_forward_pre_hook(lambda m, args: args[0] * torch.ones(32))
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        model(batch())
+    assert any("16 of 32, if it is that" in note for note in caught.value.__notes__)
+
+
+def test_a_size_of_the_whole_in_a_region_is_explained(pool):
+    pool.run(_sizes, world=2)
 
 
 def _tokens() -> None:

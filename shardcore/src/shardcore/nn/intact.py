@@ -26,6 +26,10 @@ __all__ = ["AROUND", "Intact"]
 #: On a module that was put around a parallel one by code that knows it: that one.
 AROUND = "_shard_around"
 
+#: Where functions of single elements are, by which others may be replaced, and what is there too.
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_OF_SEVERAL = frozenset({"GLU", "LogSoftmax", "MultiheadAttention", "RReLU", "Softmax", "Softmax2d", "Softmin"})
+
 _WAY_OUT = (
     "Adapters of PEFT are attached before shard(), as shard(get_peft_model(model, config)), or after it by "
     "shardcore.integrations.peft.get_peft_model(model, config), which takes what PEFT's own function takes. To go on "
@@ -94,7 +98,7 @@ class Intact:
             return
         for path, siblings, name, module in self._places:
             found = siblings.get(name)
-            if found is not None and found is not module and found.__dict__.get(AROUND) is not module:
+            if found is not None and found is not module and not _may_replace(found, module):
                 raise WrapError(
                     f"{path} of this sharded {type(model).__name__} is {_kind(found)} now, where shard() had made "
                     f"{_kind(module)}: it would compute with what one rank has, and gradients would be wrong. "
@@ -136,6 +140,16 @@ class Intact:
         if self._replicas > 1:
             return f"nobody averages its gradient over the {self._replicas} data-parallel replicas"
         return None
+
+
+def _may_replace(found: nn.Module, module: nn.Module) -> bool:
+    """Tell whether ``found`` computes with one rank's part what it would with the whole, in the place of ``module``."""
+    if found.__dict__.get(AROUND) is module:
+        return True
+    kind = type(found)
+    activation = kind is nn.Identity or (kind.__module__ in _ACTIVATIONS and kind.__name__ not in _OF_SEVERAL)
+    own = is_dropout(module) or not (_is_parallel(module) or _has_state(module))
+    return activation and own and not _has_state(found)
 
 
 def _normed(module: nn.Module) -> str | None:

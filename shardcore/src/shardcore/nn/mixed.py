@@ -7,6 +7,7 @@ what its part means is known to its own forward alone. torch's message names nei
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -17,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm.dtensor_params import spec_of
 from shardcore.comm.parts import split_dim
 from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext, nearest_context
 
 __all__ = ["explained"]
 
 _MIXED = "got mixed torch.Tensor and DTensor"
+_SIZES = re.compile(r"The size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
 _UNFORMATTED = "unsupported format string passed to DTensor.__format__"
 
 
@@ -40,6 +43,8 @@ def explained(model: nn.Module, error: RuntimeError | TypeError) -> NotSupported
             "first, on all ranks. DebugUnderflowOverflow (debug='underflow_overflow' of the Trainer) does so with "
             "every parameter: use it on the unsharded model, or hooks of your own on the outputs of modules"
         )
+    if (sizes := _SIZES.search(str(error))) is not None:
+        _note_parts(error, int(sizes[1]), int(sizes[2]), nearest_context(model))
     if _MIXED not in str(error):
         return None
     modules = {id(module): path for path, module in model.named_modules()}
@@ -57,6 +62,16 @@ def explained(model: nn.Module, error: RuntimeError | TypeError) -> NotSupported
         "a split parameter is used as a part. Say replicate() for the module that holds it, or by_heads() if what "
         f"{type(reader).__name__} computes with it belongs to local heads. torch said: {error}"
     )
+
+
+def _note_parts(error: BaseException, a: int, b: int, context: ShardContext | None) -> None:
+    """Add to an error of torch about sizes that one of them may be that of one rank's part."""
+    if context is not None and context.size > 1 and max(a, b) == context.size * min(a, b):
+        error.add_note(
+            f"This model is sharded over {context.size} ranks, and between column and row linears each has its part of "
+            f"heads and features: {min(a, b)} of {max(a, b)}, if it is that. A mask with a row for each head, or a "
+            "vector over all features in a hook there, would have to be cut: give this rank's part of it."
+        )
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
