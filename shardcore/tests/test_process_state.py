@@ -95,7 +95,7 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
     # They set attributes of torch and of TRL.
     elsewhere = {
         "shardcore.integrations._rewards.gathering_over",
-        "shardcore.integrations.holders.let_holders_save",
+        "shardcore.integrations.holders.HOLDERS_SAVE",
         "shardcore.comm.strided.install",
         "shardcore.nn.assigned_data.refuse_dropped_data",
         "shardcore.nn.ddp.refuse_ddp_around_sharded",

@@ -16,9 +16,10 @@ from torch import nn
 
 from shardcore.agree.fingerprint import Item
 from shardcore.mesh import ShardContext
+from shardcore.nn.process import Change
 from shardcore.plan import ShardPlan
 
-__all__ = ["Attached", "attached_to", "let_holders_save"]
+__all__ = ["Attached", "attached_to", "changes_of_libraries"]
 
 _ROOMS = "shardcore.integrations"
 
@@ -69,6 +70,6 @@ def attached_to(model: nn.Module) -> Attached | None:
     return None
 
 
-def let_holders_save(context: ShardContext) -> None:
-    """Let models of libraries that have a room here be saved by their own methods when they hold a sharded one."""
-    importlib.import_module(f"{_ROOMS}.holders").let_holders_save(context)
+def changes_of_libraries() -> tuple[Change, ...]:
+    """Return what is changed in libraries that have a room here as long as a sharded model lives."""
+    return cast("tuple[Change, ...]", importlib.import_module(f"{_ROOMS}.holders").HOLDERS_SAVE)

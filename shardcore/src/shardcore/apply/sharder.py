@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.agree.received import check_source, receive, set_modes
-from shardcore.apply.attached import let_holders_save
+from shardcore.apply.attached import changes_of_libraries
 from shardcore.apply.changes import Changes
 from shardcore.apply.judging import compare_calls, follow_seeds
 from shardcore.apply.launch import world_size
@@ -313,8 +313,7 @@ class ModelSharder:
         # Around whatever the plan makes of the model itself: that draws from the model's random stream too.
         ShardedModel.swap_class(self.model, context)
         take_full_tensors(self.model)
-        watch_torch(self.model)
-        let_holders_save(context)
+        watch_torch(self.model, *changes_of_libraries())
         for policy in self._policies:
             self._run_users_code(policy.postprocess)
         self._watch(context)

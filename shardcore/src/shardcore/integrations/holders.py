@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,39 +15,19 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext, context_of, division_of, nearest_context
+from shardcore.nn.handlers import Undo
+from shardcore.nn.process import Change
 
-__all__ = ["let_holders_save"]
-
-_LIVING = "_shardcore_living"  # on a method that looks: a number for each sharded model that there is
-
-
-def let_holders_save(context: ShardContext) -> None:
-    """Let models that hold the one of ``context`` save it, as long as it, or a copy of it, lives."""
-    for module, name, save in (
-        ("transformers.modeling_utils", "PreTrainedModel", _save_whole),
-        ("peft.peft_model", "PeftModel", _save_adapters),
-    ):
-        if module in sys.modules:  # without it there is no such model
-            _look(getattr(sys.modules[module], name), save, context)
+__all__ = ["HOLDERS_SAVE"]
 
 
-def _look(cls: type[nn.Module], save: Callable[..., None], context: ShardContext) -> None:
-    found = vars(cls)["save_pretrained"]
-    if not hasattr(found, _LIVING):
-        found = _looking(found, save)
-        cls.save_pretrained = found  # type: ignore[attr-defined]
-    getattr(found, _LIVING).append(1)
-    weakref.finalize(context.channel, _ended, cls, found).atexit = False  # copies of a model share its channel
+def _let_save(module: str, name: str, save: Callable[..., None]) -> Undo | None:
+    """Let models of a class that hold a sharded one save it; None while nobody has imported the class."""
+    if module not in sys.modules:
+        return None
+    cls: Any = getattr(sys.modules[module], name)
+    native = vars(cls)["save_pretrained"]
 
-
-def _ended(cls: type[nn.Module], looking: Any) -> None:
-    living = getattr(looking, _LIVING)
-    living.pop()
-    if not living and vars(cls)["save_pretrained"] is looking:  # else somebody has replaced it since
-        cls.save_pretrained = looking.__wrapped__  # type: ignore[attr-defined]
-
-
-def _looking(native: Callable[..., None], save: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(native)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         context = _context_inside(self)
@@ -57,8 +36,13 @@ def _looking(native: Callable[..., None], save: Callable[..., None]) -> Callable
         else:
             save(self, context, functools.partial(native, self), *args, **kwargs)
 
-    setattr(save_pretrained, _LIVING, [])
-    return save_pretrained
+    cls.save_pretrained = save_pretrained
+
+    def undo() -> None:
+        if vars(cls)["save_pretrained"] is save_pretrained:  # else somebody has replaced it since
+            cls.save_pretrained = native
+
+    return undo
 
 
 def _context_inside(model: nn.Module) -> ShardContext | None:
@@ -103,3 +87,10 @@ def _save_adapters(model: Any, *rest: Any, **kwargs: Any) -> None:
         save_adapters(model, *rest, **kwargs)
     finally:
         model.__class__ = own
+
+
+#: By library; see `shardcore.nn.process`.
+HOLDERS_SAVE: tuple[Change, ...] = (
+    functools.partial(_let_save, "transformers.modeling_utils", "PreTrainedModel", _save_whole),
+    functools.partial(_let_save, "peft.peft_model", "PeftModel", _save_adapters),
+)

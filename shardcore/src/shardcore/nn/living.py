@@ -23,14 +23,12 @@ __all__ = ["add", "is_living", "lies_on_a_mesh", "owns"]
 _MODELS: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
-def add(module: nn.Module, at_end: Callable[[], None]) -> bool:
-    """Count a sharded model among the living; returns whether it is the first. ``at_end`` is called after the last."""
-    first = not _any()
+def add(module: nn.Module, at_end: Callable[[], None]) -> None:
+    """Count a sharded model among the living; ``at_end`` is called after the last of them."""
     if not is_living(module):
         _MODELS[id(module)] = module
         # Runs where the model is freed, in any thread.
         weakref.finalize(module, lambda: None if _any() else at_end()).atexit = False
-    return first
 
 
 def is_living(module: nn.Module) -> bool:

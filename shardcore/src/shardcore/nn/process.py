@@ -5,6 +5,9 @@ All of it acts on the tensors of these models alone, and docs/process.md lists i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from torch import nn
 
 from shardcore.nn import living
@@ -17,9 +20,12 @@ from shardcore.nn.optimizers import prepare_steps
 from shardcore.nn.scaling import find_inf_on_all_ranks
 from shardcore.nn.slices import refuse_lost_writes
 
-__all__ = ["watch_torch"]
+__all__ = ["Change", "watch_torch"]
 
-_CHANGES = (
+#: Makes a change, and returns how it is taken back; None if there is nothing to change yet.
+Change: TypeAlias = Callable[[], Undo | None]
+
+_CHANGES: tuple[Change, ...] = (
     warn_of_partial_numbers,
     refuse_lost_writes,
     refuse_dropped_data,
@@ -29,16 +35,24 @@ _CHANGES = (
     prepare_steps,
 )
 
-#: Take back what is changed now.
-_UNDO: list[Undo] = []
+#: What is changed now, and how it is taken back.
+_UNDO: dict[Change, Undo] = {}
 
 
-def watch_torch(module: nn.Module) -> None:
-    """Let torch say or do what the DTensors of ``module`` and their optimizers lack, until no such module lives."""
-    if living.add(module, _forget) and not _UNDO:
-        _UNDO.extend(change() for change in _CHANGES)
+def watch_torch(module: nn.Module, *further: Change) -> None:
+    """Let torch say or do what the DTensors of ``module`` and their optimizers lack, until no such module lives.
+
+    Args:
+        module: a sharded model, or a parallel module that stands alone.
+        further: changes of other libraries, with the same end.
+    """
+    living.add(module, _forget)
+    for change in (*_CHANGES, *further):
+        if change not in _UNDO and (undo := change()) is not None:
+            _UNDO[change] = undo
 
 
 def _forget() -> None:
     while _UNDO:
-        _UNDO.pop()()
+        _, undo = _UNDO.popitem()
+        undo()
