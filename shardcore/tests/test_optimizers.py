@@ -188,6 +188,10 @@ UNABLE = (
     (torch.optim.Rprop, {}, "LocalParts"),
     (torch.optim.SGD, {"fused": True}, "LocalParts"),
     (torch.optim.Adagrad, {"fused": True}, "LocalParts"),
+    *(  # of a library that is not installed here
+        (type(name, (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.of"}), {}, word)
+        for name, word in {"AdamW8bit": "LocalParts", "LAMB": "WholeTensors"}.items()
+    ),
 )
 
 

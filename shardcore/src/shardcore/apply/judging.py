@@ -6,16 +6,12 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
 from shardcore.agree.presence import Presence
-from shardcore.comm.channel import wait_watched
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, host_group
 from shardcore.nn import VocabEmbedding
@@ -73,14 +69,7 @@ def follow_seeds(context: ShardContext) -> None:
         return
     # Elsewhere than on a CPU a collective of hosts, which waits for no device.
     group = context.group if context.device.type == "cpu" else host_group(ranks)
-    context.random.agree = functools.partial(_of_the_first, group, context)
-
-
-def _of_the_first(group: ProcessGroup, context: ShardContext, drawn: int) -> int:
-    """Return the seed that follows from what the first rank of ``group`` has drawn."""
-    number = torch.tensor(drawn, device="cpu")
-    wait_watched(dist.broadcast(number, group=group, group_src=0, async_op=True), context.channel)
-    return context.seed_of(int(number))
+    context.random.agree = functools.partial(context.seed_of_first, group)
 
 
 def _everyone(context: ShardContext) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.comm.channel import Channel
+from shardcore.comm.channel import Channel, wait_watched
 from shardcore.comm.data import DataTransport
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name
@@ -153,6 +153,12 @@ class ShardContext:
     def seed_of(self, seed: int) -> int:
         """Return the seed of this replica that follows from one that all ranks share."""
         return mix(seed, self.replica)
+
+    def seed_of_first(self, group: ProcessGroup, drawn: int) -> int:
+        """Return the seed that follows from what the first rank of ``group`` has drawn; each has drawn a number."""
+        number = torch.tensor(drawn, device="cpu")
+        wait_watched(dist.broadcast(number, group=group, group_src=0, async_op=True), self.channel)
+        return self.seed_of(int(number))
 
     @property
     def replica(self) -> int:

@@ -44,7 +44,7 @@ def _set(tensor: DTensor, value: Tensor) -> None:
             "wrapper and not this rank's part, which everything computes with. Nothing was changed. Set values with "
             "module.load_state_dict({name: tensor}, strict=False), which splits whole tensors, or under torch.no_grad()"
             " with parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements)); another "
-            "dtype or device with model.to(...)"
+            "dtype or device with model.to(...), or module.to(...) of the modules that are to have it, such as adapters"
         )
     _NATIVE.__set__(tensor, value)
 

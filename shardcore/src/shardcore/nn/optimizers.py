@@ -28,8 +28,12 @@ __all__ = ["STALE", "looks_at_wholes", "prepare_steps", "refuse_stale", "split_w
 
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
-#: By library and class: what of `shardcore.optimizers` to use. Rprop treats every element by itself.
+#: By library and class, or for its other classes: what of `shardcore.optimizers` to use. Rprop treats every element by
+#: itself, and so do those of bitsandbytes.
 _UNABLE = {
+    ("bitsandbytes", ""): _PARTS,
+    ("bitsandbytes", "LAMB"): _WHOLE,
+    ("bitsandbytes", "LARS"): _WHOLE,
     ("torch", "Adafactor"): _WHOLE,
     ("torch", "LBFGS"): _WHOLE,
     ("torch", "Rprop"): _PARTS,
@@ -99,7 +103,7 @@ def _wanted(optimizer: Any) -> tuple[str | None, str]:
             return _WHOLE, ""
         if name == "Muon" and any(group.get("algo") == "adamuon" for group in options):
             return _WHOLE, "(algo='adamuon')"
-    return _UNABLE.get((library, name)), ""
+    return _UNABLE.get((library, name), _UNABLE.get((library, ""))), ""
 
 
 def _name(optimizer: Any) -> tuple[str, str]:
