@@ -175,6 +175,7 @@ def test_a_checkpoint_of_another_release(tmp_path):
     shardcore.save_checkpoint(tmp_path, build("tied"), step=1)
     index = tmp_path / "step-1" / "shardcore.json"
     text = json.loads(index.read_text())
+    del text["checksums"]  # of one that is changed by hand
     text["about"]["config"]["num_hidden_layers"] = 3
     text["about"]["libraries"] = {"transformers": "9.9"}
     index.write_text(json.dumps(text))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,9 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -35,11 +32,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from shardcore._progress import Progress
+from shardcore.agree.fingerprint import checksum
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import Block, blocks_of, split_dim
 from shardcore.errors import CheckpointError
 
-__all__ = ["Part", "Reading", "Writing", "entries_of", "own_parts", "reads", "writes"]
+__all__ = ["Part", "Taken", "Writing", "entries_of", "own_parts", "reads", "writes"]
 
 
 class Part(NamedTuple):
@@ -126,6 +124,9 @@ class Writing(DefaultSavePlanner):
         parts: of this rank, as `own_parts` returns them, or copies of them.
         sizes: of the whole tensors, by name.
         progress: is told of every part.
+
+    Attributes:
+        checksums: of the parts that were handed out.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Writing(DefaultSavePlanner):
     ) -> None:
         super().__init__()
         self._parts, self._sizes, self._progress = parts, sizes, progress
+        self.checksums: dict[MetadataIndex, str] = {}
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank writes."""
@@ -146,51 +148,43 @@ class Writing(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the values of a part."""
         tensor = self._parts[write_item.index]
+        self.checksums[write_item.index] = checksum(tensor)
         self._progress.advance(tensor.nbytes)
         return tensor
 
 
-def reads(targets: Mapping[str, Tensor], metadata: Metadata) -> LoadPlan:
-    """Return what this rank reads to fill its parts of ``targets``, each of the shape and dtype that was saved.
+class Taken(NamedTuple):
+    """What this rank takes of a part that was saved.
+
+    Attributes:
+        target: where it goes: memory of this rank, of the shape of what is taken.
+        box: what is taken.
+    """
+
+    target: Tensor
+    box: tuple[slice, ...]
+
+
+def reads(targets: Mapping[str, Tensor], metadata: Metadata) -> dict[MetadataIndex, list[Taken]]:
+    """Return what this rank takes, and of which parts, to fill ``targets``, of the shapes and dtypes that were saved.
 
     Raises:
         CheckpointError: the checkpoint lacks a part of a tensor.
     """
-    items: list[ReadItem] = []
+    taken: dict[MetadataIndex, list[Taken]] = {}
     for key, target in targets.items():
         saved: Any = metadata.state_dict_metadata[key]
-        blocks = _blocks(target)
-        wanted = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in blocks]
+        blocks = {block.offsets: block for block in _blocks(target)}
+        wanted = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in blocks.values()]
         found = create_read_items_for_chunk_list(key, saved, wanted)
         if sum(math.prod(item.lengths) for item in found) != sum(math.prod(chunk.sizes) for chunk in wanted):
             raise CheckpointError(f"the checkpoint lacks a part of {key} {tuple(target.shape)}; its index is damaged")
-        items += found
-    return LoadPlan(items)
+        for item in found:
+            block = local_tensor(target).detach()[blocks[tuple(item.dest_index.offset or ())].in_local]
+            one = Taken(block[_box(item.dest_offsets, item.lengths)], _box(item.storage_offsets, item.lengths))
+            taken.setdefault(item.storage_index, []).append(one)
+    return taken
 
 
-class Reading(DefaultLoadPlanner):
-    """Puts what a storage reader has read where it belongs, in place.
-
-    Args:
-        targets: what is filled.
-        progress: is told of every part.
-    """
-
-    def __init__(self, targets: Mapping[str, Tensor], progress: Progress) -> None:
-        super().__init__()
-        self._targets, self._progress = targets, progress
-        self._places = {
-            key: {block.offsets: block.in_local for block in _blocks(target)} for key, target in targets.items()
-        }
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the memory for what is read."""
-        assert read_item.type == LoadItemType.TENSOR
-        key, at = read_item.dest_index.fqn, tuple(read_item.dest_index.offset or ())
-        box = local_tensor(self._targets[key]).detach()[self._places[key][at]]
-        ends = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return box[tuple(slice(start, start + length) for start, length in ends)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Take note of a part that was read."""
-        self._progress.advance(tensor.nbytes)
+def _box(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))

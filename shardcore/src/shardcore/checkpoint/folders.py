@@ -1,12 +1,14 @@
 """The folder of checkpoints: which are there, which of them are complete, and how a new one appears at once.
 
 A checkpoint is written into ``step-N.tmp-ID`` and renamed to ``step-N`` when every part of it is on the disk. Its
-index, `INDEX`, is written last and has the size of every file, so that one that was cut short later is noticed as well.
+index, `INDEX`, is written last and has the size of every file, so that one that was cut short later is noticed as well,
+and checksums of what is in them, which are compared when they are read.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -26,8 +28,11 @@ __all__ = [
     "INDEX",
     "Claim",
     "begin",
+    "check_index",
     "check_keep_last",
+    "checksum_of",
     "complete",
+    "damaged",
     "discard",
     "find",
     "find_any",
@@ -201,6 +206,34 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
+def check_index(path: Path, index: dict[str, Any]) -> None:
+    """Refuse an ``index`` of the checkpoint ``path`` that is not what was written.
+
+    Raises:
+        CheckpointError: it has another checksum than it says.
+    """
+    if "checksums" in index and index["checksums"].get(INDEX) != _checksum(index):
+        raise CheckpointError(damaged(path, INDEX))
+
+
+def damaged(path: Path, what: str) -> str:
+    """Say that something in the checkpoint ``path`` is not what was saved, and what to do."""
+    return (
+        f"{what} in {path} is not what was saved: it has another checksum, so the file was damaged since, or replaced. "
+        "Load another checkpoint, or a copy of this one; load_checkpoint(..., verify=False) takes it as it is."
+    )
+
+
+def checksum_of(data: bytes) -> str:
+    """Return the checksum of a file that is no part of tensors."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _checksum(index: dict[str, Any]) -> str:
+    others = {name: value for name, value in index["checksums"].items() if name != INDEX}
+    return checksum_of(json.dumps({**index, "checksums": others}).encode())
+
+
 def _entries(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of everything in ``folder`` that has the name of a checkpoint."""
     if not folder.is_dir():
@@ -244,15 +277,25 @@ def _refuse(final: Path) -> None:
         )
 
 
-def complete(staging: Path, final: Path, index: dict[str, Any]) -> None:
+def complete(staging: Path, final: Path, index: dict[str, Any], parts: dict[str, dict[str, str]]) -> None:
     """Write the ``index`` of a checkpoint of which all parts are on the disk, and give it its name.
+
+    Args:
+        staging: where the files are.
+        final: what it becomes.
+        index: what is to be known of it besides its files.
+        parts: checksums of what files of tensors hold, by their names and the place in them.
 
     Raises:
         CheckpointError: somebody else has made one of that name since, or a file cannot be seen from here.
     """
     with telling(f"completing {final}"):
-        files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
-        write_json(staging / INDEX, {**index, "format": FORMAT, "files": files})
+        paths = sorted(staging.iterdir())
+        files = {path.name: path.stat().st_size for path in paths}
+        others = {path.name: checksum_of(path.read_bytes()) for path in paths if path.name not in parts}
+        whole = {**index, "format": FORMAT, "files": files, "checksums": {**parts, **others}}
+        whole["checksums"][INDEX] = _checksum(whole)
+        write_json(staging / INDEX, whole)
         _sync(staging)
         _refuse(final)
         staging.rename(final)

@@ -15,7 +15,8 @@ from shardcore.checkpoint.folders import find, find_any
 from shardcore.checkpoint.generators import set_generators
 from shardcore.checkpoint.ranks import Ranks
 from shardcore.checkpoint.reading import Checkpoint
-from shardcore.checkpoint.saving import Saves, replica_of
+from shardcore.checkpoint.saving import Saves
+from shardcore.checkpoint.snapshot import replica_of
 from shardcore.checkpoint.state import ModelState, restored, set_values
 from shardcore.errors import CheckpointError
 from shardcore.mesh import unwrapped
@@ -47,6 +48,7 @@ def load_checkpoint(
     scheduler: Any = None,
     loader: Any = None,
     missing_ok: Literal[False] = False,
+    verify: bool = True,
 ) -> Loaded: ...
 
 
@@ -59,6 +61,7 @@ def load_checkpoint(
     scheduler: Any = None,
     loader: Any = None,
     missing_ok: bool,
+    verify: bool = True,
 ) -> Loaded | None: ...
 
 
@@ -70,6 +73,7 @@ def load_checkpoint(
     scheduler: Any = None,
     loader: Any = None,
     missing_ok: bool = False,
+    verify: bool = True,
 ) -> Loaded | None:
     """Load what `save_checkpoint` wrote, into objects that were made as they were made then.
 
@@ -86,6 +90,8 @@ def load_checkpoint(
         loader: as it was saved.
         missing_ok: a folder without a complete checkpoint, or that is not there, is none to go on from: return None.
             The first rank looks, so that all ranks do the same on a file system that shows them different things.
+        verify: compare what is read with the checksums of the checkpoint. What was damaged is an error, where False
+            takes it as it is.
 
     Returns:
         What was loaded, or None.
@@ -104,7 +110,9 @@ def load_checkpoint(
     if path is None:  # on all ranks alike
         ranks.together(lambda: None, items=lambda _: [("the argument missing_ok", str(missing_ok))])
         return None
-    restoring = ranks.together(lambda: _Restoring(Checkpoint(path), ranks, model, optimizer, scheduler, loader))
+    restoring = ranks.together(
+        lambda: _Restoring(Checkpoint(path, verify=verify), ranks, model, optimizer, scheduler, loader)
+    )
     ranks.together(restoring.place)
     ranks.together(restoring.fill, changing=True)
     ranks.together(restoring.finish, changing=True)

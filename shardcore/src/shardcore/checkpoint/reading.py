@@ -6,23 +6,26 @@ and no others. The tensors themselves are read by ``torch.load`` with ``weights_
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
+import os
 import pickle
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import EnumType
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardcore._progress import Progress
-from shardcore.checkpoint.chunks import Reading, reads
-from shardcore.checkpoint.folders import find, read_index, telling
+from shardcore.agree.fingerprint import checksum
+from shardcore.checkpoint.chunks import reads
+from shardcore.checkpoint.folders import check_index, checksum_of, damaged, find, read_index, telling
 from shardcore.checkpoint.values import decoded
 from shardcore.errors import CheckpointError
 
@@ -65,17 +68,16 @@ def _member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata: Metadata = _Unpickler(file).load()
-        except CheckpointError:
-            raise
-        except Exception as error:  # of a damaged pickle: nearly any
-            raise CheckpointError(f".metadata cannot be read: {type(error).__name__}: {error}") from error
-        _check(metadata)
-        return metadata
+def _metadata(data: bytes) -> Metadata:
+    """Return what ``.metadata`` says, of its bytes."""
+    try:
+        metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # of a damaged pickle: nearly any
+        raise CheckpointError(f".metadata cannot be read: {type(error).__name__}: {error}") from error
+    _check(metadata)
+    return metadata
 
 
 def _check(metadata: Any) -> None:
@@ -92,6 +94,29 @@ def _check(metadata: Any) -> None:
             raise CheckpointError(f".metadata names a file outside of the checkpoint: {info.relative_path}")
 
 
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
+        self._at += count
+        return count
+
+
 class Checkpoint:
     """One complete checkpoint, to be looked at or read by a single process, whatever it was written by.
 
@@ -99,6 +124,7 @@ class Checkpoint:
 
     Args:
         where: the checkpoint, or a folder of them, of which the newest complete one is taken.
+        verify: compare what is read with the checksums in the index, which one of an older release lacks.
 
     Attributes:
         path: its folder.
@@ -110,15 +136,24 @@ class Checkpoint:
         CheckpointError: it is not complete or damaged.
     """
 
-    def __init__(self, where: str | Path) -> None:
+    def __init__(self, where: str | Path, *, verify: bool = True) -> None:
         self.path = find(where)
         self.index = read_index(self.path)
+        if verify:
+            check_index(self.path, self.index)
+        self._checksums: dict[str, Any] = self.index.get("checksums", {}) if verify else {}
         self.step = int(self.index["step"])
-        self._reader = _Reader(str(self.path))
-        self.metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self.metadata, True)
+        self.metadata = _metadata(self._read(".metadata"))
         found: dict[str, Any] = self.metadata.state_dict_metadata
         self.tensors = {key: (entry.size, entry.properties.dtype) for key, entry in found.items()}
+
+    def _read(self, name: str) -> bytes:
+        """Return what a small file holds."""
+        with telling(f"reading {self.path}"):
+            data = (self.path / name).read_bytes()
+        if name in self._checksums and checksum_of(data) != self._checksums[name]:
+            raise CheckpointError(damaged(self.path, name))
+        return data
 
     def value(self, name: str) -> Any:
         """Return what was saved under ``name`` besides tensors, None if nothing was: ``"extra"``, ``"scheduler"``."""
@@ -126,10 +161,9 @@ class Checkpoint:
 
     def of_rank(self, position: int) -> dict[str, Any]:
         """Return what the rank at ``position`` saved of its own: its generators and the position of its loader."""
-        with telling(f"reading {self.path}"):
-            text = (self.path / f"rank-{position}.json").read_text(encoding="utf-8")
+        data = self._read(f"rank-{position}.json")
         try:
-            found: dict[str, Any] = decoded(json.loads(text))
+            found: dict[str, Any] = decoded(json.loads(data))
         except ValueError as error:
             raise CheckpointError(f"{self.path}/rank-{position}.json is damaged: {error}") from error
         return found
@@ -156,10 +190,52 @@ class Checkpoint:
         Raises:
             CheckpointError: a part is missing or damaged. Some of the targets may have been filled.
         """
-        plan = reads(targets, self.metadata)
-        total = sum(math.prod(item.lengths) * targets[item.dest_index.fqn].element_size() for item in plan.items)
-        with Progress(total, f"reading {self.path.name}", shown=shown) as progress, telling(f"reading {self.path}"):
-            try:
-                self._reader.read_data(plan, Reading(targets, progress)).wait()
-            except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, ValueError, KeyError, EOFError) as error:
-                raise CheckpointError(f"a part of {self.path} is damaged: {type(error).__name__}: {error}") from error
+        taken = reads(targets, self.metadata)
+        total = sum(one.target.nbytes for of_part in taken.values() for one in of_part)
+        with (
+            Progress(total, f"reading {self.path.name}", shown=shown) as progress,
+            telling(f"reading {self.path}"),
+            # A part is compared while the next one is read.
+            ThreadPoolExecutor(1) as helper,
+        ):
+            compared: Future[Any] = helper.submit(int)  # nothing yet
+            for index, part in self._parts(taken):
+                compared.result()
+                compared = helper.submit(self._compare, index, part)
+                for target, box in taken[index]:
+                    found = part[box]
+                    if (found.shape, found.dtype) != (target.shape, target.dtype):
+                        raise CheckpointError(
+                            f"a part of {self.path} is damaged: {index.fqn} is {part.dtype} {tuple(part.shape)}"
+                        )
+                    target.copy_(found)
+                    progress.advance(target.nbytes)
+            compared.result()
+
+    def _parts(self, wanted: Iterable[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Tensor]]:
+        """Read parts, file by file and in the order that they have there."""
+        places = self.metadata.storage_data
+        by_file = sorted(wanted, key=lambda index: (places[index].relative_path, places[index].offset))
+        for name, indices in itertools.groupby(by_file, key=lambda index: places[index].relative_path):
+            with (self.path / name).open("rb") as file:
+                for index in indices:
+                    yield index, self._part(file, places[index])
+
+    def _part(self, file: io.BufferedReader, place: Any) -> Tensor:
+        try:
+            piece = io.BufferedReader(_Slice(file, place.offset, place.length))
+            part = torch.load(piece, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # of a damaged pickle: nearly any
+            raise CheckpointError(f"a part of {self.path} is damaged: {type(error).__name__}: {error}") from error
+        if not isinstance(part, Tensor):
+            raise CheckpointError(f"a part of {self.path} is damaged: it is a {type(part).__name__}, and no tensor")
+        return part
+
+    def _compare(self, index: MetadataIndex, part: Tensor) -> None:
+        """Refuse a part that is not what was saved."""
+        place = self.metadata.storage_data[index]
+        expected = self._checksums.get(place.relative_path, {}).get(str(place.offset))
+        if expected is not None and checksum(part) != expected:
+            raise CheckpointError(damaged(self.path, f"{index.fqn} in {place.relative_path}"))

@@ -9,35 +9,28 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardcore._progress import Progress
-from shardcore.agree.fingerprint import checksum
 from shardcore.checkpoint import folders
 from shardcore.checkpoint.chunks import Writing, entries_of, own_parts
-from shardcore.checkpoint.describing import described
-from shardcore.checkpoint.generators import generators_of
-from shardcore.checkpoint.ranks import Item, Ranks
+from shardcore.checkpoint.ranks import Ranks
+from shardcore.checkpoint.snapshot import Snapshot
 from shardcore.checkpoint.stages import Stages
-from shardcore.checkpoint.state import ModelState, OptimizerState
-from shardcore.checkpoint.values import encoded
 from shardcore.errors import CheckpointError, ConfigError
-from shardcore.mesh import DATA_AXES, axis_name, context_of, division_of, unwrapped
+from shardcore.mesh import unwrapped
 
-__all__ = ["Saves", "replica_of", "save_checkpoint", "wait_for_checkpoint"]
+__all__ = ["Saves", "save_checkpoint", "wait_for_checkpoint"]
 
 _SAVES = "_shardcore_saves"  # on the model
 
@@ -93,9 +86,9 @@ def save_checkpoint(
     saves.wait()
     ranks = Ranks.of(model, "save_checkpoint")
 
-    def take() -> _Snapshot:
+    def take() -> Snapshot:
         _check_arguments(step, keep_last, asynchronous)
-        return _Snapshot.of(model, ranks, optimizer, scheduler, loader, extra)
+        return Snapshot.of(model, ranks, optimizer, scheduler, loader, extra)
 
     arguments = {"folder": str(folder), "step": step, "keep_last": keep_last, "asynchronous": asynchronous}
     snapshot = ranks.together(take, items=lambda taken: taken.items(arguments))
@@ -187,97 +180,6 @@ class Saves:
             raise failure
 
 
-def replica_of(model: nn.Module, ranks: Ranks) -> tuple[int, int]:
-    """Return which data-parallel replica this rank belongs to, counted from 0, and how many there are."""
-    context = context_of(model)
-    if context is None:
-        return ranks.position, len(ranks.ranks)
-    if any(axis_name(context.mesh, axis) for axis in DATA_AXES):
-        return context.replica, context.sizes.replicas
-    return ranks.position // context.mesh.size(), len(ranks.ranks) // context.mesh.size()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Snapshot:
-    """The state that is saved, as it lies on this rank.
-
-    Attributes:
-        tensors: by name.
-        aliases: further names of tied ones.
-        index: what the first rank writes besides.
-        own: what this rank writes of its own.
-        divided: other ranks of a pipeline have other tensors.
-    """
-
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str]
-    index: dict[str, Any]
-    own: dict[str, Any]
-    divided: bool
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, ranks: Ranks, optimizer: Optimizer | None, scheduler: Any, loader: Any, extra: Any
-    ) -> _Snapshot:
-        state = ModelState.of(model)
-        tensors = {f"model.{name}": tensor for name, tensor in state.tensors.items()}
-        divided = division_of(model) is not None
-        kept = None
-        if optimizer is not None:
-            held = OptimizerState.of(optimizer, model)
-            tensors |= {f"optimizer.state.{name}": tensor for name, tensor in held.tensors.items()}
-            kept = {"kinds": held.kinds, "groups": held.groups}
-        aliases = {f"model.{name}": f"model.{of}" for name, of in state.aliases.items()}
-        context = context_of(model)
-        axes = {} if context is None else dataclasses.asdict(context.sizes)
-        index = {
-            "torch": torch.__version__,
-            "about": described(model),
-            "aliases": aliases,
-            "world": len(ranks.ranks),
-            "axes": {name: size for name, size in axes.items() if size > 1},
-            "extra": encoded(extra, "extra") if ranks.is_first else None,
-            "scheduler": None if scheduler is None else encoded(_state_dict("scheduler", scheduler), "scheduler"),
-            "modules": encoded(state.values, "the state of a module"),
-            "optimizer": kept,
-        }
-        own = {
-            "replica": replica_of(model, ranks)[0],
-            "generators": encoded(generators_of(model), "the generators"),
-            "loader": None if loader is None else encoded(_state_dict("loader", loader), "loader"),
-        }
-        return cls(tensors=tensors, aliases=aliases, index=index, own=own, divided=divided)
-
-    def items(self, arguments: Mapping[str, Any]) -> Iterator[Item]:
-        """Yield what has to be equal on all ranks: of what is no DTensor one rank's is saved for all."""
-        for name, value in arguments.items():
-            yield f"the argument {name}", str(value)
-        yield "the argument optimizer", "not given" if self.index["optimizer"] is None else "given"
-        yield "the argument loader", "not given" if self.own["loader"] is None else "given"
-        yield "the state of the scheduler", json.dumps(self.index["scheduler"])
-        if (kept := self.index["optimizer"]) is not None:
-            yield "the options of the optimizer", json.dumps([kept["kinds"], *(g["options"] for g in kept["groups"])])
-        if not self.divided:
-            yield from self.items_of_tensors()
-
-    def items_of_tensors(self) -> Iterator[Item]:
-        """Yield what has to be equal on all ranks that have the same tensors."""
-        for name, tensor in self.tensors.items():
-            yield f"the tensor {name}", f"{tuple(tensor.shape)} {tensor.dtype}"
-        for name, tensor in self.tensors.items():
-            if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
-                yield f"the plain parameter {name}", checksum(tensor)
-        yield "the state of the optimizer", json.dumps(self.index["optimizer"])
-
-
-def _state_dict(name: str, holder: Any) -> Any:
-    if not callable(getattr(holder, "state_dict", None)) or not callable(getattr(holder, "load_state_dict", None)):
-        raise ConfigError(
-            f"{name}= must have state_dict() and load_state_dict(), and a {type(holder).__name__} has not; leave it out"
-        )
-    return holder.state_dict()
-
-
 class _Writer(FileSystemWriter):
     """DCP's writer, with the final name in the index instead of the folder that it writes to."""
 
@@ -296,6 +198,7 @@ class _Brought:
 
     Attributes:
         results: what it wrote.
+        checksums: of what it wrote.
         replica: its replica.
         loader: stands for the state of its loader.
         entries: what is to be known of the tensors of its stage, if it tells that.
@@ -303,10 +206,11 @@ class _Brought:
     """
 
     results: list[WriteResult]
+    checksums: dict[MetadataIndex, str]
     replica: int
     loader: str
     entries: dict[str, Any]
-    snapshot: _Snapshot
+    snapshot: Snapshot
 
 
 class _Job:
@@ -314,7 +218,7 @@ class _Job:
 
     def __init__(
         self,
-        snapshot: _Snapshot,
+        snapshot: Snapshot,
         ranks: Ranks,
         stages: Stages,
         staging: Path,
@@ -341,12 +245,13 @@ class _Job:
     def run(self, *, shown: bool) -> None:
         """Write this rank's part, and on the first rank complete the checkpoint once all have."""
         try:
-            results = self._ranks.together(lambda: self._write(shown))
+            results, checksums = self._ranks.together(lambda: self._write(shown))
             loader = hashlib.sha256(json.dumps(self._snapshot.own["loader"]).encode()).hexdigest()
             entries = entries_of(self._tensors, self._stages.first)  # refuses on every rank what cannot be described
             brought = self._ranks.gathered(
                 _Brought(
                     results=results,
+                    checksums=checksums,
                     replica=self._snapshot.own["replica"],
                     loader=loader,
                     entries=entries if self._stages.tells else {},
@@ -364,12 +269,12 @@ class _Job:
             folders.discard(self._staging)
             self._claim.give_up()
 
-    def _write(self, shown: bool) -> list[WriteResult]:
+    def _write(self, shown: bool) -> tuple[list[WriteResult], dict[MetadataIndex, str]]:
         position, first = self._ranks.position, self._ranks.is_first
         with folders.telling(f"writing to {self._staging}"):
             folders.write_json(self._staging / f"rank-{position}.json", self._snapshot.own)
             if not self._parts:
-                return []
+                return [], {}
             sizes = {key: tensor.size() for key, tensor in self._snapshot.tensors.items()}
             total = sum(part.nbytes for part in self._parts.values())
             writer = _Writer(self._staging, self.final)
@@ -379,13 +284,18 @@ class _Job:
                 plans = [SavePlan([])] * position + [planner.create_local_plan()]
                 writer.set_up_storage_writer(first)
                 plan = writer.prepare_global_plan(plans)[position]
-                return writer.write_data(plan, planner).wait()
+                return writer.write_data(plan, planner).wait(), planner.checksums
 
     def _complete(self, brought: list[_Brought]) -> None:
         entries = {key: entry for one in brought for key, entry in one.entries.items()}
         aliases = {alias: key for one in brought for alias, key in one.snapshot.aliases.items()}
         metadata = Metadata(entries, planner_data={key: tuple(key.split(".", 1)) for key in (*entries, *aliases)})
         results = [result for one in brought for result in one.results]
+        checksums: dict[str, dict[str, str]] = {}  # by file and place in it
+        for one in brought:
+            for result in one.results:
+                place = result.storage_data
+                checksums.setdefault(place.relative_path, {})[str(place.offset)] = one.checksums[result.index]
         for alias, key in aliases.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
             results += [_renamed(result, alias) for result in results if result.index.fqn == key]
@@ -395,7 +305,7 @@ class _Job:
         step = int(self.final.name.removeprefix("step-"))
         own = self._stages.merged([one.snapshot.index for one in brought])
         index = {"step": step, **own, "aliases": aliases, "replicas": replicas, "loader is shared": len(loaders) == 1}
-        folders.complete(self._staging, self.final, index)
+        folders.complete(self._staging, self.final, index, checksums)
         folders.prune(self.final, self._keep_last)
         self._claim.give_up()
 
