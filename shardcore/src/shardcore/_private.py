@@ -167,6 +167,7 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName("torch.ops.aten._local_scalar_dense.default", "seeing where they are taken", NUMBERS),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group"),
     PrivateName("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of the process group"),
+    PrivateName("torch.ops.aten._grouped_mm", "knowing what experts return before they run", LOADING),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "recording how values come about", LOADING),
     PrivateName("torch.utils._python_dispatch._disable_current_modes", "making such values", LOADING),
     PrivateName("torch.utils._pytree.tree_flatten", "finding tensors among arguments", LOADING),

@@ -262,6 +262,37 @@ def test_what_is_made_of_lengths_is_computed():
     assert torch.equal(forward(stages, call, script)[-1][1], model(**call))
 
 
+class Experts(nn.Module):
+    """Multiplies each half of the rows with a matrix of its own, as experts of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight, offs=torch.tensor([len(x) // 2, len(x)], dtype=torch.int32))
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().sum()
+
+
+def test_experts_in_a_dtype_for_which_torch_tells_no_shapes():
+    model = Mixture()
+    cut = Cut.of(model, Net.stages, 3)
+    call = {"x": torch.randn(6, 4)}
+    stages, script = stages_of(model, cut), Rehearsal(meta_copy(model), cut)(call)
+    assert torch.equal(forward(stages, call, script)[-1][1], model(**call))
+
+
 def test_a_part_that_cannot_be_rehearsed():
     class Reads(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from needs import PIPELINES
 from tiny import TinyPolicy, build
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardcore
 from shardcore.config import GradientCheckpointConfig, ShardConfig
@@ -15,6 +17,7 @@ from shardcore.mesh import Sizes
 from shardcore.planner import Call, Workload, estimate, layers, simulated_ranks
 from shardcore.planner.estimate import least
 from shardcore.planner.search import cost, meshes, ordered, search
+from shardcore.planner.simulation import Certain
 from shardcore.planner.watch import Watch
 
 WORK = Workload(batch=3, dtype="fp32", foreach=False)
@@ -171,6 +174,14 @@ def test_partly_recomputed_blocks_are_planned():
         plan(meta(), tp=2, gradient_checkpoint_config=GradientCheckpointConfig(num_ckpt_layers=n)) for n in (0, 7)
     )
     assert 7 * (none.kept - some.kept) == 4 * (none.kept - all_.kept) > 0
+
+
+def test_experts_in_a_dtype_for_which_torch_tells_no_shapes():
+    with FakeTensorMode(), Certain():
+        rows, experts = torch.empty(6, 4, requires_grad=True), torch.empty(2, 4, 8, requires_grad=True)
+        out = F.grouped_mm(rows, experts, offs=torch.empty(2, dtype=torch.int32))
+        out.sum().backward()
+    assert (out.shape, rows.grad.shape, experts.grad.shape) == ((6, 8), (6, 4), (2, 4, 8))
 
 
 def test_a_watch_sees_what_comes_and_goes():

@@ -27,7 +27,7 @@ from shardcore.pipeline.items import LossCalls, forms_of
 from shardcore.pipeline.script import NOWHERE, Crossing, Script, Value, answer, described
 from shardcore.plan.cut import Cut
 
-__all__ = ["Reached", "Rehearsal", "modules_of_parts", "names_of_parts"]
+__all__ = ["GROUPED", "Reached", "Rehearsal", "grouped", "modules_of_parts", "names_of_parts"]
 
 #: What parts answer that a stage can ask: any number but NaN, and none that norms divide by zero for.
 _SOMETHING = 0.5
@@ -284,6 +284,8 @@ class _OnMeta(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default:
             # Nobody knows there which entries are not zero: none are, so that no expert has a token.
             return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
+        if func is GROUPED:
+            return grouped(*_on_meta(args), **_on_meta(kwargs))
         if func.overloadpacket.__name__.endswith("_") and not _any_on_meta(args[0]):
             raise NotImplementedError(f"{func} would write what is not known into a tensor that is not on meta")
         if func.overloadpacket in _INDEXED and not _any_on_meta(args[1]):  # the indices tell how many they choose
@@ -292,6 +294,18 @@ class _OnMeta(TorchDispatchMode):
 
 
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+#: What experts multiply with, of which torch tells shapes in bfloat16 alone.
+GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return a tensor without values, of the shape of what `GROUPED` returns."""
+    if offs is None or (a.dim(), b.dim()) == (3, 3):
+        return a.new_empty((*a.shape[:-1], b.shape[-1]))
+    groups = (len(offs),) if (a.dim(), b.dim()) == (2, 2) else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
 def names_of_parts(model: nn.Module, cut: Cut) -> dict[str, str]:

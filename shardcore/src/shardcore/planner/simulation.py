@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.errors import ConfigError
+from shardcore.pipeline.rehearsal import GROUPED, grouped
 
 __all__ = ["Certain", "simulated_ranks"]
 
@@ -50,6 +51,8 @@ class Certain(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKED:
             return torch.tensor(_ASKED[func])
+        if func is GROUPED:
+            return grouped(*args, **(kwargs or {}))
         drawn = _DRAWN.get(func.overloadpacket)
         if drawn is not None and [] in args:
             return torch.tensor(drawn)
