@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.dtensor_params import held, read_local
@@ -32,6 +33,9 @@ class Cut(NamedTuple):
     segments: int = 1
 
 
+_LINE = 16  # bytes, of which torch's grouped products want rows to be a multiple
+
+
 class Slices(Replicated):
     """A native module that runs its own forward on this rank's parts of its parameters.
 
@@ -45,6 +49,8 @@ class Slices(Replicated):
 
     option_names: ClassVar[frozenset[str]] = frozenset({"cuts"})
     holds_parts: ClassVar[bool] = True
+
+    _slices_cuts: Mapping[str, Cut]
 
     @classmethod
     @override
@@ -95,6 +101,7 @@ class Slices(Replicated):
             install()
         new = super().swap_class(module, context)
         # Products and lookups of rows make the gradients of matrices; that of a bias may be what others hold too.
+        new.__dict__["_slices_cuts"] = {cut.parameter: cut for cut in cuts}
         new._fresh = all(p.ndim > 1 for p in new._parameters.values() if p is not None)
         return new
 
@@ -103,10 +110,28 @@ class Slices(Replicated):
         shared = {name: p for name, p in own.items() if p is not None}
         for parameter in shared.values():
             held(parameter)
-        parts = read_local(*shared.values(), fresh=fresh)
-        return {**own, **dict(zip(shared, parts, strict=True))}
+        parts = dict(zip(shared, read_local(*shared.values(), fresh=fresh), strict=True))
+        if self._multiplies_grouped():
+            parts = {name: _padded(part, self._slices_cuts[name]) for name, part in parts.items()}
+        return {**own, **parts}
+
+    def _multiplies_grouped(self) -> bool:
+        """Tell whether experts of transformers run as torch's grouped products; who asks for that may do so later."""
+        return getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"
 
     def extra_repr(self) -> str:
         """Describe the parts."""
         parts = ", ".join(f"{n} {tuple(p.shape)}" for n, p in self._parameters.items() if p is not None)
         return f"{parts}, tp={self._shard_context.size}"
+
+
+def _padded(part: Tensor, cut: Cut) -> Tensor:
+    """Return ``part`` with zeros after each segment of the dim that is cut, up to a whole number of `_LINE`.
+
+    What experts make of them is zero, and the rows that follow take nothing of it.
+    """
+    missing = -(part.size(cut.dim) // cut.segments) % (_LINE // part.element_size())
+    if not missing:
+        return part
+    segments = part.unflatten(cut.dim, (cut.segments, -1))
+    return F.pad(segments, (0, 0) * (part.ndim - 1 - cut.dim) + (0, missing)).flatten(cut.dim, cut.dim + 1)

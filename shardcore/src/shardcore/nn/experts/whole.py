@@ -53,7 +53,6 @@ class WholeExperts(Slices):
     #: The first of this rank's experts, and how many a rank has.
     _experts_first: int
     _experts_each: int
-    _experts_cuts: tuple[Cut, ...]
 
     @classmethod
     @override
@@ -97,16 +96,13 @@ class WholeExperts(Slices):
         count, axis = _experts_of(module), context.axis("ep")
         first, stop = chunk_bounds(count, spread, axis.rank)
         new = super().swap_class(module, context, cuts=cuts)
-        new.__dict__.update(
-            _experts_channel=axis.channel, _experts_first=first, _experts_each=-(-count // spread), _experts_cuts=cuts
-        )
+        new.__dict__.update(_experts_channel=axis.channel, _experts_first=first, _experts_each=-(-count // spread))
         new.__dict__[_COUNT] = stop - first  # the native forward counts with it
         return new
 
     def dim_of_data(self, parameter: str) -> int:
         """Return the dim along which data parallelism divides a parameter: the one that is split over no other axis."""
-        dims = {cut.parameter: cut.dim for cut in self._experts_cuts}
-        return next(dim for dim in (1, 2) if dim != dims[parameter])
+        return next(dim for dim in (1, 2) if dim != self._slices_cuts[parameter].dim)
 
     # How many tokens travel is known when they do: no graph holds it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
