@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import shardcore
 from shard_mistral.cases import build, inputs
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 from shardcore.testing.subject import checkpointing
@@ -79,6 +80,24 @@ def grouped(dtype, inner):
 def test_grouped_products(pool, dtype, inner):
     """Also where the rows of a slice are no multiple of 16 bytes, as those of all experts are."""
     pool.run(grouped, dtype, inner)
+
+
+def balanced_in_a_pipeline():
+    model = shardcore.shard(build("MixtralForCausalLM", **BALANCED).double(), pp=2, num_microbatches=1)
+    batch = inputs(model, 0)
+    with pytest.raises(NotSupportedError, match="pipeline_parallel_size=1"):
+        model.train_step({**batch, "output_router_logits": True})
+    model.train_step(batch)
+    model.config.output_router_logits = True  # each stage would add the balancing loss of its own blocks
+    for step in (model.train_step, model.eval_step):
+        with pytest.raises(NotSupportedError, match="pipeline_parallel_size=1"):
+            step(batch)
+    model.config.output_router_logits = False
+    model.train_step(batch)
+
+
+def test_the_balancing_loss_of_a_pipeline_is_refused(pool):
+    pool.run(balanced_in_a_pipeline)
 
 
 def replicas(fields, shape):

@@ -81,7 +81,12 @@ class Pipeline:
         self._size = config.microbatch_size
         self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
         self._of = self._plan.ranks(len(cut), self.ranks.size)
-        self.rehearsal = Rehearsal(meta_copy(model, dtype), cut, self._device, dtype)
+        copy = meta_copy(model, dtype)
+        self._configs = {}  # by identity
+        for module, other in zip(model.modules(), copy.modules(), strict=True):
+            if "config" in module.__dict__:  # what is set there later is rehearsed too
+                other.__dict__["config"] = self._configs[id(module.config)] = module.config
+        self.rehearsal = Rehearsal(copy, cut, self._device, dtype)
         self.shared = shared_parameters(model, cut, self._of)
         set_division(model, _division(model, self.ranks.rank))
         # The context defers them for the sake of the schedule, not of the user.
@@ -219,7 +224,7 @@ class Pipeline:
             parts = micro_batches(given, number=1 if whole else self._number, size=None if whole else self._size)
             of = loss or own_loss
             made = None if whole else of
-            prefix = f"{self.model.training} {named(made)}"
+            prefix = f"{self.model.training} {named(made)} {self._settings()}"
             runs = runs_of(parts, lambda key, alike: self._script(key, alike, made), prefix)
             shares = [1.0] if whole else self._shares(parts, runs, weight)
             feed = [Fed(arguments=p, share=s, run=run) for p, s, run in zip(parts, shares, runs, strict=True)]
@@ -238,6 +243,11 @@ class Pipeline:
         assert self._step is not None  # for the type: without a failure there is one
         self._step.seed = self._context.seed_of(number)
         return self._step
+
+    def _settings(self) -> list[Any]:
+        """Return what the configuration says now, of which a forward may do something else."""
+        values = (value for config in self._configs.values() for value in vars(config).values())
+        return [value for value in values if isinstance(value, bool | int | float | str | None)]
 
     def _script(self, key: str, alike: Sequence[Mapping[str, Any]], loss: Loss | None) -> Script:
         """Return the script of micro-batches of one form; its rehearsal needs one that has labels which count."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from typing_extensions import override
 
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.errors import NotSupportedError
+from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
 from shardcore.pipeline.items import LossCalls, forms_of
 from shardcore.pipeline.script import NOWHERE, Crossing, Script, Value, answer, described
@@ -75,14 +75,24 @@ class Rehearsal:
         self._model.train(training)
         first = _Answering(self, self._device)
         with LossCalls(arguments) as inside:
-            whole = self._run(first, arguments, held=lambda name: True)
+            try:
+                whole = self._run(first, arguments, held=lambda name: True)
+            except (NotImplementedError, RuntimeError) as error:
+                if isinstance(error, ShardcoreError) or "meta" not in str(error):
+                    raise  # of what the model is called with
+                raise self._inside(error) from error
         answers = {name: tuple(trees) for name, trees in first.answers.items()}
         self._check_order(first.blocks)
         crossings: list[Crossing] = []
         missing: tuple[int, ...] = ()
         for stage in range(len(self._cut)):
             passing = _Passing(self, answers, stage)
-            out = self._run(passing, arguments, held=functools.partial(self._holds, stage))
+            try:
+                out = self._run(passing, arguments, held=functools.partial(self._holds, stage))
+            except ShardcoreError:
+                raise
+            except Exception as error:  # where all parts are there it ran
+                raise self._inside(error) from error
             if stage:
                 if passing.crossing is None:
                     raise NotSupportedError(
@@ -104,6 +114,8 @@ class Rehearsal:
             return Script(answers=answers, crossings=tuple(crossings), missing=missing)
         with LossCalls(arguments) as outside:
             value = loss(whole)
+        if local_tensor(value).is_meta:
+            raise self._inside("the loss is made of it")
         forms = forms_of(whole, value, inside.calls, outside.calls, arguments)
         return Script(answers=answers, crossings=tuple(crossings), missing=missing, loss=Value.of(value), forms=forms)
 
@@ -138,6 +150,13 @@ class Rehearsal:
         if self._dtype is None:
             return tree
         return tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, tree)
+
+    def _inside(self, error: Exception | str) -> NotSupportedError:
+        return NotSupportedError(
+            f"{type(self._model).__name__} computes with what is inside of blocks, of which each stage has its own, "
+            f"such as the logits of routers for a balancing loss ({error}); leave it out (output_router_logits=False), "
+            "or use pipeline_parallel_size=1"
+        )
 
     def _check_order(self, calls: Sequence[str]) -> None:
         """A stage ends at the first call of the next one's first block: its own blocks may not be called after that.
