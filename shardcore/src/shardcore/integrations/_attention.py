@@ -59,6 +59,13 @@ def choose_flash_attention(model: PreTrainedModel, device_type: str, *, asked: b
         raise NotSupportedError(f"transformers has none for {type(model).__name__} (it stays at {current!r})")
     if device_type != "cuda":
         raise NotSupportedError(f"the flash-attn package runs on CUDA, and this is {device_type!r}")
+    if fixed := _fixed(model):
+        if not current.startswith("flash_attention"):
+            raise NotSupportedError(
+                f"transformers chooses the attention of a {fixed} when it is made, and this one has {current!r} (make "
+                "or load it with attn_implementation='flash_attention_2')"
+            )
+        return ChooseAttention(path="", implementation=current)
     version = _installed()
     if version is None:
         raise NotSupportedError("the flash-attn package is not installed (pip install flash-attn)")
@@ -72,6 +79,12 @@ def choose_flash_attention(model: PreTrainedModel, device_type: str, *, asked: b
     if not asked and current == "eager":
         raise NotSupportedError("eager attention was chosen, which alone can return attention weights")
     return ChooseAttention(path="", implementation=version)
+
+
+def _fixed(model: PreTrainedModel) -> str | None:
+    """Return the class of a model in ``model``, or its own, that stays at the attention it was made with, or None."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next((type(each).__name__ for each in models if not each._can_set_attn_implementation()), None)
 
 
 def _installed() -> str | None:

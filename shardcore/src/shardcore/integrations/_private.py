@@ -67,6 +67,7 @@ TRANSFORMERS: tuple[PrivateName, ...] = (
     PrivateName("transformers.PretrainedConfig._attn_implementation", "the attention in use", "flash attention"),
     PrivateName("transformers.PretrainedConfig._experts_implementation", "how experts compute", "testing", since="5"),
     PrivateName(f"{_MODEL}._supports_sdpa", "the attention that a model has by itself", "drafts"),
+    PrivateName(f"{_MODEL}._can_set_attn_implementation", "whether it can be set at all", "flash attention"),
     PrivateName(f"{_MODEL}._supports_flash_attn", "whether a model has flash attention", "flash attention"),
     PrivateName(
         f"{_MODEL}._gradient_checkpointing_func",
