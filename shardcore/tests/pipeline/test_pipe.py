@@ -335,6 +335,26 @@ def test_an_optimizer_keeps_its_groups(pool, options):
     pool.run(repointed, options, world=2)
 
 
+def loads() -> None:
+    reference, pipe = build(1, layers=LAYERS), pipeline(build(layers=LAYERS))
+    state = reference.state_dict()
+    for model, part in ((pipe, ""), (pipe.model, "model.")):
+        model.load_state_dict({n.removeprefix(part): t for n, t in state.items() if n.startswith(part)})
+        for name, parameter in pipe.named_parameters():
+            assert torch.equal(parameter, state[name]) or not name.startswith(part)
+            nn.init.zeros_(parameter)
+    assert pipe.load_state_dict(pipe.state_dict()).missing_keys == []  # a file for each rank
+    lacking = [{n: t for n, t in state.items() if n != left} for left in ("model.layers.0.norm1.weight", "head.weight")]
+    for wrong in ({**state, "more": torch.zeros(1)}, *lacking):
+        with pytest.raises(RuntimeError, match=r"(Unexpected|Missing) key\(s\) in state_dict: \"[\w.]+\"\. *$"):
+            pipe.load_state_dict(wrong)
+    assert pipe.load_state_dict({**state, "more": torch.zeros(1)}, strict=False).unexpected_keys == ["more"]
+
+
+def test_a_whole_state_is_loaded(pool):
+    pool.run(loads)
+
+
 def mixed(axes: dict[str, Any]) -> None:
     """Under mixed precision a pipeline computes what the model with replicas alone does, in the same micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

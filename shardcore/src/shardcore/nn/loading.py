@@ -18,6 +18,7 @@ from shardcore._torch import DTensorSpec
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import part_of, split_dim
 from shardcore.errors import WrapError
+from shardcore.mesh import division_of
 
 __all__ = ["take_full_tensors"]
 
@@ -63,6 +64,8 @@ class _TakeFull:
                 if isinstance(part, FSDPModule):
                     part.reshard()
             _refuse_others_parts(module, state, prefix)
+            if root is not None:
+                _leave_to_others(root, module, state, prefix, missing)
         for name, own in (*module._parameters.items(), *module._buffers.items()):
             given = state.get(prefix + name)
             if isinstance(own, DTensor) and isinstance(given, Tensor) and given.shape == own.shape:
@@ -101,6 +104,22 @@ def _refuse_others_parts(module: nn.Module, state: Mapping[str, Any], prefix: st
                 "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), called on every rank, "
                 "or with model.save_pretrained(folder); or write one file for each rank."
             )
+
+
+def _leave_to_others(
+    root: nn.Module, module: nn.Module, state: dict[str, Any], prefix: str, missing: list[str]
+) -> None:
+    """Take from ``state`` what other ranks of a pipeline hold of ``module``; of a whole state, note what it lacks."""
+    division = division_of(root)
+    if division is None:
+        return
+    path = next(f"{name}." if name else "" for name, part in root.named_modules() if part is module)
+    whole = {prefix + name.removeprefix(path) for name in division.names if name.startswith(path)}
+    others = whole - module.state_dict(prefix=prefix, keep_vars=True).keys()
+    if others & state.keys():
+        missing += sorted(others - state.keys())
+    for name in others:
+        state.pop(name, None)
 
 
 def _same_part(given: DTensorSpec, own: DTensorSpec) -> bool:
