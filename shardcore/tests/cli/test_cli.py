@@ -185,6 +185,20 @@ def test_settings_reach_the_plan(site):
         assert words in result.output
 
 
+def test_what_a_user_names_is_also_looked_for_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "cli_models_here.py").write_text(f"{MODEL}\ndef example():\n    return 3, {{}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    before = list(sys.path)
+    run("explain", "LlamaForNothing")
+    assert sys.path == before  # which is no module's name
+    assert "no installed pack serves cli_models_here.Other" in run("explain", "cli_models_here.Other").output
+    sys.path[:] = before
+    drafted = run("new-pack", "shard-here", "--example", "cli_models_here:example")
+    assert "cli_models_here:example returned a int and a dict; wanted a model" in drafted.output
+    del sys.modules["cli_models_here"]
+
+
 def test_differences_name_places():
     before = {"steps": [{"path": "a", "target": "x"}], "gone": 1}
     after = {"steps": [{"path": "a", "target": "y"}], "new": 2}

@@ -343,7 +343,7 @@ def new_pack(name: str, model: str | None, example: str | None, into: Path) -> N
 
     \b
     Example:
-      shardcore new-pack shard-stablelm \
+      shardcore new-pack shard-stablelm \\
         --model transformers.models.stablelm.modeling_stablelm.StableLmForCausalLM
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore.integrations.models import meta_model
+from shardcore.integrations.models import meta_model, named_module
 from shardcore.integrations.small import small_model
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.scaffold import Draft, Example, write_pack
@@ -71,7 +70,7 @@ def unseen(whole: nn.Module, small: nn.Module) -> list[str]:
 def _given(source: str) -> Example:
     module, _, name = source.partition(":")
     try:
-        function = getattr(attempt(lambda: importlib.import_module(module), module), name)
+        function = getattr(named_module(module), name)
         model, inputs = attempt(function, source)
     except Exception as error:
         raise ConfigError(

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from shardcore.errors import ConfigError
 from shardcore.plugins.isolation import attempt, in_one_line
 
-__all__ = ["meta_model"]
+__all__ = ["meta_model", "named_module"]
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -68,6 +69,25 @@ def meta_model(source: str) -> nn.Module:
             "config.json that fits the class, or a class that needs no arguments"
         ) from error
     return model
+
+
+def named_module(name: str) -> ModuleType:
+    """Import a module that the user named, also from the current folder, as ``python -m`` does.
+
+    A name of the user's makes that folder one to import from, a file does not: what lies beside a checkpoint must not
+    stand for a library.
+
+    Raises:
+        Exception: whatever the module raises.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, here)
+    return _imported(name)
+
+
+def _imported(name: str) -> ModuleType:
+    return attempt(lambda: importlib.import_module(name), name)
 
 
 def _from_file(path: Path) -> tuple[Any, Any]:
@@ -170,7 +190,7 @@ def _class(name: str) -> Any:
     given, _, short = name.rpartition(".")
     module = given or "transformers"
     try:
-        found = getattr(attempt(lambda: importlib.import_module(module), module), short)
+        found = getattr(named_module(given) if given else _imported(module), short)
     except Exception as error:
         where = f"module {given!r}" if given else "transformers"
         known = isinstance(error, AttributeError)  # the module is there: nothing more is to be said of it
