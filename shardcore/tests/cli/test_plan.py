@@ -10,24 +10,26 @@ from click.testing import CliRunner
 from terminals import at_a_terminal, plain
 
 from shardcore.cli import main, plan
-from shardcore.cli.app import _SCHEDULES
+from shardcore.cli.advice import advice
+from shardcore.cli.app import _OPTIMIZERS, _SCHEDULES
 from shardcore.cli.bars import picture
 from shardcore.cli.plan import bytes_of
 from shardcore.cli.tables import in_words
-from shardcore.config import ShardConfig
+from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.config.pipelining import SCHEDULE_NAMES
 from shardcore.errors import ConfigError
-from shardcore.planner import Workload
+from shardcore.planner import Estimate, Workload
+from shardcore.planner.workload import OPTIMIZERS
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), ("1.5KiB", 1536), ("7", 7), ("2MB", 2 * 10**6)]
+    ("text", "count"), [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), ("1.5KiB", 1536), ("7B", 7), ("2MB", 2 * 10**6)]
 )
 def test_amounts_of_memory(text, count):
     assert bytes_of(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "many", "80 Gigs", "-1GiB", "80gib"])
+@pytest.mark.parametrize("text", ["", "many", "80", "80 Gigs", "-1GiB", "80gib"])
 def test_what_is_no_amount_of_memory(text):
     with pytest.raises(ConfigError, match="80GiB"):
         bytes_of(text)
@@ -107,8 +109,9 @@ def test_errors_are_messages():
         assert "error:" in result.output
 
 
-def test_the_schedules_are_those_of_the_configuration():
+def test_the_choices_are_those_of_the_configuration_and_the_planner():
     assert _SCHEDULES == SCHEDULE_NAMES
+    assert tuple(OPTIMIZERS) == _OPTIMIZERS
 
 
 def _saved(folder, config, architecture):
@@ -152,6 +155,35 @@ def test_a_step_that_does_not_fit(small):
     result = run(small, "--tp", "2", "--seq", "16", "--memory", "1KiB")
     assert result.exit_code == 1
     assert "does not fit into 1.0 KiB" in result.output
+    assert "temporaries of the optimizer\t\t47.3 KiB\n" in result.output
+    assert result.output.endswith("to make it fit, try --optimizer adamw-fused or more ranks (--tp, --dp, --pp)\n")
+
+
+RECOMPUTED = GradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "work", "fields", "said"),
+    [
+        ("backward", {"batch": 4}, {"tp": 2}, "--sp, --checkpointing, a smaller --batch or more"),
+        ("backward", {}, {"tp": 2, "gradient_checkpoint_config": RECOMPUTED}, "--sp or more"),
+        ("forward", {"optimizer": "none"}, {"tp": 1}, "more"),
+        ("optimizer", {"batch": 4}, {"tp": 2}, "--optimizer adamw-fused or more"),
+        ("optimizer", {"optimizer": "adamw-fused"}, {"tp": 2}, "more"),
+    ],
+)
+def test_what_may_help_was_not_asked_for_and_takes_from_the_peak(phase, work, fields, said):
+    estimate = Estimate(
+        config=ShardConfig.of(**fields),
+        workload=Workload(**work),
+        held={},
+        kept=0,
+        peak=1,
+        peak_phase=phase,
+        at_peak={"temporaries": 1},
+        traffic=(),
+    )
+    assert advice([plan.alone(estimate)], "more") == said
 
 
 def test_a_search(small):

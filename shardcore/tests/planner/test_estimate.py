@@ -103,6 +103,14 @@ def test_what_each_optimizer_holds():
     assert {t.phase for t in alone.traffic} == {"forward"}
 
 
+def test_temporaries_are_those_of_optimizers_that_step_all_parameters_at_once():
+    found = {name: plan(meta(3), Workload(batch=1, optimizer=name), tp=2) for name in ("adamw", "adamw-fused")}
+    assert found["adamw"].peak_phase == "optimizer"
+    assert found["adamw"].at_peak["temporaries"] == found["adamw"].held["parameters"]
+    assert found["adamw-fused"].held == found["adamw"].held
+    assert found["adamw-fused"].peak_phase == "backward"
+
+
 def test_the_least_is_what_is_held_in_the_dtype_of_the_workload():
     work = Workload(dtype="bf16", optimizer="sgd")
     config = ShardConfig.of(tp=2)

@@ -24,14 +24,15 @@ plan that does not fit, differing plans); 2 the command line was not understood.
 """
 
 _MAX_TP_HELP = "With --search: the most tensor-parallel ranks, such as those of one host."
-#: Those of `shardcore.config.pipelining`, which would import torch.
+#: Those of `shardcore.config.pipelining` and of `shardcore.planner.workload`, which would import torch.
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+_OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "sgd-momentum", "none")
 
 _HTML_HELP = "Draw the mesh, the cuts and the memory of each rank into one file for a browser."
 _BATCH_HELP = "Samples of each replica [default: 1; of a pipeline 1 in each micro-batch]."
 _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each rank of the pipeline]."
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
-_DEVICE_HELP = "Device the optimizer runs on; on cuda it updates all parameters in one call."
+_DEVICE_HELP = "Device the optimizer runs on; on cuda all but a fused one update all parameters in one call."
 
 
 class _Group(click.Group):
@@ -183,7 +184,7 @@ def explain(
     "--optimizer",
     default="adamw",
     show_default=True,
-    type=click.Choice(["adamw", "sgd", "sgd-momentum", "adafactor", "none"]),
+    type=click.Choice(_OPTIMIZERS),
     help="What steps the parameters; none is inference.",
 )
 @click.option("--master-weights", is_flag=True, help="The optimizer keeps parameters and its state in float32.")
@@ -192,7 +193,7 @@ def explain(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]), help=_DEVICE_HELP)
-@click.option("--memory", metavar="SIZE", help="What a rank has, such as 80GiB.")
+@click.option("--memory", metavar="SIZE", help="What a rank has, with its unit: 80GiB, 80GB.")
 @click.option("--search", is_flag=True, help=_SEARCH_HELP)
 @click.option("--ranks", type=click.IntRange(1), help="With --search: all ranks.")
 @click.option("--max-tp", default=8, show_default=True, type=click.IntRange(1), help=_MAX_TP_HELP)

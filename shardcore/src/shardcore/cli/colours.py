@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["KINDS_OF_MEMORY", "KINDS_OF_WORK", "STYLE"]
 
 #: Of `shardcore.planner.KINDS`, in their order.
-KINDS_OF_MEMORY = ("#2f6fa8", "#67b0de", "#8fcbbd", "#f4a259")
+KINDS_OF_MEMORY = ("#2f6fa8", "#67b0de", "#8fcbbd", "#c9a0dc", "#f4a259")
 
 #: What a rank of a pipeline does: a forward, a backward, and its halves.
 KINDS_OF_WORK = {"F": "#67b0de", "B": "#f4a259", "I": "#f4a259", "W": "#8fcbbd"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from shardcore.cli.advice import advice
 from shardcore.cli.bars import Bar, picture
 from shardcore.cli.explain import parse_settings
 from shardcore.cli.pipelines import pipeline_to_json, show_pipeline, traffic_to_json
@@ -41,8 +42,9 @@ __all__ = [
     "search",
 ]
 
-_UNITS = {"": 1, "B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)}}
+_UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+_NAMES = {"temporaries": "temporaries of the optimizer"}
 _LONGEST = 40  # signs of a path in a title
 
 
@@ -52,7 +54,7 @@ def bytes_of(text: str) -> int:
     Raises:
         ConfigError: it is none.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text)
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is no amount of memory; wanted a number and a unit: 80GiB, 80GB, 500MiB")
     return int(float(match[1]) * _UNITS[match[2]])
@@ -120,22 +122,28 @@ def show(model: str, found: Estimate, memory: int | None) -> None:
     """Print an estimate as tables."""
     say(headline(model, found))
     held = {**found.held, "activations": found.kept}
-    rows = [(kind, in_words(held[kind]), in_words(found.at_peak[kind])) for kind in KINDS]
+    rows = [
+        (_NAMES.get(kind, kind), in_words(held[kind]) if kind in held else "", in_words(found.at_peak[kind]))
+        for kind in KINDS
+    ]
     show_table(
         "memory of the rank that holds most",
         ("memory", "held", f"at the peak ({found.peak_phase})"),
         [*rows, ("all", "", in_words(found.peak))],
     )
     click.echo()
-    columns = ("phase", "operation", "axis", "ranks", "count", "bytes", "sent by each rank")
-    show_table("collectives of a step", columns, _sent(found))
-    click.echo()
+    if found.traffic:
+        columns = ("phase", "operation", "axis", "ranks", "count", "bytes", "sent by each rank")
+        show_table("collectives of a step", columns, _sent(found))
+        click.echo()
     if found.pipeline is not None:
         show_pipeline(found.pipeline)
         click.echo()
     peak, *rest = _summary(found, memory)
     say(peak, "" if memory is None else "yes" if found.fits(memory) else "no")
     say("\n".join(rest))
+    if found.fits(memory) is False:
+        say(f"to make it fit, try {advice([alone(found)], 'more ranks (--tp, --dp, --pp)')}")
 
 
 def mesh_in_words(sizes: Sizes) -> str:
@@ -205,8 +213,7 @@ def show_search(model: str, found: Sequence[Found], memory: int | None) -> None:
         if f.estimate is None:
             say(f"{mesh_in_words(f.sizes)}: {f.problem}")
     if not any(fits(f, memory) for f in found):
-        advice = "try --sp, --checkpointing, a smaller --batch, more --ranks, or --optimizer adafactor"
-        say(f"\nno mesh fits: {advice}", "no", err=True)
+        say(f"\nno mesh fits: try {advice(found, 'more --ranks')}", "no", err=True)
 
 
 def _mesh_row(found: Found, estimate: Estimate, memory: int | None) -> tuple[str, ...]:

@@ -131,8 +131,8 @@ class Estimate:
         kept: bytes that the forward keeps for the backward (of inference: that are left at its end).
         peak: the most bytes at once.
         peak_phase: when that is.
-        at_peak: the bytes of that moment by `KINDS`; activations are all the rest, gathered weights and temporary
-            tensors too.
+        at_peak: the bytes of that moment by `KINDS`; temporaries are those of the optimizer's step, and activations all
+            the rest, gathered weights too.
         traffic: the collectives.
         pipeline: of a pipeline, what each of its ranks takes; ``kept`` is then what is in flight at most.
     """

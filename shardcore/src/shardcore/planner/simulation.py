@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,11 +31,13 @@ def simulated_ranks(count: int, rank: int = 0) -> Iterator[None]:
             f"{count} ranks cannot be simulated in a process that has a process group of {dist.get_world_size()}; plan "
             "in a process of its own, or by the command: shardcore plan MODEL"
         )
+    hook = sys.excepthook  # to which torch adds the rank, once for each group
     dist.init_process_group("fake", rank=rank, world_size=count)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 class Certain(TorchDispatchMode):

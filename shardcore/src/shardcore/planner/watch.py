@@ -18,7 +18,7 @@ from shardcore._torch import FakeTensor
 __all__ = ["KINDS", "OPERATIONS", "Watch", "local", "nbytes"]
 
 #: What memory is taken by, from what stays to what comes and goes.
-KINDS = ("parameters", "gradients", "optimizer", "activations")
+KINDS = ("parameters", "gradients", "optimizer", "temporaries", "activations")
 
 #: By the names of c10d and of functional collectives. On the CPU `shardcore.comm.channel` sends a reduce-scatter as an
 #: all-to-all of equal pieces; of an exchange, the pieces have sizes.
@@ -41,8 +41,9 @@ class Watch(TorchDispatchMode):
     """Notes the memory that tensors take while it is active, and the collectives that run.
 
     The memory is that of all storages which an operation has seen and which are still alive, after each operation;
-    what a kernel takes and gives back inside is not seen. Kinds are ``parameters``, ``gradients``, ``optimizer`` and
-    ``activations``, which is all the rest: what the forward keeps, gathered weights, temporaries, buffers, inputs.
+    what a kernel takes and gives back inside is not seen. Kinds are ``parameters``, ``gradients``, ``optimizer`` (its
+    state), ``temporaries``, which the step of the optimizer makes, and ``activations``, which is all the rest: what the
+    forward keeps, gathered weights, buffers, inputs.
 
     Args:
         fake: count fake tensors of this mode alone (what DTensor computes shapes with is of another); None counts
@@ -114,6 +115,8 @@ class Watch(TorchDispatchMode):
         key = id(storage)
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+            if self.phase == "optimizer":
+                self._kinds[key] = "temporaries"
         self._measure(key, storage)
 
     def _measure(self, key: int, storage: torch.UntypedStorage) -> int:

@@ -22,9 +22,9 @@ _MOMENTUM = 0.9
 #: What makes each optimizer, from parameters and ``foreach``; None for inference.
 OPTIMIZERS: dict[str, Make | None] = {
     "adamw": lambda parameters, **options: torch.optim.AdamW(parameters, lr=1e-4, **options),
+    "adamw-fused": lambda parameters, foreach: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "sgd": lambda parameters, **options: torch.optim.SGD(parameters, lr=1e-4, **options),
     "sgd-momentum": lambda parameters, **options: torch.optim.SGD(parameters, lr=1e-4, momentum=_MOMENTUM, **options),
-    "adafactor": lambda parameters, **options: torch.optim.Adafactor(parameters, lr=1e-4, **options),
     "none": None,
 }
 
@@ -40,7 +40,8 @@ class Workload:
         optimizer: a key of `OPTIMIZERS`; ``"none"`` is inference, a forward without gradients.
         master_weights: the optimizer has a copy of this rank's parameters in float32, and its state is in float32 too.
         foreach: the optimizer steps all parameters together, as torch does by default on CUDA: faster, with temporary
-            tensors as large as all parameters of the rank. False: one after the other, as on the CPU.
+            tensors as large as all parameters of the rank. False: one after the other, as on the CPU. A fused optimizer
+            does neither.
 
     Raises:
         ConfigError: a value is none of these.
@@ -78,7 +79,7 @@ class Workload:
 
 
 #: How often each optimizer keeps something of the size of the parameters.
-_MOMENTS = {"adamw": 2, "sgd": 0, "sgd-momentum": 1, "adafactor": 0, "none": 0}
+_MOMENTS = {"adamw": 2, "adamw-fused": 2, "sgd": 0, "sgd-momentum": 1, "none": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
