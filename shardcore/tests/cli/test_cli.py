@@ -10,7 +10,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from shardcore.cli import main
+from shardcore.cli import explain, main, plan
 from shardcore.cli.explain import difference
 from shardcore.plugins.registry import GROUP, default_registry
 
@@ -197,6 +197,18 @@ def test_what_a_user_names_is_also_looked_for_in_the_current_folder(tmp_path, mo
     drafted = run("new-pack", "shard-here", "--example", "cli_models_here:example")
     assert "cli_models_here:example returned a int and a dict; wanted a model" in drafted.output
     del sys.modules["cli_models_here"]
+
+
+def test_a_policy_is_drafted_on_request(site, monkeypatch):
+    asked = []
+    net_policy = importlib.import_module("shard_net.policy").NetPolicy
+    drafted = type("Drafted", (net_policy,), {})
+    for command in (explain, plan):
+        monkeypatch.setattr(command, "inferred", lambda *how: asked.append(how[1:]) or drafted)
+    result = run("explain", "cli_models.Net", "--tp", "2", "--policy", "infer")
+    assert ".Drafted, tp 2" in result.output
+    assert "it is not known how to call a Net" in run("plan", "cli_models.Net", "--policy", "infer").output
+    assert asked == [("drafted", None)] * 2
 
 
 def test_differences_name_places():

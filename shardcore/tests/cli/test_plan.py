@@ -114,10 +114,11 @@ def test_the_choices_are_those_of_the_configuration_and_the_planner():
     assert tuple(OPTIMIZERS) == _OPTIMIZERS
 
 
-def _saved(folder, config, architecture):
+def _saved(folder, config, architecture, **settings):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 5, "num_attention_heads": 4}
-    getattr(transformers, config)(**sizes, vocab_size=96, architectures=[architecture]).save_pretrained(folder)
+    made = getattr(transformers, config)(**sizes, **settings, vocab_size=96, architectures=[architecture])
+    made.save_pretrained(folder)
     return str(folder)
 
 
@@ -265,6 +266,13 @@ def explained(*options):
     result = CliRunner().invoke(main, ["explain", *options])
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def test_numbers_are_in_the_dtype_of_the_configuration(tmp_path):
+    pytest.importorskip("shard_llama")
+    lines = explained(_saved(tmp_path, "LlamaConfig", "LlamaForCausalLM", dtype="float16"), "--tp", "2").splitlines()
+    assert any(line.startswith("parameters per rank: ") and line.endswith(", in float16") for line in lines)
+    assert "all in fp16, with adamw" in lines[-1]
 
 
 def test_the_stages_of_a_pipeline(small):

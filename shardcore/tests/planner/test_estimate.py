@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardcore
 from shardcore.config import GradientCheckpointConfig, ShardConfig
-from shardcore.errors import ConfigError, PlanError
+from shardcore.errors import ConfigError, NotSupportedError, PlanError
 from shardcore.mesh import Sizes
 from shardcore.planner import Call, Workload, estimate, layers, simulated_ranks
 from shardcore.planner.estimate import least
@@ -163,6 +165,19 @@ def test_ranks_are_not_simulated_where_there_are_real_ones():
     with simulated_ranks(2), pytest.raises(ConfigError, match="has a process group"), simulated_ranks(4):
         pass
     assert not dist.is_initialized()
+
+
+def test_a_forward_that_fails_on_tensors_that_hold_nothing_is_an_error():
+    called = call(None, WORK)
+    with pytest.raises(NotSupportedError, match=r"a step of Bilinear cannot be planned: .* \(TypeError: "):
+        called.forward(torch.nn.Bilinear(1, 1, 1), called.inputs())
+
+
+def test_simulated_ranks_leave_the_hook_of_errors():
+    before = sys.excepthook
+    with simulated_ranks(2):
+        pass
+    assert sys.excepthook is before
 
 
 def test_a_model_is_sharded_among_simulated_ranks():

@@ -32,6 +32,7 @@ _HTML_HELP = "Draw the mesh, the cuts and the memory of each rank into one file 
 _BATCH_HELP = "Samples of each replica [default: 1; of a pipeline 1 in each micro-batch]."
 _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each rank of the pipeline]."
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
+_POLICY_HELP = "Infer a policy from a small copy of the class, where no pack serves it."
 _DEVICE_HELP = "Device the optimizer runs on; on cuda all but a fused one update all parameters in one call."
 
 
@@ -91,6 +92,7 @@ def packs(verbose: bool, as_json: bool) -> None:
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
+@click.option("--policy", type=click.Choice(["infer"]), help=_POLICY_HELP)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Where it would run [default: what is here].")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON (save it for --diff).")
 @click.option(
@@ -108,6 +110,7 @@ def explain(
     dp: int,
     pp: int,
     settings: tuple[str, ...],
+    policy: str | None,
     device: str | None,
     as_json: bool,
     diff: tuple[Path, Path] | None,
@@ -144,9 +147,8 @@ def explain(
     if not model:
         raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
     with answer_only():
-        explained = command.explain(
-            model, tp=tp, dp=dp, pp=pp, settings=settings, device=device, step=html is not None or not as_json
-        )
+        given = {"tp": tp, "dp": dp, "pp": pp, "settings": settings, "device": device, "infer": policy is not None}
+        explained = command.explain(model, **given, step=html is not None or not as_json)
     if svg is not None:
         from shardcore.cli.page import picture_of_a_plan
 
@@ -192,6 +194,7 @@ def explain(
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
+@click.option("--policy", type=click.Choice(["infer"]), help=_POLICY_HELP)
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]), help=_DEVICE_HELP)
 @click.option("--memory", metavar="SIZE", help="What a rank has, with its unit: 80GiB, 80GB.")
 @click.option("--search", is_flag=True, help=_SEARCH_HELP)
@@ -214,6 +217,7 @@ def plan(
     checkpointing: bool,
     batch: int | None,
     settings: tuple[str, ...],
+    policy: str | None,
     memory: str | None,
     device: str,
     search: bool,
@@ -252,25 +256,27 @@ def plan(
     config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes, **pipeline)
     workload = Workload(foreach=device == "cuda", batch=batch_of(config, batch), **work)
     with answer_only():
+        inferred = command.drafted(model) if policy else None
         if search:
-            found = command.search(model, config, workload, ranks=ranks or 1, max_tp=max_tp, memory=limit)
+            given = {"ranks": ranks or 1, "max_tp": max_tp, "memory": limit, "policy": inferred}
+            found = command.search(model, config, workload, **given)
         else:
-            found = [command.alone(command.plan(model, config, workload))]
+            found = [command.alone(command.plan(model, config, workload, inferred))]
     if svg is not None:
         svg.write_text(command.drawing(model, found, limit), encoding="utf-8")
     if html is not None:
-        _write_page(html, model, found, limit)
+        _write_page(html, model, found, limit, inferred)
     command.answer(model, found, limit, search=search, as_json=as_json)
     if not any(command.fits(one, limit) for one in found):
         raise click.exceptions.Exit(1)
 
 
-def _write_page(file: Path, model: str, found: Sequence[Any], limit: int | None) -> None:
+def _write_page(file: Path, model: str, found: Sequence[Any], limit: int | None, policy: Any) -> None:
     from shardcore.cli.page import of_estimates
     from shardcore.cli.plan import compiled
 
     with answer_only():
-        drawn = compiled(model, found)
+        drawn = compiled(model, found, policy)
     file.write_text(of_estimates(model, found, limit, drawn), encoding="utf-8")
 
 

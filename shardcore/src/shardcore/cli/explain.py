@@ -15,17 +15,17 @@ import click
 from shardcore.cli.pipelines import show_stages, stages_to_json
 from shardcore.cli.summary import step_of, summary
 from shardcore.cli.tables import say
-from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError
+from shardcore.inferred import inferred
 from shardcore.integrations.models import meta_model
 from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
 from shardcore.plan.render import heading, modules
 from shardcore.planner import Collective, Estimate, StagePart, collectives, parameter_bytes, stage_parts
+from shardcore.planner.preparing import planned
 from shardcore.planner.stages import parameter_bytes_by_stage
-from shardcore.plugins.registry import default_registry
 
 __all__ = ["Explained", "difference", "explain", "in_short", "parse_settings", "read_plan", "show"]
 
@@ -73,6 +73,7 @@ def explain(
     settings: Sequence[str] = (),
     device: str | None = None,
     step: bool = False,
+    infer: bool = False,
 ) -> Explained:
     """Compile the plan for ``model`` (see `shardcore.integrations.models.meta_model`).
 
@@ -83,6 +84,7 @@ def explain(
         pp: ranks of a pipeline.
         settings: further fields of the configuration, as ``name=value``.
         device: where the model would run, ``"cuda"`` or ``"cpu"``; by default what this machine has.
+        infer: by a policy that is drafted, not by that of a pack.
         step: also run a step among ranks that are not there, which takes some seconds more.
 
     Raises:
@@ -92,20 +94,11 @@ def explain(
         PlanError: its policy does not fit at these sizes.
     """
     native = meta_model(model)
-    registry = default_registry()
-    policy, origin = registry.policy_for(type(native))
+    policy = inferred(native, "drafted", None) if infer else None
     given = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, **parse_settings(settings)})
     config = given.resolve(tp * dp * pp)
-    plan = compile_plan(
-        policy,
-        native,
-        config,
-        origin=origin,
-        modules=registry.modules_for(config),
-        delegates=registry.policy_for,
-        device_type=device,
-    )
-    taken = step_of(native, given) if step else None
+    plan = planned(native, config, policy, device_type=device)
+    taken = step_of(native, given, policy) if step else None
     if pp == 1:
         held = parameter_bytes(plan)
         return Explained(plan=plan, bytes_per_rank=held, collectives=collectives(plan), stages=[], step=taken)

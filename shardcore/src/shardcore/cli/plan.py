@@ -18,6 +18,7 @@ from shardcore.cli.tables import in_words, say, show_table
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.inferred import inferred
 from shardcore.integrations.calls import call_of
 from shardcore.integrations.models import meta_model
 from shardcore.mesh import Sizes
@@ -26,6 +27,7 @@ from shardcore.planner import KINDS, Estimate, Workload, estimate
 from shardcore.planner.preparing import planned
 from shardcore.planner.search import Found, cost, ordered
 from shardcore.planner.search import search as meshes_of
+from shardcore.policy import Policy
 
 __all__ = [
     "alone",
@@ -34,6 +36,7 @@ __all__ = [
     "bytes_of",
     "compiled",
     "configuration",
+    "drafted",
     "drawing",
     "fits",
     "headline",
@@ -80,19 +83,28 @@ def configuration(
     return ShardConfig.of(ShardConfig.of(**fields), **given)
 
 
-def plan(source: str, config: ShardConfig, workload: Workload) -> Estimate:
+def plan(source: str, config: ShardConfig, workload: Workload, policy: type[Policy] | None = None) -> Estimate:
     """Return what one step of the model takes.
 
     Raises:
         ShardcoreError: there is no such model, or it cannot be sharded or called so.
     """
-    return estimate(meta_model(source), config, workload, call_of)
+    return estimate(meta_model(source), config, workload, call_of, policy=policy)
 
 
-def compiled(source: str, found: Sequence[Found]) -> ShardPlan | None:
+def drafted(source: str) -> type[Policy]:
+    """Return a policy that is inferred from a small copy of the model's class.
+
+    Raises:
+        ConfigError: there is no such model, or no policy fits.
+    """
+    return inferred(meta_model(source), "drafted", None)
+
+
+def compiled(source: str, found: Sequence[Found], policy: type[Policy] | None = None) -> ShardPlan | None:
     """Return the plan of the first mesh that could be planned."""
     first = next((f.estimate for f in found if f.estimate is not None), None)
-    return None if first is None else planned(meta_model(source), first.config)
+    return None if first is None else planned(meta_model(source), first.config, policy)
 
 
 def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
@@ -153,7 +165,14 @@ def mesh_in_words(sizes: Sizes) -> str:
 
 
 def search(
-    source: str, config: ShardConfig, workload: Workload, *, ranks: int, max_tp: int, memory: int | None
+    source: str,
+    config: ShardConfig,
+    workload: Workload,
+    *,
+    ranks: int,
+    max_tp: int,
+    memory: int | None,
+    policy: type[Policy] | None = None,
 ) -> list[Found]:
     """Return every mesh of ``ranks`` ranks: those that fit first, by the bytes that a rank sends for a sample.
 
@@ -167,7 +186,8 @@ def search(
             "plan one such mesh at a time: shardcore plan MODEL --pp 2 --tp 4"
         )
     model = meta_model(source)
-    found = list(meshes_of(model, config, workload, call_of, ranks=ranks, max_tp=max_tp, memory=memory))
+    given = {"ranks": ranks, "max_tp": max_tp, "memory": memory}
+    found = list(meshes_of(model, config, workload, call_of, policy=policy, **given))
     return [*(fit := ordered(found, memory)), *(f for f in found if f not in fit)]
 
 

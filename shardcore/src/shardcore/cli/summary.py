@@ -18,6 +18,8 @@ from shardcore.nn.layout import ReplicatedLayout
 from shardcore.plan import ParameterPlan, ShardPlan
 from shardcore.planner import Collective, Estimate, Workload, estimate
 from shardcore.planner.memory import bytes_on
+from shardcore.planner.workload import DTYPES
+from shardcore.policy import Policy
 
 __all__ = ["Share", "batch_of", "shares", "step_of", "summary"]
 
@@ -75,11 +77,14 @@ def batch_of(config: ShardConfig, given: int | None) -> int:
     return (config.num_microbatches or 2 * ranks) * (config.microbatch_size or 1)
 
 
-def step_of(native: nn.Module, config: ShardConfig) -> Estimate | str:
-    """Return what a step with the planner's defaults takes, or why that is not known."""
-    workload = Workload(batch=batch_of(config, None), optimizer="none" if config.inference_only else "adamw")
+def step_of(native: nn.Module, config: ShardConfig, policy: type[Policy] | None = None) -> Estimate | str:
+    """Return what a step takes, in the dtype that the model's configuration says, or why that is not known."""
+    said = getattr(getattr(native, "config", None), "dtype", None)
+    dtype = next((name for name, known in DTYPES.items() if known == said), Workload().dtype)
+    optimizer = "none" if config.inference_only else "adamw"
+    workload = Workload(batch=batch_of(config, None), dtype=dtype, optimizer=optimizer)
     try:
-        return estimate(native, config, workload, call_of)
+        return estimate(native, config, workload, call_of, policy=policy)
     except ShardcoreError as error:
         return str(error).partition("\n")[0]
 

@@ -38,7 +38,7 @@ _KINDS = "give a folder, a config.json, a class of transformers or package.modul
 
 
 def meta_model(source: str) -> nn.Module:
-    """Return the model that ``source`` names, on the meta device; no weights are read.
+    """Return the model that ``source`` names, on the meta device, in its configuration's dtype; no weights are read.
 
     Args:
         source: a folder with a config.json, a config.json, the name of a model of the hub whose config.json is in the
@@ -63,6 +63,8 @@ def meta_model(source: str) -> nn.Module:
             if config is None and (config_class := getattr(cls, "config_class", None)) is not None:
                 config = config_class()
             model: nn.Module = cls(config) if config is not None else cls()
+        if isinstance(dtype := getattr(config, "dtype", None), torch.dtype):
+            model.to(dtype)
     except Exception as error:
         raise ConfigError(
             f"{source}: {cls.__name__} could not be built: {type(error).__name__}: {error}. Give a folder or a "

@@ -37,11 +37,13 @@ def configured(config: ShardConfig, workload: Workload) -> ShardConfig:
     return config.resolve(config.ranks)
 
 
-def planned(model: nn.Module, config: ShardConfig, policy: type[Policy] | None = None) -> ShardPlan:
+def planned(
+    model: nn.Module, config: ShardConfig, policy: type[Policy] | None = None, *, device_type: str | None = "cpu"
+) -> ShardPlan:
     """Return the plan by ``policy``, or by the one that an installed pack has for the model."""
     if policy is not None:  # the packs are looked at only if it delegates
         delegates = lambda cls: default_registry().policy_for(cls)  # noqa: E731  # called late
-        return compile_plan(policy, model, config, delegates=delegates, device_type="cpu")
+        return compile_plan(policy, model, config, delegates=delegates, device_type=device_type)
     registry = default_registry()
     found, origin = registry.policy_for(type(model))
     return compile_plan(
@@ -51,7 +53,7 @@ def planned(model: nn.Module, config: ShardConfig, policy: type[Policy] | None =
         origin=origin,
         modules=registry.modules_for(config),
         delegates=registry.policy_for,
-        device_type="cpu",
+        device_type=device_type,
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
+from shardcore.plugins.isolation import in_one_line
 
 __all__ = ["DTYPES", "OPTIMIZERS", "Call", "Stepper", "Workload"]
 
@@ -97,8 +98,21 @@ class Call:
     seq: int | None = None
 
     def forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Return what the model returns."""
-        return model(inputs[""]) if "" in inputs else model(**inputs)
+        """Return what the model returns.
+
+        Raises:
+            NotSupportedError: it fails.
+        """
+        try:
+            return model(inputs[""]) if "" in inputs else model(**inputs)
+        except ShardcoreError:
+            raise
+        except Exception as error:
+            raise NotSupportedError(
+                f"a step of {type(model).__name__} cannot be planned: its forward fails on tensors that hold nothing "
+                f"({in_one_line(error)}); plan with another dtype, or with another attn_implementation or "
+                "experts_implementation in its configuration"
+            ) from error
 
 
 class Stepper:
