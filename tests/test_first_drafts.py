@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore import inferred
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.errors import ConfigError, NoPolicyError
-from shardcore.inferred import inferred
+from shardcore.errors import ConfigError, NoPolicyError, ShardcoreWarning
 from shardcore.testing import Case, Supports, WorkerPool, text_batch
 from shardcore.testing.checks import examine
 from shardcore.testing.findings import Finding
@@ -303,6 +303,25 @@ def test_inferred_at_run_time(pool: WorkerPool, how: str) -> None:
     assert "shardcore new-pack" in said
 
 
+def test_the_share_that_is_split_is_that_of_the_model_itself() -> None:
+    config = transformers.StableLmConfig(hidden_size=128, intermediate_size=512, num_hidden_layers=3, vocab_size=77)
+    whole = sum(p.numel() for p in transformers.StableLmForCausalLM(config).parameters())
+    found = infer.share(
+        transformers.StableLmForCausalLM, config.to_json_string(), {"model.layers.N.mlp.up_proj.weight"}
+    )
+    assert found == pytest.approx(3 * 128 * 512 / whole)
+
+
+def test_little_that_is_split_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    told = {"proof": "", "doubts": ["experts are left whole"]}
+    with pytest.warns(ShardcoreWarning, match="splits only 79% of its parameters"):
+        inferred._say("Net", {**told, "split": 0.799})
+    inferred._say("Net", {**told, "split": 0.8})  # a warning would be an error
+    first, _ = [record.getMessage().splitlines() for record in caplog.records]
+    assert "splits 79% of this model's parameters; each rank holds the others whole (not proved)" in first[0]
+    assert first[1] == "  - experts are left whole"
+
+
 @pytest.mark.parametrize(
     ("section", "rule", "doubt"),
     [
@@ -376,7 +395,7 @@ def _with_text() -> Any:
 
 def test_a_model_around_a_language_model_is_told_of_it() -> None:
     with pytest.raises(ConfigError, match=r"could be inferred: OSError: gone.*shardcore\.shard\(model\.model, "):
-        inferred(_with_text(), "proved", None)
+        inferred.inferred(_with_text(), "proved", None)
 
 
 def _impatient() -> None:

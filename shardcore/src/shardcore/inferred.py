@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardcore import _env
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.mesh import time_limit
 from shardcore.policy import Policy
 
@@ -25,6 +27,7 @@ Inference = Literal["proved", "drafted"]
 
 _LIMIT = 600.0  # seconds
 _SHARE = 0.8  # of the time that the other ranks wait, so that they hear of it
+_MUCH = 0.8  # of a model's parameters
 
 
 def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> type[Policy]:
@@ -105,15 +108,20 @@ def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) ->
 def _say(name: str, told: Mapping[str, Any]) -> None:
     proof = f"proved: {told['proof']}" if told["proof"] else "not proved"
     left = "".join(f"\n  - {doubt}" for doubt in dict.fromkeys(told["doubts"]))
+    share = f"{math.floor(100 * told['split'])}%"
     logging.getLogger("shardcore").warning(
-        "no pack was asked for %s: its policy was inferred from a small copy of the class (%s). It splits %.0f%% of a "
-        "small model's parameters.%s\nTo keep it: shardcore new-pack NAME --model %s",
-        name,
-        proof,
-        100 * told["split"],
-        left,
-        name,
+        "no pack was asked for %s: its policy was inferred from a small copy of the class, and splits %s of this "
+        "model's parameters; each rank holds the others whole (%s)%s\nTo keep it: shardcore new-pack NAME --model %s",
+        *(name, share, proof, left, name),
     )
+    if told["split"] < _MUCH:
+        warnings.warn(
+            f"the policy that was inferred for {name} splits only {share} of its parameters: each tensor-parallel rank "
+            "holds the others whole, as the log says. Write a policy from the draft (shardcore new-pack NAME --model "
+            f"{name}), or divide what is whole over replicas: dp=",
+            ShardcoreWarning,
+            stacklevel=5,  # where `shardcore.shard` was called
+        )
 
 
 def _policy(name: str, text: str) -> type[Policy]:

@@ -2,7 +2,7 @@
 
 Standard input is an object of JSON: ``module`` and ``name`` of the class, the ``config`` as JSON text, and whether the
 policy is to be ``proved``. The last line of standard output is one too: ``source``, ``doubts``, ``split`` (the share of
-the parameters of a small model), ``proof`` (what was compared, in words), or ``error``.
+the parameters of a model of this configuration), ``proof`` (what was compared, in words), or ``error``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerPool
 from shardcore.testing.subject import Subject
 
-__all__ = ["answer", "build", "loss_of"]
+__all__ = ["answer", "build", "loss_of", "share"]
 
 _RANKS = 2
 #: A section of the kit that a policy can do without -> the argument of `guess`, and what is left out, in words.
@@ -54,15 +55,16 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
         return model(**small.inputs)
 
     draft = guess(small.model, call)
-    share, proof = _share(small.model, draft), ""
-    if not share:
+    split, proof = _split(small.model, draft), ""
+    if not split:
         raise ConfigError(f"nothing of a small {name} could be split: {'; '.join(dict.fromkeys(draft.doubts))}")
     if proved:
         proof, problems = _proof(module, name, config, draft)
         if problems:  # the same without what differs
             draft = guess(small.model, call, **{_LEFT_OUT[section][0]: False for section in problems})
             draft.doubts += [f"{_LEFT_OUT[section][1]}: {problem}" for section, problem in problems.items()]
-    return {"source": source(type(small.model), draft), "doubts": draft.doubts, "split": share, "proof": proof}
+    found = share(type(small.model), config, split)
+    return {"source": source(type(small.model), draft), "doubts": draft.doubts, "split": found, "proof": proof}
 
 
 def build(module: str, name: str, config: str, **options: Any) -> nn.Module:
@@ -75,13 +77,24 @@ def _small(module: str, name: str, config: str) -> Small:
     return small_model(cls, cls.config_class.from_dict(json.loads(config)))
 
 
-def _share(model: nn.Module, draft: Draft) -> float:
+def _split(model: nn.Module, draft: Draft) -> set[str]:
+    """Return the names of the parameters that a draft splits, with ``N`` for all numbers."""
     plan = compile_plan(
         policy_of(type(model), draft), model, ShardConfig.of(tp=_RANKS).resolve(_RANKS), device_type="cpu"
     )
+    return {_alike(p.name) for p in plan.parameters if p.layout and not p.layout.placement.is_replicate()}
+
+
+def share(cls: Any, config: str, split: Collection[str]) -> float:
+    """Return the share of the parameters of the model itself, which is built without memory, that have these names."""
+    with torch.device("meta"):
+        model: nn.Module = cls(cls.config_class.from_dict(json.loads(config)))
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    split = sum(sizes.get(p.name, 0) for p in plan.parameters if p.layout and not p.layout.placement.is_replicate())
-    return split / sum(sizes.values())
+    return sum(size for name, size in sizes.items() if _alike(name) in split) / sum(sizes.values())
+
+
+def _alike(name: str) -> str:
+    return re.sub(r"\d+", "N", name)
 
 
 def _proof(module: str, name: str, config: str, draft: Draft) -> tuple[str, dict[str, str]]:
