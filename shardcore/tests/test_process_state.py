@@ -92,8 +92,9 @@ def found() -> set[str]:
 def test_the_page_lists_what_is_kept_and_nothing_else():
     rows = re.findall(r"^\| `(shardcore\.[\w.]+)` \|", PAGE.read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows))
-    # They set attributes of torch and of TRL.
+    # They set attributes of torch, of TRL and of sys.
     elsewhere = {
+        "shardcore.apply.uncaught.tell_once",
         "shardcore.integrations._rewards.gathering_over",
         "shardcore.integrations.holders.HOLDERS_SAVE",
         "shardcore.comm.strided.install",

@@ -7,6 +7,7 @@
 | `SHARDCORE_STRICT` | `strict` | `1`: a warning about a pack is an error; `0` (the default): it is not |
 | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` | `torchrun` | what torchrun tells its workers |
 | `TORCHELASTIC_USE_AGENT_STORE` | `torchrun` | whether torchrun keeps one store for all restarts |
+| `TORCHELASTIC_ERROR_FILE` | `error_file` | where torchrun looks for what ended a rank |
 | `OMPI_COMM_WORLD_LOCAL_RANK`, `MPI_LOCALRANKID`, `SLURM_LOCALID` | `torchrun` | what mpirun and srun say |
 | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_NTASKS`, `ENVIRONMENT` | `torchrun` | the ranks of a job step of srun |
 | `SLURM_STEP_NODELIST`, `SLURM_JOB_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` | `torchrun` | where they meet |
@@ -32,6 +33,7 @@ __all__ = [
     "TorchrunEnv",
     "compilers",
     "disabled_packs",
+    "error_file",
     "of_a_child",
     "packs",
     "setting",
@@ -104,6 +106,11 @@ def strict() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"SHARDCORE_STRICT is {value!r}; valid values: '0', '1', or unset (which means '0')")
     return value == "1"
+
+
+def error_file() -> str | None:
+    """Return the file in which torchrun looks for what ended this rank, if there is one."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
 @contextmanager

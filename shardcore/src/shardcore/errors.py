@@ -58,6 +58,9 @@ __all__ = [
 class ShardcoreError(Exception):
     """Base of every error that shardcore raises on purpose."""
 
+    #: Where several ranks raise for one reason, the rank that prints it in full if nobody catches it.
+    told_by: int | None = None
+
 
 class ConfigError(ShardcoreError, ValueError):
     """A configuration contradicts itself, or does not fit the number of ranks."""

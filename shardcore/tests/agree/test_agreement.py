@@ -14,7 +14,7 @@ import shardcore
 from shardcore.agree import fingerprint
 from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import checksum, tensor_items
-from shardcore.errors import AgreementError, ConfigError
+from shardcore.errors import AgreementError, ConfigError, ShardcoreError
 from shardcore.planner import simulated_ranks
 
 SAME = "Start every rank from the same environment, with the same model and the same arguments."
@@ -114,6 +114,25 @@ def reports():
     found["failed"] = _text(own, failure)
     found["changing"] = _text(own, failure, changing=True)
     return found
+
+
+def _told_by():
+    rank = dist.get_rank()
+    failure = ConfigError("the same" if rank else "another")
+    found = []
+    for own, error in (
+        (Report(items=(("a", str(rank)),)), None),
+        (Report.of_error(failure), failure),
+        (Report(), None) if rank == 0 else (Report.of_error(failure), failure),
+    ):
+        with pytest.raises(ShardcoreError) as caught:
+            agree(own, error)
+        found.append(caught.value.told_by)
+    return found
+
+
+def test_one_of_the_ranks_that_have_the_same_to_say_tells_it(pool):
+    assert pool.run(_told_by, world=3) == [[0, 0, 1], [0, 1, 1], [0, 1, 1]]
 
 
 def test_what_ranks_say_to_each_other(pool):

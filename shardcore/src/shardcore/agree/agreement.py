@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardcore.errors import AgreementError
+from shardcore.errors import AgreementError, ShardcoreError
 from shardcore.mesh import device_type_of
 
 __all__ = ["Report", "agree", "is_alone"]
@@ -122,17 +122,25 @@ def agree(
     if failure is not None:
         if other:
             failure.add_note(other)
+        if isinstance(failure, ShardcoreError) and not alone:
+            failure.told_by = names[[report.error for report in reports].index(own.error)]
         raise failure
     for rank, report in zip(names, reports, strict=True):
         if report.error is not None:
             when = "while the models were being changed" if changing else "so no rank was changed"
-            raise AgreementError(f"rank {rank} failed, {when}. Its error: {report.error}" + (other and f"\n{other}"))
+            raise _told_by(rank, f"rank {rank} failed, {when}. Its error: {report.error}" + (other and f"\n{other}"))
     if any(report.digest != reports[0].digest for report in reports):
         # Seen by all ranks alike, so all of them come here.
         first, *others = _gathered(own, group)
         rank, report = next(pair for pair in zip(names[1:], others, strict=True) if pair[1].items != first.items)
-        raise AgreementError(_difference(names[0], first, rank, report))
+        raise _told_by(names[0], _difference(names[0], first, rank, report))
     return reports
+
+
+def _told_by(rank: int, text: str) -> AgreementError:
+    error = AgreementError(text)
+    error.told_by = rank
+    return error
 
 
 def _gathered(own: Report, group: ProcessGroup | None) -> list[Report]:

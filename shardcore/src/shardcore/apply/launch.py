@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardcore._env import TorchrunEnv, torchrun
 from shardcore.apply.restarts import store_of
+from shardcore.apply.uncaught import tell_once
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import accelerator
@@ -45,6 +46,7 @@ def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
                 "torchrun --nproc-per-node 2 your_script.py (or with srun)"
             )
         _start(backend)
+    tell_once()
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the generator that users' code draws from
     torch.manual_seed(seed)
@@ -58,6 +60,7 @@ def start_process_group(config: ShardConfig) -> None:
             where ranks meet.
     """
     if dist.is_initialized():
+        tell_once()
         return
     if torchrun() is None:
         if (wanted := config.ranks) > 1:
@@ -68,6 +71,7 @@ def start_process_group(config: ShardConfig) -> None:
             )
         return
     _start(None)
+    tell_once()
 
 
 def world_size(config: ShardConfig) -> int:

@@ -82,10 +82,12 @@ def refuse_broken(model: nn.Module) -> None:
 def _half_way(model: nn.Module, doing: str, error: BaseException) -> PartlyShardedError:
     if isinstance(error, PartlyShardedError):
         return error
-    return PartlyShardedError(
+    broken = PartlyShardedError(
         f"{doing} this {type(model).__name__} failed half-way: {type(error).__name__}: {error}. "
         "The model is unusable; build it anew."
     )
+    broken.told_by = getattr(error, "told_by", None)
+    return broken
 
 
 def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
