@@ -147,8 +147,16 @@ def explain(
     if not model:
         raise click.UsageError("MODEL is missing; give a folder, a config.json or a class name, or use --diff A B")
     with answer_only():
-        given = {"tp": tp, "dp": dp, "pp": pp, "settings": settings, "device": device, "infer": policy is not None}
-        explained = command.explain(model, **given, step=html is not None or not as_json)
+        explained = command.explain(
+            model,
+            tp=tp,
+            dp=dp,
+            pp=pp,
+            settings=settings,
+            device=device,
+            infer=policy is not None,
+            step=html is not None or not as_json,
+        )
     if svg is not None:
         from shardcore.cli.page import picture_of_a_plan
 
@@ -258,8 +266,9 @@ def plan(
     with answer_only():
         inferred = command.drafted(model) if policy else None
         if search:
-            given = {"ranks": ranks or 1, "max_tp": max_tp, "memory": limit, "policy": inferred}
-            found = command.search(model, config, workload, **given)
+            found = command.search(
+                model, config, workload, ranks=ranks or 1, max_tp=max_tp, memory=limit, policy=inferred
+            )
         else:
             found = [command.alone(command.plan(model, config, workload, inferred))]
     if svg is not None:

@@ -186,8 +186,8 @@ def search(
             "plan one such mesh at a time: shardcore plan MODEL --pp 2 --tp 4"
         )
     model = meta_model(source)
-    given = {"ranks": ranks, "max_tp": max_tp, "memory": memory}
-    found = list(meshes_of(model, config, workload, call_of, policy=policy, **given))
+    meshes = meshes_of(model, config, workload, call_of, ranks=ranks, max_tp=max_tp, memory=memory, policy=policy)
+    found = list(meshes)
     return [*(fit := ordered(found, memory)), *(f for f in found if f not in fit)]
 
 
