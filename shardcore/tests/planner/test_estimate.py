@@ -77,6 +77,15 @@ def test_blocks_of_different_kinds_are_told_apart(monkeypatch):
     assert found == plan(model, tp=2)
 
 
+def test_blocks_of_different_kinds_take_turns(monkeypatch):
+    model, work = meta(9), Workload(dtype="fp32", foreach=False)
+    for index in (2, 5):
+        model.model.layers[index].mlp.drop.p = 0.1
+    found = plan(model, work, tp=2)
+    monkeypatch.setattr(layers, "LEAST", 9)
+    assert found == plan(model, work, tp=2)
+
+
 def test_blocks_that_are_recomputed_are_another_kind():
     names = ["model.layers.0", "model.layers.1"]
     kinds = layers.kinds_of(meta(4), ["model.layers"], names)

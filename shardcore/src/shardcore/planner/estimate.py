@@ -125,7 +125,7 @@ def _extrapolated(trace: Callable[[Kind | None], Numbers], kinds: list[Kind]) ->
     for kind in kinds:
         if kind.left_out:
             more = trace(kind)
-            for key in {*base, *more}:
+            for key in base:  # it has all places but that of what was added
                 whole[key] += kind.left_out * (more[key] - base[key])
     return whole
 

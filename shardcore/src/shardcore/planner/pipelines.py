@@ -144,7 +144,7 @@ class _Pipeline:
         base, more = self._traced[signature]
         whole: Numbers = Counter(base)
         for blocks, found in zip((blocks for blocks in own if blocks.kind.left_out), more, strict=True):
-            for key in {*base, *found}:
+            for key in base:  # it has all places but that of what was added
                 whole[key] += blocks.kind.left_out * (found[key] - base[key])
         return rank_estimate(rank, self._placed, self.orders[rank], self.number, whole, trains=self.workload.trains)
 
