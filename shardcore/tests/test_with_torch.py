@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
-from shardcore.errors import NotSupportedError, PlanError, WrapError
+from shardcore.apply import pickled
+from shardcore.errors import NotSupportedError, PlanError, ShardcoreWarning, WrapError
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 TP2 = {"tp": 2}
@@ -167,6 +170,12 @@ def edited(models):
     assert_same_gradients(*models)
 
 
+def looked(_=None):
+    for thread in threading.enumerate():
+        if thread.name == "shardcore-pickled":
+            thread.join()
+
+
 def stated(models):
     """Whole tensors there and back; the state of one part alone."""
     reference, model = models
@@ -180,10 +189,25 @@ def stated(models):
     other = copy.deepcopy(reference)
     other.load_state_dict(full)
     assert_same_parameters(other, model)
-    # One rank's file on all ranks: the others say so.
+    # A file of each rank, and copies in memory, are nobody else's business.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardcoreWarning)
+        torch.save({"model": model.state_dict(), "around": nn.Sequential(model).state_dict()}, own := io.BytesIO())
+        copied = copy.deepcopy(model.state_dict()) if dist.get_rank() else {}
+        looked()
+    state = torch.load(io.BytesIO(own.getvalue()))["model"]
+    assert type(state._metadata) is OrderedDict
+    for loaded in (state, copied or state):
+        model.load_state_dict(loaded)
+    assert_same_parameters(other, model)
+    # One rank's file on all ranks: the one that writes it says so, and the others that read it.
     file = [None]
     if dist.get_rank() == 0:
-        torch.save(model.state_dict(), buffer := io.BytesIO())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pickled, "_SOON", 0.1)
+            with pytest.warns(ShardcoreWarning, match=r"parts of rank 0 .*ranks: 1") as told:
+                looked(torch.save(model.state_dict(), buffer := io.BytesIO()))
+        assert told[0].filename == __file__
         file = [buffer.getvalue()]
     dist.broadcast_object_list(file, 0)
     state = torch.load(io.BytesIO(file[0]), weights_only=False)

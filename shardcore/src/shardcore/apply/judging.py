@@ -12,6 +12,7 @@ from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
 from shardcore.agree.presence import Presence
+from shardcore.apply.pickled import tell_of_lone_pickles
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, host_group
 from shardcore.nn import VocabEmbedding
@@ -34,6 +35,7 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
         context.channel.watch = _on_host(context, presences[0])
         meet = functools.partial(_compared, ranks, name, presences[0])
     everyone, sharers = _everyone(context), _sharers(context)
+    tell_of_lone_pickles(model, sharers or ranks)
     if sharers:
         presences.append(Presence(sharers, "shards", context.data, name, binding=False))
         context.data.watch = _on_host(context, presences[-1])
