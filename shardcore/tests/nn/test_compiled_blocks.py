@@ -19,6 +19,7 @@ from shardcore._torch import CAN_TRACE
 from shardcore.compile.switches import Choice
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.nn.base import with_methods
+from shardcore.nn.blocks import compiled
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.plan.steps import Compile, Recompute
 
@@ -64,6 +65,28 @@ def test_no_compiler(monkeypatch):
     assert "torch.compile needs a C++ compiler on the CPU, and none was found (install g++, or set CXX)" in problem
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale  # a graph for each
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.skipif(not compiled._LIMIT, reason="this torch takes no number of graphs")
+def test_blocks_of_many_kinds_stay_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    x = torch.ones(2, requires_grad=True)
+    for scale in range(2, 14):
+        block = Scaled(scale).train()
+        CompiledBlock.compile_block(block)
+        assert torch.equal(block(x), x * scale)
+    assert counters["stats"]["unique_graphs"] == 12
+
+
 @pytest.mark.slow("the compiler takes its time")
 def test_a_compiled_block_computes_the_same(pool):
     pool.run(_compiled, world=2, timeout=100)
@@ -79,7 +102,7 @@ def _compiled():
     assert counters["stats"]["unique_graphs"] == 1 or not CAN_TRACE, "one graph serves all blocks"
 
 
-def _only_called(function):
+def _only_called(function, **options):
     @functools.wraps(function)
     def call(*args):
         return function(*args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,6 +16,12 @@ __all__ = ["CompiledBlock"]
 
 # On a block: its native forward and what was compiled of it, which lives as long as one of the blocks that share it.
 _COMPILED = "_shard_compiled"
+
+# All layers of transformers share one forward, of which each class, kind of block and form of a call takes graphs: more
+# than the 8 after which torch goes on without. Older releases of torch take no number.
+_LIMIT: dict[str, Any] = (
+    {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+)
 
 
 class CompiledBlock(LocalModule):
@@ -46,4 +53,5 @@ class CompiledBlock(LocalModule):
 @once
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # For each function once, not for each block: `torch.compile` counts recompilations by function.
-    return torch.compile(function)
+    compiled: Callable[..., Any] = torch.compile(function, **_LIMIT)
+    return compiled
