@@ -93,14 +93,18 @@ def kept(kinds: Sequence[Kind], more: Kind | None = None, only: Collection[Kind]
 def label(kinds: Sequence[Kind], name: str, index: int, indices: Collection[int]) -> str:
     """Return what the place of a kept block is called: its kind, and whether it is the first or last kept of it.
 
-    Where kinds take turns, the one that was added comes long before the others that are between, and has a place of
-    its own: what one more adds is seen at the places of those that are always kept.
+    "First" is the first block of its list alone, behind whose backward the blocks are left. Where kinds take turns, the
+    one that was added comes long before the others that are between, and has a place of its own: what one more adds is
+    seen at the places of those that are always kept.
     """
     number, kind = next((n, k) for n, k in enumerate(kinds) if k.blocks == name and index in k.indices)
     same = [i for i in kind.indices if i in indices]
-    position = "first" if index == same[0] else "last" if index == same[-1] else "between"
-    if len(same) > LEAST and index == same[1] and sum(k.blocks == name for k in kinds) > 1:
+    if index == same[0]:
+        position = "first" if index == min(indices) else "foremost"
+    elif len(same) > LEAST and index == same[1] and sum(k.blocks == name for k in kinds) > 1:
         position = "added"
+    else:
+        position = "last" if index == same[-1] else "between"
     return f"{name}, kind {number}, {position}"
 
 
