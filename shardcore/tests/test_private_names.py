@@ -24,7 +24,7 @@ ROOT = Path(shardcore.__file__).parent
 HERE = Version(torch.__version__)
 
 #: Private names of Python itself, and marks that shardcore sets on objects of others.
-OTHERS = {"_current_frames", "_exit", "_registry", "_replace", "_written_down"}
+OTHERS = {"_current_frames", "_exit", "_metadata", "_registry", "_replace", "_weight_conversions", "_written_down"}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

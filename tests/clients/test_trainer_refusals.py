@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardcore
-from shardcore import StaleOptimizerWarning
+from shardcore import NotSupportedError, StaleOptimizerWarning
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
@@ -44,6 +44,30 @@ def adafactor(folder: str) -> None:
 def test_an_optimizer_that_knows_no_dtensors_is_refused_before_its_first_step(pool, tmp_path):
     with pytest.raises(Exception, match=r"Adafactor uses operations that the parameters of a sharded model lack"):
         pool.run(adafactor, str(tmp_path), world=2)
+
+
+def watched(folder: str) -> None:
+    import transformers
+
+    from shardcore.integrations.trainer import Trainer
+
+    callback = type("WandbCallback", (transformers.TrainerCallback,), {})  # of what is not installed here
+    trainer = Trainer(
+        model=shardcore.shard(llama(), tp=2),
+        args=arguments(folder, max_steps=1),
+        train_dataset=words(20),
+        callbacks=[callback()],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_WATCH", "gradients")
+        with pytest.raises(NotSupportedError, match=r"WANDB_WATCH=gradients lets wandb look.*Gradients in a log"):
+            trainer.train()
+        patch.setenv("WANDB_WATCH", "false")
+        trainer.train()
+
+
+def test_gradients_are_not_watched_on_one_rank(pool, tmp_path):
+    pool.run(watched, str(tmp_path), world=2)
 
 
 def in_a_pipeline(folder: str) -> None:

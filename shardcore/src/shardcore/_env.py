@@ -40,6 +40,7 @@ __all__ = [
     "strict",
     "threads",
     "torchrun",
+    "watched_by_wandb",
 ]
 
 
@@ -111,6 +112,12 @@ def strict() -> bool:
 def error_file() -> str | None:
     """Return the file in which torchrun looks for what ended this rank, if there is one."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
+def watched_by_wandb() -> str | None:
+    """Return what ``WANDB_WATCH`` lets the Trainer's callback of wandb look at, if that is gradients."""
+    value = os.environ.get("WANDB_WATCH", "").lower()
+    return value if value in ("all", "gradients") else None
 
 
 @contextmanager

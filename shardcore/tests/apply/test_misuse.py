@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tiny import TinyPolicy, batch, build, randomize, shard, twins
 from torch import nn
 
+import shardcore
 from shardcore import (
     AgreementError,
     ModelSharder,
@@ -200,6 +201,7 @@ def test_an_interrupt_leaves_the_stream_outside(pool):
 
 def interrupted():
     _, model = twins(dropout=0.3)
+    shardcore.manual_seed(model, 3)
     before = torch.get_rng_state()
 
     def interrupt(module, args):

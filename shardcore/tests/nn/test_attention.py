@@ -240,6 +240,7 @@ def _dropout() -> None:
     sharded = _shard(reference)
     for need_weights in (False, True):
         call = {**_call(reference, "rows first", "floats", "bools"), "need_weights": need_weights}
+        shardcore.manual_seed(sharded, 3)
         users = torch.get_rng_state()
         with Draws() as draws:
             got = sharded(**call)

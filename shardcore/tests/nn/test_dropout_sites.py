@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tiny import shard
 from torch import nn
 
+import shardcore
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.policy import Policy
 from shardcore.styles import col, region, row
@@ -123,6 +124,7 @@ def unnamed_masks(mode, policy, kind):
         block.inside[1].train(mode != "eval")
         block.inside[1].register_forward_hook(lambda module, args, out: masks.append(out != 0))
         block.register_forward_hook(lambda module, args, out: after.append(torch.get_rng_state()))
+    shardcore.manual_seed(model, 3)
     before = torch.get_rng_state()
     with torch.set_grad_enabled(mode == "train"):
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from tiny import randomize, shard
 from torch import Tensor, nn
 
+import shardcore
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
@@ -244,16 +246,19 @@ def guards() -> None:
     model = _pair()[1].train()
     model.body.stack.drop.p = 0.5
     torch.manual_seed(dist.get_rank())  # H40
-    users = torch.get_rng_state()
     stack = model.body.stack
     calls = {"model": lambda x: model(x).states, "body": lambda x: model.body(x).states, "stack": lambda x: stack(x)[0]}
-    for name, call in calls.items():
+    for follows, (name, call) in itertools.product((True, False), calls.items()):
+        if not follows:
+            shardcore.manual_seed(model, 3)
+        users = torch.get_rng_state()
         first, second = call(_input()), call(_input())
         everybody = [torch.empty_like(first) for _ in range(dist.get_world_size())]
         dist.all_gather(everybody, first.detach().contiguous())
         assert all(torch.equal(everybody[0], other) for other in everybody), f"{name} called by itself"
         assert not torch.equal(first, second), name
-        assert torch.equal(users, torch.get_rng_state()), f"{name} draws from the user's own stream"
+        moved = not torch.equal(users, torch.get_rng_state())
+        assert moved == follows, f"{name} draws from the user's own stream"
 
 
 @pytest.mark.parametrize("world", [2, 4])

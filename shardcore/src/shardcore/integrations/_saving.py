@@ -229,6 +229,22 @@ def _refuse(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise NotSupportedError("a quantized model cannot be saved after sharding; save it before shard()")
+    if arguments.get("save_original_format", True) and (how := _dequantized(model)) is not None:
+        raise NotSupportedError(
+            f"this {type(model).__name__} was made of a quantized checkpoint ({how}), and is not quantized any more. "
+            "transformers would write quantized weights again, beside a config.json that does not say so, and read "
+            "them as others. Nothing was written. Save the weights as they are: "
+            "save_pretrained(folder, save_original_format=False)"
+        )
+
+
+def _dequantized(model: Any) -> str | None:
+    """Return what has dequantized the weights as they were loaded, and would quantize them again; else None."""
+    for conversion in getattr(model, "_weight_conversions", None) or ():
+        for operation in getattr(conversion, "operations", ()):
+            if "Dequantize" in type(operation).__name__ and not hasattr(model.config, "quantization_config"):
+                return type(operation).__name__
+    return None
 
 
 def _aliases(model: nn.Module, state: Mapping[str, Any]) -> set[str]:

@@ -18,7 +18,10 @@ from shardcore.mesh import ShardContext, context_of, division_of, nearest_contex
 from shardcore.nn.handlers import Undo
 from shardcore.nn.process import Change
 
-__all__ = ["HOLDERS_SAVE"]
+__all__ = ["HOLDERS_SAVE", "STANDS_FOR"]
+
+#: On a method that was put into a class of others: the one whose place it takes.
+STANDS_FOR = "_shardcore_stands_for"
 
 
 def _let_save(module: str, name: str, save: Callable[..., None]) -> Undo | None:
@@ -36,6 +39,7 @@ def _let_save(module: str, name: str, save: Callable[..., None]) -> Undo | None:
         else:
             save(self, context, functools.partial(native, self), *args, **kwargs)
 
+    setattr(save_pretrained, STANDS_FOR, native)
     cls.save_pretrained = save_pretrained
 
     def undo() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 
+from shardcore import _env
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.integrations import _private
 from shardcore.integrations._checkpoints import Checkpoints
@@ -31,6 +32,7 @@ class _Sharded(Losses, Evaluating, Checkpoints):
 
     control: Any
     current_flos: float
+    callback_handler: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = Given(super().__init__, args, kwargs)
@@ -105,8 +107,20 @@ class _Sharded(Losses, Evaluating, Checkpoints):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train over the replicas."""
+        self._refuse_watching()
         self._assemble("Trainer.train")
         return super().train(*args, **kwargs)
+
+    def _refuse_watching(self) -> None:
+        value = _env.watched_by_wandb()
+        callbacks = [type(callback).__name__ for callback in self.callback_handler.callbacks]
+        if value is not None and self._replicas is not None and "WandbCallback" in callbacks:
+            raise NotSupportedError(
+                f"WANDB_WATCH={value} lets wandb look at gradients on rank 0 alone. Each is a DTensor of which every "
+                "rank has a part, so that a look at it is a collective, which the other ranks do not begin. Unset "
+                "WANDB_WATCH, and log gradients by a callback that runs on all ranks: 'Gradients in a log' in "
+                "docs/trainer.md has one"
+            )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._agree_on_wishes()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.errors import AlreadyShardedError, PlanError
+from shardcore.integrations.holders import STANDS_FOR
 from shardcore.nn.layout import ReplicatedLayout, last_rank_is_empty
 from shardcore.nn.linear.alike import product_of
 from shardcore.plan import ShardPlan
@@ -231,9 +232,14 @@ def _classes(model: nn.Module) -> list[type]:
 
 
 def _methods(model: nn.Module) -> dict[str, int]:
-    """Return what the classes of a model define, by identity."""
+    """Return what the classes of a model define, by identity; docs/process.md lists what shardcore puts there."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if cls.__module__ != "builtins"}
-    return {f"{c.__module__}.{c.__qualname__}.{n}": id(v) for c in classes for n, v in vars(c).items() if callable(v)}
+    return {
+        f"{cls.__module__}.{cls.__qualname__}.{name}": id(getattr(value, STANDS_FOR, value))
+        for cls in classes
+        for name, value in vars(cls).items()
+        if callable(value)
+    }
 
 
 def _arguments(options: Any) -> str:
