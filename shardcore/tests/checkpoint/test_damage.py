@@ -37,6 +37,20 @@ def flip(path, at, bit=0x10):
     path.write_bytes(data)
 
 
+@pytest.mark.parametrize(
+    "lie", [{"step": "x"}, {"replicas": None}, {"replicas": []}, {"optimizer": "x"}, {"checksums": []}], ids=str
+)
+def test_an_index_that_says_something_else(tmp_path, lie):
+    model, optimizer = trained()
+    path = shardcore.save_checkpoint(tmp_path, model, optimizer, step=1)
+    index = json.loads((path / "shardcore.json").read_text())
+    older = {name: value for name, value in index.items() if name != "checksums"}
+    for about, verify in ((index, True), (index, False), (older, True)):
+        (path / "shardcore.json").write_text(json.dumps({**about, **lie}))
+        with pytest.raises(CheckpointError, match=r"shardcore\.json"):
+            shardcore.load_checkpoint(path, model, optimizer, verify=verify)
+
+
 def test_one_bit_anywhere(tmp_path):
     model, optimizer = trained()
     path = shardcore.save_checkpoint(tmp_path, model, optimizer, step=1)

@@ -185,6 +185,10 @@ def problem(path: Path) -> str | None:
     return None
 
 
+#: What an index says, where it says it.
+_KINDS: dict[str, Any] = {"step": int, "replicas": list, "optimizer": dict | None, "checksums": dict, "axes": dict}
+
+
 def read_index(path: Path) -> dict[str, Any]:
     """Return the index of a checkpoint.
 
@@ -199,6 +203,10 @@ def read_index(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{INDEX} is damaged: {error}") from error
     if not isinstance(index, dict) or not isinstance(index.get("files"), dict):
         raise CheckpointError(f"{INDEX} is not the index of a checkpoint")
+    for name, kind in _KINDS.items():
+        value = index.get(name)
+        if name in index and (not isinstance(value, kind) or isinstance(value, bool) or value == []):
+            raise CheckpointError(f"{INDEX} is damaged: {name} is {index[name]!r}")
     if index.get("format") != FORMAT:
         raise CheckpointError(
             f"it has the format {index.get('format')!r}, and this release of shardcore reads {FORMAT}"

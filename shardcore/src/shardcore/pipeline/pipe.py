@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,7 +15,6 @@ from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import Division, ShardContext, set_division
 from shardcore.mesh.random_stream import mix
-from shardcore.nn.copies import meta_copy
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.batches import contents_of, micro_batches, shapes_of
 from shardcore.pipeline.forward import forward_only
@@ -24,13 +22,13 @@ from shardcore.pipeline.items import shares_of
 from shardcore.pipeline.norms import clip_grads, squared_norm
 from shardcore.pipeline.outputs import Outputs
 from shardcore.pipeline.ranks import Ranks
-from shardcore.pipeline.rehearsal import Rehearsal
 from shardcore.pipeline.safe import Chunk, SafeStage
 from shardcore.pipeline.schedules import SCHEDULES
 from shardcore.pipeline.script import Script, Value
+from shardcore.pipeline.scripts import Scripts
 from shardcore.pipeline.shared import shared_parameters
 from shardcore.pipeline.stage import Holding, Stage
-from shardcore.pipeline.steps import Fed, Loss, Run, Scaled, Step, Weight, checked, named, own_loss, runs_of, wide
+from shardcore.pipeline.steps import Fed, Loss, Run, Step, Weight, own_loss
 from shardcore.plan.cut import Cut
 from shardcore.wrap.accumulation import Accumulation
 
@@ -40,7 +38,6 @@ __all__ = ["Batch", "Pipeline"]
 Batch: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 _KEPT = 2  # schedules for calls of other shapes: each holds what receives every micro-batch of a step
-_SCRIPTS = 64  # what crosses in calls of other shapes: some bytes each
 
 
 class Pipeline:
@@ -62,7 +59,7 @@ class Pipeline:
         ranks: this rank's place among those of the pipeline.
         stages: the stages of this rank.
         shared: what other ranks of the pipeline hold too.
-        rehearsal: finds out what crosses from stage to stage.
+        scripts: finds out what crosses from stage to stage.
         running: how many stages are running.
     """
 
@@ -81,12 +78,7 @@ class Pipeline:
         self._size = config.microbatch_size
         self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
         self._of = self._plan.ranks(len(cut), self.ranks.size)
-        copy = meta_copy(model, dtype)
-        self._configs = {}  # by identity
-        for module, other in zip(model.modules(), copy.modules(), strict=True):
-            if "config" in module.__dict__:  # what is set there later is rehearsed too
-                other.__dict__["config"] = self._configs[id(module.config)] = module.config
-        self.rehearsal = Rehearsal(copy, cut, self._device, dtype)
+        self.scripts = Scripts(model, cut, self._device, dtype)
         self.shared = shared_parameters(model, cut, self._of)
         set_division(model, _division(model, self.ranks.rank))
         # The context defers them for the sake of the schedule, not of the user.
@@ -94,7 +86,6 @@ class Pipeline:
         held = [stage for stage, of in enumerate(self._of) if of == self.ranks.rank]
         holding = Holding(model, cut, held, self._device, dtype)
         self.stages = [Stage(holding, index, splits=self._plan.splits) for index in holding.stages]
-        self._scripts: dict[str, Script] = {}
         self._schedules: dict[str, tuple[Any, list[SafeStage], int]] = {}
         self._step: Step | None = None
         self.running = 0
@@ -224,8 +215,7 @@ class Pipeline:
             parts = micro_batches(given, number=1 if whole else self._number, size=None if whole else self._size)
             of = loss or own_loss
             made = None if whole else of
-            prefix = f"{self.model.training} {named(made)} {self._settings()}"
-            runs = runs_of(parts, lambda key, alike: self._script(key, alike, made), prefix)
+            runs = self.scripts.runs(parts, made)
             shares = [1.0] if whole else self._shares(parts, runs, weight)
             feed = [Fed(arguments=p, share=s, run=run) for p, s, run in zip(parts, shares, runs, strict=True)]
             self._step = Step(feed, of)
@@ -243,29 +233,6 @@ class Pipeline:
         assert self._step is not None  # for the type: without a failure there is one
         self._step.seed = self._context.seed_of(number)
         return self._step
-
-    def _settings(self) -> list[Any]:
-        """Return what the configuration says now, of which a forward may do something else."""
-        values = (value for config in self._configs.values() for value in vars(config).values())
-        return [value for value in values if isinstance(value, bool | int | float | str | None)]
-
-    def _script(self, key: str, alike: Sequence[Mapping[str, Any]], loss: Loss | None) -> Script:
-        """Return the script of micro-batches of one form; its rehearsal needs one that has labels which count."""
-        if (known := self._scripts.get(key)) is not None:
-            return known
-        for part in alike:
-            given = None if loss is None else checked(loss, part)
-            script = self.rehearsal(part, given, training=self.model.training)
-            if isinstance(loss, Scaled) and script.loss is not None:
-                script = dataclasses.replace(script, loss=Value.of(wide(script.loss.stand_in("meta"))))
-            if all(form.shifted is not None for form in script.forms):
-                break
-        else:
-            return script  # nobody can tell, and none of them counts
-        while len(self._scripts) >= _SCRIPTS:
-            del self._scripts[next(iter(self._scripts))]
-        self._scripts[key] = script
-        return script
 
     def _shares(self, parts: Sequence[Mapping[str, Any]], runs: Sequence[Run], weight: Weight | None) -> list[float]:
         if weight is None:

@@ -85,7 +85,7 @@ def script_of(model: Any, workload: Workload, call: Make, rows: int) -> Script:
     """
     engine = pipeline_of(model)
     assert engine is not None  # as above
-    rehearsal = engine.rehearsal
+    rehearsal = engine.scripts.rehearsal
     context = context_of(model)
     least = max(_SHORT, 2 * context.size) if context is not None else _SHORT
     tokens = None if workload.seq is None else min(workload.seq, least)
