@@ -59,9 +59,9 @@ _DEEP = 3  # containers within containers that are looked into
 
 # What ranks compute alike may differ in its last bits, also in half precision; other batches differ by much more.
 _COMPUTED = 1e-2
-# So may gradients of whole parameters on accelerators. A step that one rank makes alone changes more than their bits do
-# in thousands of steps.
-_HELD_ON_CPU, _HELD = 1e-9, 1e-4
+# So may gradients of whole parameters, on accelerators above all. A step that one rank makes alone changes more than
+# their bits do in thousands of steps.
+_HELD_ON_CPU, _HELD = 1e-7, 1e-4
 
 
 def _kind_of_call(training: bool, gradients: bool) -> str:
@@ -173,7 +173,7 @@ class SameInputs(SwappedModule):
         if in_transform() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # untyped in torch
             return  # the model refuses it
         brought: Brought = [(KIND, kind, ""), *((name, *self._told(value)) for name, value in leaves)]
-        if held := [local_tensor(p) for p in self.parameters() if isinstance(p, DTensor) and not splits_on_tp(p)]:
+        if held := [local_tensor(parameter) for parameter in self.parameters() if _is_whole(parameter)]:
             brought.append((ALIKE, "", _numbers(held, _HELD_ON_CPU if held[0].device.type == "cpu" else _HELD)))
         self._inputs_meet(brought)
 
@@ -216,6 +216,10 @@ def compare_inputs(
             _inputs_presence=tuple(presences),
             _inputs_open=opened,
         )
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and parameter.is_floating_point() and not splits_on_tp(parameter)
 
 
 def _numbers(tensors: Sequence[Tensor], tolerance: float) -> list[float]:
