@@ -292,6 +292,12 @@ def resume(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the conformance kit on the cards of this machine, in parts that are resumed: nox -s gpu -- kit-1."""
+    session.run(str(everything(session)), "tools/gpu.py", *session.posargs, env=ENV, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
 def mutations(session: nox.Session) -> None:
     """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
     _with_every_library(session, str(ROOT / "tools" / "mutations.py"))

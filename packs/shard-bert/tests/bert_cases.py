@@ -10,8 +10,9 @@ import transformers
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from shard_bert.cases import build, hidden_loss, inputs
+from shard_bert.cases import build, inputs
 from shard_bert.plugin import shardcore_policies
+from shardcore.testing import hidden_loss
 from shardcore.testing.pack import policy_of, shard_by, step_beside
 
 #: Attention that works in a float64 decoder with a mask on every release.

@@ -16,6 +16,7 @@ import shard_llama.policy as policies
 import shardcore
 from shard_llama import cases
 from shardcore.comm.dtensor_params import local_tensor
+from shardcore.testing import hidden_loss
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 Batch = dict[str, Tensor]
@@ -75,12 +76,10 @@ def batch(model: Any, seed: int = 0, *, rows: int = 3, length: int = 8, pads: tu
 
 
 def loss_of(out: Any) -> Tensor:
-    """Return the model's loss, or for the bare decoder a weighted sum of its hidden states."""
+    """Return the model's loss, or for the bare decoder a weighted mean of its hidden states."""
     if getattr(out, "loss", None) is not None:
         return out.loss
-    hidden = out.last_hidden_state
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (hidden * weights.to(hidden.dtype)).sum()
+    return hidden_loss(out)
 
 
 def outputs_of(out: Any) -> dict[str, Tensor]:

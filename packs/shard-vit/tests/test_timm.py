@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from vit_cases import case, one_image_beside, pair, policy, shard, step_beside, train_beside
 
 import shardcore
-from shard_vit.cases import images, weighted_sum
+from shard_vit.cases import images
 from shardcore.comm.dtensor_params import local_tensor
+from shardcore.testing import weighted_mean
 from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 timm = pytest.importorskip("timm")
@@ -212,7 +213,7 @@ def _drop_path(tokens: bool) -> None:
                 path.register_forward_hook(lambda module, args, out: dropped.append((out == 0).all(-1).all(-1)))
     masks = []
     for seed in range(3):
-        weighted_sum(model(images(16, seed, rows=8))).backward()
+        weighted_mean(model(images(16, seed, rows=8))).backward()
         masks.append(torch.stack(dropped))
         dropped.clear()
         assert equal_on_ranks(masks[-1].to(torch.int8))
@@ -241,7 +242,7 @@ def _distilled() -> None:
         for mine, theirs in zip(wanted, got, strict=True):  # of the class and of the distillation token
             assert_close(mine, theirs, "logits")
         for out in (wanted, got):
-            weighted_sum(*out).backward()
+            weighted_mean(*out).backward()
     assert_same_gradients(reference, model)
     assert type(model).__name__ == "VisionTransformerDistilled"
 
@@ -273,7 +274,7 @@ def _bfloat16() -> None:
         outs = [m(images(16, 0).bfloat16()) for m in (reference, model)]
         assert_close(*outs, "logits", 0.03)
         for out in outs:
-            weighted_sum(out.float()).backward()
+            weighted_mean(out.float()).backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
         assert_same_gradients(reference, model, 0.05)
 
@@ -289,7 +290,7 @@ def _dynamic() -> None:
         wanted, got = (m(images(size, 1)) for m in (reference, model))
         assert_close(wanted, got, "logits")
         for out in (wanted, got):
-            weighted_sum(out).backward()
+            weighted_mean(out).backward()
     assert_same_gradients(reference, model)
 
 
@@ -347,7 +348,7 @@ def _called(options: dict[str, Any]) -> None:
                     for mine, theirs in zip(wanted, got, strict=True):
                         assert_close(mine, theirs, "features")
                     for out in (wanted, got):
-                        weighted_sum(*out).backward()
+                        weighted_mean(*out).backward()
                 assert_same_gradients(reference, model)
             except Exception as error:
                 error.add_note(f"{name} {way.__name__}")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from vit_cases import case, one_image_beside, pair, shard, step_beside, train_beside
 
-from shard_vit.cases import images, weighted_sum
+from shard_vit.cases import images
+from shardcore.testing import weighted_mean
 from shardcore.testing.parity import assert_close, assert_same_gradients
 from shardcore.testing.subject import flat
 
@@ -56,7 +57,7 @@ def _sequence() -> None:
         for mine, theirs in zip(wanted[name], got[name], strict=True):
             assert_close(mine, theirs, name)
     for out in (wanted, got):
-        (out.loss + weighted_sum(*out.hidden_states, *out.attentions)).backward()
+        (out.loss + weighted_mean(*out.hidden_states, *out.attentions)).backward()
     assert_same_gradients(reference, model)
 
 
@@ -70,7 +71,7 @@ def _larger() -> None:
     assert wanted.last_hidden_state.shape[1] == 101
     assert_close(wanted.last_hidden_state, got.last_hidden_state, "last_hidden_state")
     for out in (wanted, got):
-        weighted_sum(out.last_hidden_state).backward()
+        weighted_mean(out.last_hidden_state).backward()
     assert_same_gradients(reference, model)
 
 
@@ -89,6 +90,6 @@ def _bfloat16(name: str) -> None:
         assert theirs.dtype == mine.dtype
         assert_close(mine, theirs, label, 0.03)
     for out in outs:
-        weighted_sum(*(t.float() for label, t in flat(out) if label != "loss")).backward()
+        weighted_mean(*(t.float() for label, t in flat(out) if label != "loss")).backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
     assert_same_gradients(reference, model, 0.05)

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from shard_beit.policy import IS_EARLY
-from shardcore.testing import Case, Supports, hidden_loss, tiny
+from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -56,9 +56,7 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
 
 def maps_loss(out: Any) -> Tensor:
     """Return a loss of a backbone: a weighted mean of the features of each stage."""
-    generator = torch.Generator().manual_seed(7)
-    means = [(t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).mean() for t in out.feature_maps]
-    return torch.stack(means).sum()
+    return weighted_mean(*out.feature_maps)
 
 
 def _case(name: str, head: str, *, pipeline: bool = True, **fields: Any) -> Case:

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports
+from shardcore.testing import Case, Supports, hidden_loss
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -79,18 +79,6 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
             batch["start_positions"] = integers(3, 3)
             batch["end_positions"] = batch["start_positions"] + 1
     return batch
-
-
-def hidden_loss(out: Any) -> Tensor:
-    """Return a loss of the bare model: a weighted mean of what it returns.
-
-    Not a sum: gradients then stay below 1, as those of the losses that the heads compute.
-    """
-    generator = torch.Generator().manual_seed(7)
-    weigh = partial(torch.randn, generator=generator, dtype=torch.float64)
-    hidden, pooled = out.last_hidden_state, out.pooler_output
-    loss: Tensor = (hidden * weigh(hidden.shape)).mean() + (pooled * weigh(pooled.shape)).mean()
-    return loss
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:

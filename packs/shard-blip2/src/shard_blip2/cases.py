@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny
+from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -187,20 +187,13 @@ def inputs(model: Any, seed: int, *, size: int = 8, matching: bool = False) -> d
 
 def projected_loss(out: Any) -> Tensor:
     """Return a loss of what has been projected: a weighted mean of embeddings, or of the scores made of them."""
-    generator = torch.Generator().manual_seed(7)
-    parts = [
-        (out[name] * torch.randn(out[name].shape, generator=generator, dtype=torch.float64)).mean()
-        for name in ("image_embeds", "text_embeds", "logits_per_image")
-        if out.get(name) is not None
-    ]
-    return torch.stack(parts).sum()
+    names = ("image_embeds", "text_embeds", "logits_per_image")
+    return weighted_mean(*(out[name] for name in names if out.get(name) is not None))
 
 
 def scores_loss(out: Any) -> Tensor:
     """Return a loss of scores alone: of matches, whose embeddings are the states of the image."""
-    generator = torch.Generator().manual_seed(7)
-    scores: Tensor = out.logits_per_image
-    return (scores * torch.randn(scores.shape, generator=generator, dtype=torch.float64)).mean()
+    return weighted_mean(out.logits_per_image)
 
 
 #: Before some release of transformers 5 the Q-Former has no other.

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny
+from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -70,10 +70,7 @@ def inputs(model: Any, seed: int, *, size: int = 8) -> dict[str, Any]:
 
 def projected_loss(out: Any) -> Tensor:
     """Return a loss of a tower with a projection: a weighted mean of all that it returns."""
-    weights = torch.Generator().manual_seed(7)
-    embeds = out.get("text_embeds", out.get("image_embeds"))
-    mean: Tensor = (embeds * torch.randn(embeds.shape, generator=weights, dtype=torch.float64)).mean()
-    return mean + hidden_loss(out)
+    return weighted_mean(out.get("text_embeds", out.get("image_embeds"))) + hidden_loss(out)
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:

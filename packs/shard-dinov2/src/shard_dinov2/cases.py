@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny
+from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -51,9 +51,7 @@ def inputs(model: Any, seed: int, *, masked: bool = False) -> dict[str, Tensor]:
 
 def maps_loss(out: Any) -> Tensor:
     """Return a loss of a backbone: a weighted mean of the features of each stage."""
-    generator = torch.Generator().manual_seed(7)
-    means = [(t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).mean() for t in out.feature_maps]
-    return torch.stack(means).sum()
+    return weighted_mean(*out.feature_maps)
 
 
 def _cases(family: str, prefix: str, around: str) -> list[Case]:

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports
+from shardcore.testing import Case, Supports, hidden_loss
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -83,13 +83,6 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
             batch["start_positions"] = integers(3, 3)
             batch["end_positions"] = batch["start_positions"] + 1
     return batch
-
-
-def hidden_loss(out: Any) -> Tensor:
-    """Return a loss of the bare model: a weighted mean of its hidden states."""
-    hidden: Tensor = out.last_hidden_state
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (hidden * weights).mean()
 
 
 def both_losses(out: Any) -> Tensor:

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports
+from shardcore.testing import Case, Supports, hidden_loss
 
 __all__ = ["cases"]
 
@@ -69,13 +69,6 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
         case "ForQuestionAnswering":
             return {**batch, "start_positions": labels[:, 0], "end_positions": labels[:, 0] + 1}
     return batch
-
-
-def hidden_loss(out: Any) -> Tensor:
-    """Return a loss for the bare decoder: a weighted sum of its hidden states."""
-    hidden: Tensor = out.last_hidden_state
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (hidden * weights).sum()
 
 
 #: Before, each expert was a module of its own, which no rank has alone.

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny
+from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -65,12 +65,7 @@ def inputs(model: Any, seed: int) -> dict[str, Any]:
 
 def masks_loss(out: Any) -> Tensor:
     """Return a loss of masks and of their scores: a weighted mean of each."""
-    generator = torch.Generator().manual_seed(7)
-    parts = [
-        (tensor * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)).mean()
-        for tensor in (out.pred_masks, out.iou_scores)
-    ]
-    return torch.stack(parts).sum()
+    return weighted_mean(out.pred_masks, out.iou_scores)
 
 
 def cases() -> list[Case]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcore.testing import Case, Supports, randomized
+from shardcore.testing import Case, Supports, randomized, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
@@ -73,9 +73,7 @@ def inputs(model: Any, seed: int) -> dict[str, Any]:
 
 def loss(out: Any) -> Tensor:
     """Return a weighted mean of what a module returns first."""
-    states: Tensor = out[0] if isinstance(out, tuple) else out
-    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (states * weights).mean()
+    return weighted_mean(out[0] if isinstance(out, tuple) else out)
 
 
 def _case(name: str, kind: str, *, stacked: bool = False, **fields: Any) -> Case:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardcore.testing import Case, Supports
+from shardcore.testing import Case, Supports, hidden_loss, weighted_mean
 
 __all__ = ["build_timm", "build_vit", "cases"]
 
@@ -87,20 +87,8 @@ def _timm_inputs(model: Any, seed: int) -> dict[str, Tensor]:
     return {"x": images(model.patch_embed.img_size[0], seed)}
 
 
-def weighted_sum(*tensors: Tensor) -> Tensor:
-    """Return a sum of everything in ``tensors`` with fixed random weights: a loss that sees each of them."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.stack([(t * torch.randn(t.shape, generator=generator).to(t.dtype)).sum() for t in tensors]).sum()
-
-
-def _loss_of_states(out: Any) -> Tensor:
-    # Of a mean, as the losses that models compute themselves: of a sum, all gradients would be large.
-    states = (out.last_hidden_state, out.pooler_output)
-    return weighted_sum(*(t / t.numel() for t in states))
-
-
 def _loss_of_logits(out: Tensor) -> Tensor:
-    return weighted_sum(out)
+    return weighted_mean(out)
 
 
 def cases() -> list[Case]:
@@ -115,7 +103,7 @@ def cases() -> list[Case]:
         Case(
             name="model",
             build=functools.partial(build_vit, "ViTModel"),
-            loss=_loss_of_states,
+            loss=hidden_loss,
             outputs=("last_hidden_state", "pooler_output"),
             **vit,
         ),

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
 
-from shardcore.testing import Case, Supports
+from shardcore.testing import Case, Supports, hidden_loss
 
 __all__ = ["cases"]
 
@@ -75,13 +74,6 @@ def inputs(model: Any, seed: int) -> dict[str, Any]:
             cache = {"use_cache": False} if _OLD else {}
             return {"input_ids": ids, "labels": padded, "encoder_outputs": (states,), **cache}
     return {"input_features": features, "decoder_input_ids": ids}
-
-
-def hidden_loss(out: Any) -> Tensor:
-    """Return a loss for the bare model: a weighted sum of its hidden states."""
-    hidden: Tensor = out.last_hidden_state
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (hidden * weights).sum()
 
 
 _HEADS = ("encoder_attention_heads", "decoder_attention_heads")

@@ -17,6 +17,7 @@ from torch import nn
 from shardcore.cli.tables import say, show_table
 from shardcore.errors import ConfigError
 from shardcore.integrations.models import meta_model
+from shardcore.mesh import accelerator
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.plugins.registry import Pack, default_registry
 from shardcore.testing.cases import Case, Supports
@@ -25,7 +26,7 @@ from shardcore.testing.findings import Finding
 from shardcore.testing.pool import WorkerPool
 from shardcore.testing.subject import Subject, cases_of
 
-__all__ = ["Job", "build_given", "jobs_for", "passed", "show", "summary", "to_json", "verify"]
+__all__ = ["Job", "build_given", "check_device", "jobs_for", "passed", "show", "summary", "to_json", "verify"]
 
 #: What is compared on a model as it was given; the cases of a pack go through everything.
 _OF_A_MODEL = ("plan", "training", "communication")
@@ -139,14 +140,34 @@ def _free_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that ranks cannot have here.
+
+    Raises:
+        ConfigError: it is neither the CPU nor this machine's accelerator.
+    """
+    if device not in ("cpu", accelerator()):
+        raise ConfigError(
+            f"--device {device} is not here; this machine has {' and '.join(filter(None, ('cpu', accelerator())))}, as "
+            "torch finds it. What torch finds is told by: shardcore doctor"
+        )
+
+
 def verify(
-    jobs: list[Job], tp: int, *, timeout: float, progress: Callable[[Job], None], notes: Path | None = None
+    jobs: list[Job],
+    tp: int,
+    *,
+    device: str = "cpu",
+    timeout: float,
+    progress: Callable[[Job], None],
+    notes: Path | None = None,
 ) -> list[Job]:
     """Run the jobs and return those that ran; after a plan that fails, nothing else of its case runs.
 
     Args:
         jobs: what there is to do.
         tp: the largest number of ranks.
+        device: the type of their devices.
         timeout: limit of one section, in seconds.
         progress: called before each job.
         notes: a file into which what is done is written: before the ranks run by this process, then by the first one.
@@ -159,7 +180,8 @@ def verify(
         if notes is not None:
             notes.write_text(text)
 
-    with WorkerPool(max(tp, ranks), collective_timeout=min(timeout, 120.0), note=note) as pool:
+    most = max(tp, ranks)
+    with WorkerPool(most, device=device, collective_timeout=min(timeout, 120.0), note=note) as pool:
         for job in jobs:
             progress(job)
             key = (job.subject.case.name, job.subject.tp)

@@ -23,6 +23,7 @@ from shardcore.mesh.marks import (
 from shardcore.mesh.meshes import (
     accelerator,
     build_mesh,
+    current_device,
     device_type_here,
     device_type_of,
     forget_shared,
@@ -47,6 +48,7 @@ __all__ = [
     "axis_name",
     "build_mesh",
     "context_of",
+    "current_device",
     "device_type_here",
     "device_type_of",
     "division_of",

@@ -16,7 +16,7 @@ from shardcore.comm.channel import Channel, wait_watched
 from shardcore.comm.data import DataTransport
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name
-from shardcore.mesh.meshes import default_group, mesh_of_group, neighbours_on
+from shardcore.mesh.meshes import current_device, default_group, mesh_of_group, neighbours_on
 from shardcore.mesh.random_stream import RandomStream, mix
 
 __all__ = ["PartialGradients", "ShardContext", "as_context"]
@@ -218,10 +218,7 @@ class ShardContext:
     @property
     def device(self) -> torch.device:
         """The device that parameters of this rank live on."""
-        kind = self.tp.device_type
-        return (
-            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-        )
+        return current_device(self.tp.device_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardContext:
         # A copy of a sharded model runs on the same ranks, with a random stream of its own.

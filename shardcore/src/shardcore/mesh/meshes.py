@@ -18,6 +18,7 @@ from shardcore.mesh.axes import AXES, Sizes
 __all__ = [
     "accelerator",
     "build_mesh",
+    "current_device",
     "default_group",
     "device_type_here",
     "device_type_of",
@@ -52,6 +53,11 @@ def _device_type(backends: str, accelerator: str | None) -> str:
     if accelerator is None or by_device.get(accelerator, "undefined") in ("fake", "gloo", "mpi", "undefined"):
         return "cpu"
     return accelerator
+
+
+def current_device(kind: str) -> torch.device:
+    """Return the device of a type that this process computes on."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def device_type_here() -> str:

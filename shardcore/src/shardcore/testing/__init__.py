@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from shardcore.testing.cases import Case, Supports
     from shardcore.testing.conformance import PolicyConformance
     from shardcore.testing.islands import no_float32_islands
-    from shardcore.testing.tiny_models import encoder_decoder_batch, hidden_loss, randomized, text_batch, tiny
+    from shardcore.testing.tiny_models import (
+        encoder_decoder_batch,
+        hidden_loss,
+        randomized,
+        text_batch,
+        tiny,
+        weighted_mean,
+    )
 
 __all__ = [
     "Case",
@@ -29,6 +36,7 @@ __all__ = [
     "randomized",
     "text_batch",
     "tiny",
+    "weighted_mean",
 ]
 
 _HOME = {
@@ -41,6 +49,7 @@ _HOME = {
     "randomized": "shardcore.testing.tiny_models",
     "text_batch": "shardcore.testing.tiny_models",
     "tiny": "shardcore.testing.tiny_models",
+    "weighted_mean": "shardcore.testing.tiny_models",
 }
 
 if not TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Failure", "FunctionRef", "Join", "Reply", "Task"]
+__all__ = ["Failure", "FunctionRef", "Join", "Ready", "Reply", "Task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,21 @@ def _reach(module: ModuleType, qualname: str) -> Any:
     for name in qualname.split("."):
         target = getattr(target, name, None)
     return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The first words of a worker.
+
+    Attributes:
+        port: where rank 0 keeps the store at which the ranks meet; 0 on the others.
+        note: what is special about its device, such as other ranks on it.
+        complaint: why it cannot work.
+    """
+
+    port: int = 0
+    note: str = ""
+    complaint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

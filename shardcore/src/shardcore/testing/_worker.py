@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in the stubs
 
-from shardcore.mesh import forget_shared, shared_groups
+from shardcore.mesh import accelerator, forget_shared, shared_groups
 from shardcore.testing._forgetting import forget_compiled, forget_meshes
-from shardcore.testing._protocol import Failure, Join, Reply, Task
+from shardcore.testing._protocol import Failure, Join, Ready, Reply, Task
 from shardcore.testing.islands import no_float32_islands
 
 __all__ = ["Worker"]
@@ -37,10 +37,18 @@ _LEFT = 16
 
 
 class Worker:
-    """Runs the tasks that arrive on a connection as one rank."""
+    """Runs the tasks that arrive on a connection as one rank.
 
-    def __init__(self, rank: int, connection: Connection) -> None:
+    Args:
+        rank: the rank.
+        connection: to the parent.
+        device: the type of its device.
+        ranks: how many ranks there may be.
+    """
+
+    def __init__(self, rank: int, connection: Connection, device: str = "cpu", ranks: int = 1) -> None:
         self.rank = rank
+        self.device, self.ranks = device, ranks
         self.connection = connection
         self.store: TCPStore | None = None
         self.joined: dist.ProcessGroup | None = None
@@ -60,7 +68,8 @@ class Worker:
         _prefer_loopback()
         if self.rank == 0:
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.connection.send_bytes(pickle.dumps(self.store.port if self.store else 0))
+        ready = take_device(self.device, self.rank, self.ranks, port=self.store.port if self.store else 0)
+        self.connection.send_bytes(pickle.dumps(ready))
         while True:
             try:
                 message = self.connection.recv_bytes()
@@ -129,7 +138,8 @@ class Worker:
             self.store = TCPStore("127.0.0.1", join.port, is_master=False, timeout=limit)
         self.store.set_timeout(limit)
         store = PrefixStore(f"group-{join.generation}", self.store)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=join.world, timeout=limit)
+        backend = "gloo" if self.device == "cpu" else dist.get_default_backend_for_device(self.device)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=join.world, timeout=limit)
         dist.barrier()  # gloo was seen to make groups that one rank takes for ready and another does not
         self.joined = dist.group.WORLD
 
@@ -149,6 +159,29 @@ class Worker:
 
     def _is_joined(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self.joined
+
+
+def take_device(kind: str, rank: int, ranks: int, port: int = 0) -> Ready:
+    """Compute on a device of this ``kind`` from now on; ranks share them where there are fewer than ``ranks``."""
+    if kind == "cpu":
+        return Ready(port=port)
+    devices = torch.get_device_module(kind).device_count() if kind == accelerator() else 0
+    if not devices:
+        return Ready(complaint=f"there is no {kind} device here that this torch can use; see: shardcore doctor")
+    torch.get_device_module(kind).set_device(rank % devices)
+    if devices >= ranks:
+        return Ready(port=port)
+    os.environ.update(sharing(rank))
+    return Ready(port=port, note=f"{ranks} ranks share {devices} {kind} device(s), and talk over sockets")
+
+
+def sharing(rank: int) -> dict[str, str]:
+    """Return what NCCL has to find in the environment of a rank that is not alone on its card.
+
+    It refuses two ranks on one card of one host; with a host name for each it takes the network between them.
+    """
+    network = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+    return {"NCCL_HOSTID": f"rank-{rank}", **network}
 
 
 def _destroy_subgroups() -> bool:

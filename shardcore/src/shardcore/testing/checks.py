@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from shardcore.comm import norms, strided
+from shardcore.errors import PlanError
 from shardcore.testing import (
     checks_calls,
     checks_data,
@@ -186,6 +188,11 @@ def _on_rank(subject: Subject, name: str, notes: Path | None = None) -> list[Fin
     try:
         with no_float32_islands():
             section.run(subject, ledger)
+    except PlanError as error:
+        lacks = next((p.what for p in error.problems if p.what in (strided.torch_lacks(), norms.torch_lacks())), None)
+        if lacks is None or name == "plan":  # which says it once
+            raise SectionStopped(ledger.findings()) from error
+        return [Finding(check=check, state="closed", message=lacks) for check in section.checks]
     except Exception as error:
         raise SectionStopped(ledger.findings()) from error
     return ledger.findings()

@@ -12,6 +12,7 @@ from shardcore.errors import ShardcoreError
 from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import gradient_errors, shared_gradients, whole
 from shardcore.testing.subject import Subject, flat
+from shardcore.testing.tiny_models import weighted_mean
 
 __all__ = ["one_row", "parts"]
 
@@ -120,7 +121,7 @@ def _part(s: Subject, ledger: Ledger, name: str) -> None:
     for (label, tensor), (_, other) in zip(wanted, got, strict=False):
         ledger.close(label, tensor, other)
     for outputs in (wanted, got):
-        _weighted([t for _, t in outputs if t.requires_grad]).backward()
+        weighted_mean(*(whole(t) for _, t in outputs if t.requires_grad)).backward()
     ledger.errors(gradient_errors(reference, model))
 
 
@@ -151,9 +152,3 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(inner) for inner in value)
     return {name: _copied(inner) for name, inner in value.items()} if type(value) is dict else value
-
-
-def _weighted(tensors: list[Tensor]) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    summands = [(t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in map(whole, tensors)]
-    return torch.stack(summands).sum()

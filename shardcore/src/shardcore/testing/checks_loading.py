@@ -50,7 +50,7 @@ def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:
     options = {"dtype": torch.float64, "attn_implementation": reference.config._attn_implementation}
     if experts := getattr(reference.config, "_experts_implementation", None):
         options["experts_implementation"] = experts
-    native = type(reference).from_pretrained(folder, **options)
+    native = type(reference).from_pretrained(folder, **options).to(s.device)
     policy = s.policy(native)
     return native, shardcore.from_pretrained(type(reference), folder, policy=policy, tp=s.tp, **s.fields, **options)
 
@@ -76,7 +76,7 @@ def _same(ledger: Ledger, native: nn.Module, model: nn.Module) -> None:
 
 def _equal(wanted: Tensor, got: Tensor) -> bool:
     got = whole(got.detach())
-    return wanted.dtype == got.dtype and torch.equal(wanted.detach(), got)
+    return wanted.dtype == got.dtype and torch.equal(wanted.detach().to(got.device), got)
 
 
 def _initialised(s: Subject, ledger: Ledger, reference: Any) -> None:
@@ -90,7 +90,7 @@ def _initialised(s: Subject, ledger: Ledger, reference: Any) -> None:
     torch.manual_seed(_SEED)
     native = dict(build().named_parameters())
     for name, parameter in alone.named_parameters():
-        wanted, got = native[name].detach(), parameter.detach()
+        wanted, got = native[name].detach().to(parameter.device), parameter.detach()
         if wanted.numel() >= _MANY:
             spread, right = float(got.std()), float(wanted.std())
             ledger.true(

@@ -142,7 +142,7 @@ def _finest(s: Subject, model: nn.Module) -> Cut | None:
 
 
 def _scripts(s: Subject, model: nn.Module, cut: Cut) -> list[tuple[dict[str, Any], Any]]:
-    rehearsal = Rehearsal(meta_copy(model), cut)
+    rehearsal = Rehearsal(meta_copy(model), cut, s.device)
     batches = [s.inputs(model, seed) for seed in range(_MICRO_BATCHES)]
     return [(batch, rehearsal(batch, s.loss)) for batch in batches]
 
@@ -153,7 +153,7 @@ def _compare(s: Subject, ledger: Ledger, cut: Cut) -> None:
         for model in (reference, *models):
             checkpointing(model, {"use_reentrant": False})
     scripts = _scripts(s, s.build(), cut)
-    made = [Stage(Holding(model, cut, [index]), index) for index, model in enumerate(models)]
+    made = [Stage(Holding(model, cut, [index], s.device), index) for index, model in enumerate(models)]
     _held_once(ledger, reference, made)
     # Each of the stages has had all micro-batches before the backward of the first.
     flights = [_forward(made, batch, script) for batch, script in scripts]

@@ -41,9 +41,10 @@ def case(s: Subject, ledger: Ledger) -> None:
         same = [all(torch.equal(a, b) for a, b in zip(drawn[0], other, strict=True)) for other in drawn[1:]]
         ledger.true(same[0], "inputs() of one seed differ from call to call")
         ledger.true(not same[1], "inputs() of different seeds are equal")
-        losses = [s.loss(first(**inputs[0])) for _ in range(2)]
-        ledger.true(torch.equal(*losses), "two calls of the unsharded model differ: a dropout is live in build()")
-        losses[0].backward()
+        loss, again = (s.loss(first(**inputs[0])) for _ in range(2))
+        with ledger.place("two calls of the unsharded model differ: a dropout is live in build()"):
+            ledger.close("loss", loss, again)
+        loss.backward()
         ledger.true(any(p.grad is not None for p in first.parameters()), "no parameter gets a gradient")
 
 

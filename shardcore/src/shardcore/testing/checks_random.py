@@ -179,10 +179,11 @@ def _sampling(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: An
     """Sampled tokens agree on all ranks, and are those of an unsharded model on the same stream."""
     sample = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "temperature": 2.0, "use_cache": True}
     shardcore.manual_seed(model, 11)
-    state = shardcore.get_rng_state(model)["cpu"]
+    states = shardcore.get_rng_state(model)
     got = _tokens(model.generate(**prompt, **sample))
     ledger.true(equal_on_ranks(got), "ranks sample different tokens (H40)")
     with torch.random.fork_rng():
-        torch.set_rng_state(state)
+        for device, state in states.items():
+            (torch if device == "cpu" else torch.get_device_module(device)).set_rng_state(state)
         wanted = _tokens(reference.generate(**prompt, **sample))
     ledger.true(torch.equal(wanted, got), f"sampled {got.tolist()}, wanted {wanted.tolist()}")

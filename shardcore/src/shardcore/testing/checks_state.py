@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import gradient_errors, parameter_errors, whole
 from shardcore.testing.subject import Subject, adamw, flat
+from shardcore.testing.tiny_models import weighted_mean
 
 __all__ = ["captured", "checkpoint", "other_weights", "saving", "shared_folder", "state", "train_step"]
 
@@ -57,7 +57,7 @@ def state(s: Subject, ledger: Ledger) -> None:
                 full.keys() == wanted.keys(), f"the whole state differs in {sorted(full.keys() ^ wanted.keys())}"
             )
             for name in full.keys() & wanted.keys():
-                ledger.close(f"whole {name}", wanted[name], full[name])
+                ledger.close(f"whole {name}", wanted[name].cpu(), full[name])
         ledger.true(True, "")
         second = s.shard(copy.deepcopy(other))
         second.load_state_dict(model.state_dict())
@@ -139,7 +139,7 @@ def saving(s: Subject, ledger: Ledger) -> None:
             if s.rank == 0:
                 reference.save_pretrained(theirs, max_shard_size=30_000)
                 _same_files(ledger, ours, theirs)
-                again = type(reference).from_pretrained(ours, dtype=torch.float64)
+                again = type(reference).from_pretrained(ours, dtype=torch.float64).to(s.device)
                 ledger.errors(_exact(parameter_errors(reference, again)))
             ledger.true(True, "")
 
@@ -174,7 +174,7 @@ def captured(s: Subject, ledger: Ledger) -> None:
         losses = []
         for out in (wanted, got):
             named = {k: t for k, t in flat(out) if k.split("[")[0] in _whole_names(s, out)}
-            losses.append((named, sum(_weighted(t) for t in named.values())))
+            losses.append((named, weighted_mean(*named.values())))
         for name in s.case.supports.captured:
             found = any(name in key for key in losses[0][0])
             ledger.true(
@@ -194,11 +194,6 @@ def captured(s: Subject, ledger: Ledger) -> None:
 def _whole_names(s: Subject, out: Any) -> set[str]:
     """Return the names of an output's entries that belong to what the case captures."""
     return {key.split("[")[0] for key, _ in flat(out) if any(name in key for name in s.case.supports.captured)}
-
-
-def _weighted(tensor: Tensor) -> Any:
-    generator = torch.Generator().manual_seed(tensor.numel())
-    return (tensor * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)).sum()
 
 
 def _tuples(s: Subject, ledger: Ledger, reference: Any, model: Any, asked: dict[str, bool]) -> None:

@@ -22,12 +22,13 @@ _MARKERS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--quick``, ``--families`` and ``--ranks``."""
+    """Add ``--quick``, ``--families``, ``--device`` and ``--ranks``."""
     parser.addoption(
         "--families",
         action="store_true",
         help="shardcore: what is the same for all models of a family runs for the first case of each",
     )
+    parser.addoption("--device", default="cpu", help="shardcore: what ranks compute on: cpu, or cuda (default: cpu)")
     parser.addoption("--ranks", type=int, default=4, help="shardcore: tests that need more ranks are skipped")
     parser.addoption(
         "--quick",
@@ -89,14 +90,14 @@ class LimitedPool(WorkerPool):
 
 
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[LimitedPool]:
-    with LimitedPool() as workers:
+def _pool(request: pytest.FixtureRequest) -> Iterator[LimitedPool]:
+    with LimitedPool(device=request.config.getoption("device")) as workers:
         yield workers
 
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, _pool: LimitedPool) -> WorkerPool:
-    """Up to 4 gloo ranks, started by the first test that needs them and kept for the session.
+    """Up to 4 ranks on ``--device``, started by the first test that needs them and kept for the session.
 
     With ``--ranks N`` tests have as many, and with ``--quick`` 2, unless they are marked as ``four``.
     """

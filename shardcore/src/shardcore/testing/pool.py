@@ -1,4 +1,4 @@
-"""A pool of gloo ranks for tests: the processes start once, and each test sends them a function."""
+"""A pool of ranks for tests: the processes start once, and each test sends them a function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JOIN_TRIES = 3  # gloo loses a connection now and then; new processes find each
 
 
 class WorkerPool:
-    """Runs functions on gloo ranks that stay alive from one call to the next; for POSIX systems.
+    """Runs functions on ranks that stay alive from one call to the next; for POSIX systems.
 
     A worker starts with the first call that needs its rank, with one compute thread. Ranks that are not needed are
     not waited for. After a hang or a death all workers are replaced at the next call.
@@ -36,14 +36,22 @@ class WorkerPool:
 
     Args:
         size: the largest number of ranks of a call.
+        device: the type of the ranks' devices: ``"cpu"``, for gloo, or ``"cuda"``, for NCCL. Ranks share the cards if
+            there are fewer, each under a host name of its own, as NCCL asks for: right, and slow.
         collective_timeout: limit of one collective, in seconds; longer on a machine that is busy when the ranks meet.
         note: told what is done before a function runs: processes start, ranks meet, libraries are imported.
     """
 
     def __init__(
-        self, size: int = 4, *, collective_timeout: float = 30.0, note: Callable[[str], None] = lambda text: None
+        self,
+        size: int = 4,
+        *,
+        device: str = "cpu",
+        collective_timeout: float = 30.0,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.size = size
+        self.device = device
         self.collective_timeout = collective_timeout
         self._note = note
         self._workers: list[WorkerProcess] = []
@@ -131,12 +139,15 @@ class WorkerPool:
     def _start(self, world: int) -> None:
         if any(worker.process.exitcode is not None for worker in self._workers):
             self.kill()
-        new = [WorkerProcess(rank, Path(self._folder.name)) for rank in range(len(self._workers), world)]
+        folder, ranks = Path(self._folder.name), range(len(self._workers), world)
+        new = [WorkerProcess(rank, folder, self.device, self.size) for rank in ranks]
         self._workers += new
         try:
             for worker in new:
                 self._note(f"starting ranks, which import torch: {worker.rank} of {world} are there")
                 worker.wait_until_ready()
+                if worker.ready.note:
+                    self._note(worker.ready.note)
         except BaseException:
             self.kill()
             raise
@@ -149,7 +160,7 @@ class WorkerPool:
             self._note("ranks meet")
             tries += 1
             self._generation += 1
-            port = self._workers[0].port
+            port = self._workers[0].ready.port
             slow = slowness()
             join = Join(world=world, generation=self._generation, port=port, timeout=self.collective_timeout * slow)
             limit = _JOIN_LIMIT * slow

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from shardcore.testing._protocol import Failure, Join, Reply, Task
+from shardcore.testing._protocol import Failure, Join, Ready, Reply, Task
 
 __all__ = ["GRACE", "WorkerError", "WorkerProcess", "WorkerTimeout", "slowness"]
 
@@ -52,11 +52,19 @@ class WorkerTimeout(TimeoutError):  # noqa: N818 - named for what happened, like
 
 
 class WorkerProcess:
-    """The parent's end of one worker process."""
+    """The parent's end of one worker process.
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    Args:
+        rank: its rank.
+        folder: where it writes its stacks when it is asked for them.
+        device: the type of its device.
+        ranks: how many there may be, which may have to share the devices.
+    """
+
+    def __init__(self, rank: int, folder: Path, device: str = "cpu", ranks: int = 1) -> None:
         self.rank = rank
-        self.port = 0  # of the store, on rank 0
+        self.ready = Ready()
+        self._place = device, ranks
         self.stacks = folder / f"stacks-{rank}.txt"
         self.stacks.unlink(missing_ok=True)
         self.connection, theirs = multiprocessing.Pipe()
@@ -65,7 +73,10 @@ class WorkerProcess:
 
     def _start(self, theirs: Connection) -> BaseProcess:
         process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(self.rank, theirs, str(self.stacks)), name=f"shardcore-rank-{self.rank}", daemon=True
+            target=_serve,
+            args=(self.rank, theirs, str(self.stacks), *self._place),
+            name=f"shardcore-rank-{self.rank}",
+            daemon=True,
         )
         with _hash_seed(self.rank):
             process.start()
@@ -76,16 +87,18 @@ class WorkerProcess:
 
         Raises:
             WorkerTimeout: it takes too long.
-            WorkerError: it died.
+            WorkerError: it died, or has no device.
         """
         limit = _START_LIMIT * slowness()
         if not self.connection.poll(limit):
             raise WorkerTimeout(f"rank {self.rank} did not start within {limit:g} s")
         try:
-            self.port = pickle.loads(self.connection.recv_bytes())
+            self.ready = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             death = self._death()
             raise WorkerError(f"rank {self.rank} did not start: {death.details}", [death]) from None
+        if self.ready.complaint:
+            raise WorkerError(f"rank {self.rank} did not start: {self.ready.complaint}")
 
     def send(self, task: Task | Join) -> None:
         """Tell it what to do."""
@@ -144,7 +157,7 @@ def _hash_seed(rank: int) -> Iterator[None]:
             os.environ["PYTHONHASHSEED"] = before
 
 
-def _serve(rank: int, connection: Connection, stacks: str) -> None:
+def _serve(rank: int, connection: Connection, stacks: str, device: str, ranks: int) -> None:
     """Be a worker: the main function of its process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -153,7 +166,7 @@ def _serve(rank: int, connection: Connection, stacks: str) -> None:
         # After the handler, so that a hang in this import has a stack too; and the parent needs no torch for it.
         from shardcore.testing._worker import Worker
 
-        Worker(rank, connection).serve()
+        Worker(rank, connection, device, ranks).serve()
         os._exit(0)  # gloo's destructors may wait for ranks that are gone
 
 

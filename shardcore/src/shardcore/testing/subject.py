@@ -16,11 +16,13 @@ import importlib_metadata
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import shardcore
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
+from shardcore.mesh import current_device, device_type_of
 from shardcore.nn.copies import meta_copy
 from shardcore.plan import ShardPlan
 from shardcore.plugins.registry import GROUP, Registry, default_registry
@@ -103,13 +105,20 @@ class Subject:
         return f"{self.case.name} at tp {self.tp}{replicas}"
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes: where tensors of the default process group live."""
+        return current_device(device_type_of() if dist.is_initialized() else "cpu")
+
+    @property
     def rank(self) -> int:
         """The rank that this process is."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     def build(self, **options: Any) -> Any:
         """Return the unsharded model in float64 and in training mode, whatever its parameters need."""
-        return self.case.build(**{**self.options, **options}).to(torch.float64).train()
+        model = self.case.build(**{**self.options, **options}).to(torch.float64).train()
+        # While a recipe is recorded, it has no values.
+        return model if any(p.is_meta for p in model.parameters()) else model.to(self.device)
 
     def policy(self, model: nn.Module) -> Policy | None:
         """Return the policy to be given to ``shard``; None if an installed pack is to be found."""
@@ -145,11 +154,15 @@ class Subject:
         return compile_plan(policy, model, config, modules=modules, delegates=_delegates, device_type=device_type)
 
     def inputs(self, model: Any, seed: int = 0) -> dict[str, Any]:
-        """Return the arguments of one call, in float64 where they are not integers."""
-        return {
-            name: value.to(torch.float64) if isinstance(value, Tensor) and value.is_floating_point() else value
-            for name, value in self.case.inputs(model, seed).items()
-        }
+        """Return the arguments of one call, on this rank's device, and in float64 where they are not integers."""
+
+        def placed(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(self.device, torch.float64 if value.is_floating_point() else None)
+
+        inputs: dict[str, Any] = tree_map(placed, self.case.inputs(model, seed))
+        return inputs
 
     def prompt(self, model: Any) -> dict[str, Any]:
         """Return the arguments of a generation: the main input and its mask."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["encoder_decoder_batch", "hidden_loss", "randomized", "text_batch", "tiny"]
+__all__ = ["encoder_decoder_batch", "hidden_loss", "randomized", "text_batch", "tiny", "weighted_mean"]
 
 _ROWS, _LENGTH, _WORDS = 3, 7, 5  # no number of ranks divides any
 _PADDING = ((0, 3, 1), (2, 0, 5), (4, 4, 0))
@@ -113,15 +113,17 @@ def encoder_decoder_batch(model: Any, seed: int) -> dict[str, Tensor]:
 
 
 def hidden_loss(out: Any) -> Tensor:
-    """Return a loss of a model without a head: a weighted mean of the hidden states, and of what it pooled from them.
+    """Return a loss of a model without a head: a weighted mean of hidden states, and of what it pooled from them."""
+    returned = (out.last_hidden_state, getattr(out, "pooler_output", None))
+    return weighted_mean(*(tensor for tensor in returned if tensor is not None))
 
-    Not a sum: gradients then stay below 1, as those of the losses that heads compute.
+
+def weighted_mean(*tensors: Tensor) -> Tensor:
+    """Return the sum of the means of ``tensors``, each with fixed random weights: a loss that sees every element.
+
+    Not a sum: gradients then stay below 1, as those of the losses that heads compute. The weights are the same on every
+    device.
     """
     generator = torch.Generator().manual_seed(7)
-    returned = [out.last_hidden_state, getattr(out, "pooler_output", None)]
-    parts = [
-        (tensor * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)).mean()
-        for tensor in returned
-        if tensor is not None
-    ]
-    return torch.stack(parts).sum()
+    weights = (torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t) for t in tensors)
+    return torch.stack([(t * w).mean() for t, w in zip(tensors, weights, strict=True)]).sum()
