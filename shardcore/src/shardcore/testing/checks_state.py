@@ -171,22 +171,20 @@ def captured(s: Subject, ledger: Ledger) -> None:
         reference, model = s.twins(**options)
         asked = {f"output_{_STACK.sub('', name)}": True for name in s.case.supports.captured}
         wanted, got = (m(**s.inputs(reference), **asked) for m in (reference, model))
-        losses = []
-        for out in (wanted, got):
-            named = {k: t for k, t in flat(out) if k.split("[")[0] in _whole_names(s, out)}
-            losses.append((named, weighted_mean(*named.values())))
+        mine, theirs = (
+            {name: t for name, t in flat(out) if name.split("[")[0] in _whole_names(s, out)} for out in (wanted, got)
+        )
         for name in s.case.supports.captured:
-            found = any(name in key for key in losses[0][0])
             ledger.true(
-                found,
+                any(name in key for key in mine),
                 f"the unsharded model captured no {name}: a case with attn_implementation='eager' has them, or correct "
                 "Supports.captured",
             )
-        ledger.true(losses[0][0].keys() == losses[1][0].keys(), f"captured were {list(losses[1][0])}")
-        for name in losses[0][0].keys() & losses[1][0].keys():
-            ledger.close(name, losses[0][0][name], losses[1][0][name])
-        for _, loss in losses:
-            loss.backward()
+        ledger.true(mine.keys() == theirs.keys(), f"captured were {list(theirs)}")
+        for name in mine.keys() & theirs.keys():
+            ledger.close(name, mine[name], theirs[name])
+        for named in filter(None, (mine, theirs)):
+            weighted_mean(*named.values()).backward()
         ledger.errors(gradient_errors(reference, model))
         _tuples(s, ledger, reference, model, asked)
 
