@@ -28,32 +28,29 @@ import sys
 from pathlib import Path
 
 import nox
-from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import lanes  # noqa: E402
-from cells import Cell, cells_of, floors_of, newest_of  # noqa: E402  # from tools/
-from environments import Environment, capabilities_here, find_python  # noqa: E402
+from environments import Environment  # noqa: E402
 from results import Results  # noqa: E402  # from tools/
 from room import lacking  # noqa: E402
 from suites import (  # noqa: E402
-    CLIENTS,
     CORE,
     ENV,
+    ENVIRONMENT_OF,
     ENVIRONMENTS,
     EVERYTHING,
     NEWEST,
     PACKS,
     RESULTS,
+    SOURCES,
     TORCH,
     Suite,
     check,
     everything,
     pip,
-    suite_of,
-    with_every_library,
 )
 
 # Ruff formats the signatures in the documentation too.
@@ -61,10 +58,8 @@ TOOLS = ("ruff==0.17.5", "mypy==2.4.1")
 DOCS = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11")
 # The checks share it; it has no torch: mypy reads that of the newest releases.
 CHECKS = Environment("checks", (), (*TOOLS, *DOCS))
-COVERAGE = Environment("coverage", (TORCH,), ("coverage==7.15.0",))
-PYTHONS = ("3.11", "3.12", "3.13")
-# Session -> the environment that it installs into, for `parallel`; the checks install into that of `types` too.
-ENVIRONMENT_OF = {**dict.fromkeys(("lint", "types", "docs"), CHECKS.name), "together": EVERYTHING.name}
+# The checks install into that of `types` too.
+ENVIRONMENT_OF.update({**dict.fromkeys(("lint", "types", "docs"), CHECKS.name), "together": EVERYTHING.name})
 # The core knows no library: its tests run as if none were installed.
 ALONE = {"PYTHONPATH": str(ROOT / "tools" / "alone")}
 # A newcomer's folder may be a long way down.
@@ -161,7 +156,6 @@ def add_quick(name: str, tests: Path, sources: list[Path], *options: str, **more
 
 
 _packs = [pack.folder for pack in PACKS]
-_everything = [CORE, *_packs, ROOT / "tests", ROOT / "tools"]
 _TOGETHER = (f"--ignore={ROOT / 'tests' / 'clients'}",)
 _shown = [
     ROOT / name for name in ("tests", "docs", "examples", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
@@ -192,184 +186,16 @@ def core(session: nox.Session) -> None:
     suite.run()
 
 
-def add_python(version: str) -> None:
-    """Make the session that tests the core with another Python."""
-
-    def test(session: nox.Session) -> None:
-        if (python := find_python(version)) is None:
-            session.skip(f"this machine has no Python {version}; install it, or name it by pyenv")
-        environment = Environment("core", (TORCH,), python=python)
-        against = f"Python {version}"
-        Suite(session, environment, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against=against).run()
-
-    test.__doc__ = f"Test the core with Python {version}, where this machine has it."
-    nox.session(venv_backend="none", name=f"core-python-{version}", tags=["pythons"], default=False)(test)
-
-
-for _version in PYTHONS:
-    if _version != f"{sys.version_info.major}.{sys.version_info.minor}":
-        add_python(_version)
-
-
-def add_cell(cell: Cell) -> None:
-    """Make the session of one cell of the matrix."""
-
-    def test(session: nox.Session) -> None:
-        against = f"{cell.library} {cell.release}"
-        suite_of(session, cell.packs, cell.environment, against, whole=cell.whole, options=cell.options).run()
-
-    packs = cell.packs[0].name if cell.whole else f"{len(cell.packs)} packs"
-    test.__doc__ = f"Test {packs} against {cell.library} {cell.release}."
-    tags = ["tests", cell.packs[0].name] if cell.whole else ["matrix"]
-    nox.session(venv_backend="none", name=cell.name, tags=tags, default=False)(test)
-    ENVIRONMENT_OF[cell.name] = cell.environment.name
-
-
-for _cell in cells_of(PACKS, TORCH):
-    add_cell(_cell)
-
-
 @nox.session(venv_backend="none", tags=["tests"])
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
     _ready(session, "together", ROOT / "tests", [*_packs, *_shown, *ROOT.glob("*.md")], *_TOGETHER).run()
 
 
-def add_clients(stack: str, environment: Environment) -> None:
-    """Make the session that tests the integrations with one stack of the software that trains models."""
-
-    def test(session: nox.Session) -> None:
-        packs = [pack.folder for pack in PACKS if pack.is_tested_with(environment.pins)]
-        # Some run what the documentation shows, and examples.
-        shown = [ROOT / "docs", ROOT / "examples", ROOT / "tests" / "test_docs.py"]
-        places = [CORE / "src", ROOT / "tests" / "clients", *shown, *(folder / "src" for folder in packs)]
-        requirements = [f"{CORE}[testing]", *map(str, packs)]
-        tests = ROOT / "tests" / "clients"
-        Suite(session, environment, "clients", tests, requirements, places, against=stack, alone=False).run()
-
-    test.__doc__ = f"Test Trainer, Accelerate, PEFT and others, the {stack} releases, with the packs for them."
-    tags = ["clients", "tests" if stack == "newest" else "matrix"]
-    nox.session(venv_backend="none", name=f"clients-{stack}", tags=tags, default=False)(test)
-    ENVIRONMENT_OF[f"clients-{stack}"] = environment.name
-
-
-for _stack, _environment in CLIENTS.items():
-    add_clients(_stack, _environment)
-
-
-@nox.session(venv_backend="none", tags=["matrix"], default=False)
-def minimums(session: nox.Session) -> None:
-    """Test core and packs (sizes 1 and 2) with the lowest torch and transformers that their metadata allows."""
-    own = nox.project.load_toml(CORE / "pyproject.toml")["project"]["dependencies"]
-
-    core, alike = floors_of(own), {}
-    for pack in PACKS:
-        alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
-    suites = [Suite(session, core, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against=core.name)]
-    for floors, packs in alike.items():
-        suites.append(suite_of(session, packs, floors, floors.name))
-        suites[-1].result = f"{session.name}-{floors.name}"
-    if failed := [suite.result for suite in suites if not suite.passes()]:
-        session.error(f"failed: {', '.join(failed)}")
-
-
-@nox.session(venv_backend="none", tags=["searches"], default=False)
-def fuzz(session: nox.Session) -> None:
-    """Search for configurations that differ from the unsharded model: nox -s fuzz -- --draws 2000."""
-    _with_every_library(session, str(ROOT / "tests" / "fuzz" / "search.py"))
-
-
-@nox.session(venv_backend="none", tags=["searches"], default=False)
-def eight(session: nox.Session) -> None:
-    """Train with pipelines, tensor parallelism and replicas at once, on eight ranks."""
-    _with_every_library(session, "-m", "pytest", "-q", str(ROOT / "tests" / "eight_ranks.py"))
-
-
-@nox.session(venv_backend="none", tags=["searches"], default=False)
-def resume(session: nox.Session) -> None:
-    """Kill a fine-tuning at random, let it go on, on two meshes, and compare the curves: nox -s resume -- --seed 1."""
-    _with_every_library(session, str(ROOT / "tools" / "resume.py"))
-
-
-@nox.session(venv_backend="none", default=False)
-def gpu(session: nox.Session) -> None:
-    """Run the conformance kit on the cards of this machine, in parts that are resumed: nox -s gpu -- kit-1."""
-    session.run(str(everything(session)), "tools/gpu.py", *session.posargs, env=ENV, external=True)
-
-
-@nox.session(venv_backend="none", default=False)
-def mutations(session: nox.Session) -> None:
-    """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
-    _with_every_library(session, str(ROOT / "tools" / "mutations.py"))
-
-
-def _with_every_library(session: nox.Session, *command: str) -> None:
-    """Call Python where every library is; without arguments of the session the outcome is kept."""
-    if session.posargs:
-        session.run(str(with_every_library(session)), *command, *session.posargs, env=ENV, external=True)
-    else:
-        check(session, with_every_library, ["python", *command], sources=_everything)
-
-
-@nox.session(venv_backend="none", default=False)
-def coverage(session: nox.Session) -> None:
-    """Count the lines of the core that its tests run, on ranks too; arguments go to pytest.
-
-    What a process had counted is lost if it is killed, as ranks that hang are.
-    """
-    python = COVERAGE.make(ENVIRONMENTS, functools.partial(pip, session))
-    pip(session, python, "install", *COVERAGE.torch, *COVERAGE.pins, "--editable", f"{CORE}[testing]")
-
-    def run(*arguments: str) -> None:
-        session.run(str(python), "-m", "coverage", *arguments, env=ENV, external=True)
-
-    failure = None
-    run("erase")
-    try:
-        run("run", "-m", "pytest", *(session.posargs or [str(CORE / "tests")]))
-    except CommandFailed as error:  # what ran was counted all the same
-        failure = error
-    run("combine", "--quiet")
-    run("html", "--quiet")
-    run("report", "--skip-covered", "--sort=cover")
-    if failure is not None:
-        session.error(str(failure))
-
-
 @nox.session(venv_backend="none", tags=["quick"], default=False)
 def sample(session: nox.Session) -> None:
     """Put some recorded mistakes back, of every kind, which the tests of the quick run have to notice."""
-    check(session, everything, ["python", str(ROOT / "tools" / "mutations.py"), "--sample"], sources=_everything)
-
-
-def add_mistakes(kind: str) -> None:
-    """Make the session that puts the recorded mistakes of one kind back."""
-
-    def test(session: nox.Session) -> None:
-        command = ["python", str(ROOT / "tools" / "mutations.py"), "--kind", kind]
-        check(session, with_every_library, command, sources=_everything)
-
-    test.__doc__ = f"Put the recorded mistakes of {kind} back, one by one."
-    nox.session(venv_backend="none", name=f"mistakes-{kind}", tags=["mistakes"], default=False)(test)
-    ENVIRONMENT_OF[f"mistakes-{kind}"] = CLIENTS["newest"].name
-
-
-for _file in sorted((ROOT / "tests" / "mutations").glob("*.toml")):
-    add_mistakes(_file.stem)
-
-
-@nox.session(venv_backend="none", default=False)
-def capabilities(session: nox.Session) -> None:
-    """Run the conformance kit (sizes 1 and 2) with the kernels of each kind of processor that this machine has."""
-    failed = []
-    packs = [pack for pack in PACKS if pack.is_tested_with(NEWEST.pins)]
-    for capability in capabilities_here(Path("/proc/cpuinfo")):
-        only, env = ["-k", "test_conformance"], {"ATEN_CPU_CAPABILITY": capability}
-        suite = suite_of(session, packs, NEWEST, capability, options=only, env=env)
-        suite.result = f"{session.name}-{capability}"
-        failed += [] if suite.passes() else [capability]
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+    check(session, everything, ["python", str(ROOT / "tools" / "mutations.py"), "--sample"], sources=SOURCES)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -428,3 +254,6 @@ def demo(session: nox.Session) -> None:
     session.install("--progress-bar", "on", *NEWEST.pins, *own, silent=False)
     session.log("Trains now; the first line comes when both ranks have imported torch, some ten seconds.")
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)
+
+
+import nightly as nightly_sessions  # noqa: E402, F401  # from tools/: what is only in the nightly run

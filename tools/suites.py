@@ -23,11 +23,13 @@ __all__ = [
     "CORE",
     "ENV",
     "ENVIRONMENTS",
+    "ENVIRONMENT_OF",
     "EVERYTHING",
     "NEWEST",
     "PACKS",
     "RESULTS",
     "SNIPPETS",
+    "SOURCES",
     "TORCH",
     "Suite",
     "check",
@@ -79,6 +81,10 @@ CLIENTS: Mapping[str, Environment] = {
         "clients-oldest", (TORCH,), ("transformers==4.57.6", "accelerate==1.12.0", "peft==0.18.0", "trl==0.25.1")
     ),
 }
+#: Session -> the environment that it installs into: of those with one, no two run at a time.
+ENVIRONMENT_OF: dict[str, str] = {}
+#: What the outcome of everything that calls packs depends on.
+SOURCES = [CORE, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT / "tools"]
 # What the checks read.
 _CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py", "pyproject.toml",
             "mkdocs.yml")  # fmt: skip
