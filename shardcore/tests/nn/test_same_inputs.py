@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import batch, shard, twins
+from tiny import TinyLM, batch, build, randomize, shard, twins
 
 import shardcore
 from shardcore import AgreementError, ConfigError, NotSupportedError, ShardConfig
@@ -149,6 +149,39 @@ def sends():
 def test_it_sends_nothing(pool):
     for never, always in pool.run(sends):
         assert never == always
+
+
+class Answers(TinyLM):
+    """A model that is told what its caller wants back, as those of transformers are."""
+
+    def forward(self, ids, labels=None, return_dict=None, use_cache=True):
+        return super().forward(ids, labels=labels)
+
+
+def many_calls():
+    """Calls that are all compared, of ranks that want other things back; return how many keys the store has."""
+    reference, model = (Answers(build().config).double() for _ in range(2))
+    for m in (reference, model):
+        randomize(m)
+    shard(model, tp=2, check_inputs_every=1)
+    store = dist.distributed_c10d._get_default_store()
+    mine = ({}, {"return_dict": True}, {"use_cache": False})
+    keys = []
+    for number in range(12):
+        for m in (reference, model):
+            m.train(number % 4 < 2)
+        wants = mine[number % 3] if dist.get_rank() else {}
+        assert_close(reference(batch(number)), model(batch(number), **wants), "output")
+        if number in (3, 11):
+            dist.barrier()
+            keys.append(store.num_keys())
+            dist.barrier()
+    return keys
+
+
+def test_calls_leave_no_keys_and_ranks_may_want_other_things_back(pool):
+    for few, many in pool.run(many_calls):
+        assert many <= few
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, None], ids=str)

@@ -53,6 +53,9 @@ KIND = "(the kind of call)"
 #: That of the parameters of which every rank has the whole.
 ALIKE = "(the parameters that all ranks have whole)"
 
+# What a rank wants back: no collective depends on it, so that ranks may differ in it.
+_OF_A_RANK = ("return_dict", "use_cache")
+
 _FIRST = 3  # calls that are compared in any case
 _SHOWN = 6  # numbers of a tensor in an error
 _DEEP = 3  # containers within containers that are looked into
@@ -166,7 +169,8 @@ class SameInputs(SwappedModule):
 
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, generates: bool = False) -> None:
         kind = "a generation" if generates else _kind_of_call(self.training, torch.is_grad_enabled())
-        named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *sorted(kwargs.items())]
+        by_name = sorted((name, value) for name, value in kwargs.items() if name not in _OF_A_RANK)
+        named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *by_name]
         leaves = [leaf for name, value in named for leaf in _leaves(name, value, _DEEP)]
         if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for _, value in leaves):
             return  # nothing is computed
