@@ -57,7 +57,10 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "sharded": ("word_embeddings", "attention.query", "attention.dense", "ffn.weight", "ffn_output"),
         "refuses": ({"num_attention_heads": 1},),
         "supports": Supports(
-            tensor_parallel=(1, 2, 3, 4), checkpointing=False, captured=("attentions", "hidden_states")
+            tensor_parallel=(1, 2, 3, 4),
+            checkpointing=False,
+            captured=("attentions", "hidden_states"),
+            micro_batches=kind != "AlbertForPreTraining",  # means over words and over rows
         ),
         **fields,
     }

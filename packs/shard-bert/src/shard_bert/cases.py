@@ -89,7 +89,11 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "bert.encoder.layer",
         "sharded": ("word_embeddings.weight", "query.bias", "intermediate.dense.weight"),
         "refuses": ({"num_attention_heads": 3},),
-        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
+        "supports": Supports(
+            sequence=True,
+            captured=("attentions", "hidden_states"),
+            micro_batches=kind != "BertForPreTraining",  # means over words and over rows
+        ),
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)

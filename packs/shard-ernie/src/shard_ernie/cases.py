@@ -54,9 +54,9 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     return batch
 
 
-def _supports(*captured: str, generation: bool = False) -> Supports:
+def _supports(*captured: str, **fields: Any) -> Supports:
     sizes, outputs = (1, 2, 3, 4), ("attentions", *captured, "hidden_states")
-    return Supports(tensor_parallel=sizes, sequence=True, captured=outputs, generation=generation)
+    return Supports(tensor_parallel=sizes, sequence=True, captured=outputs, **fields)
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
@@ -67,7 +67,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "ernie.encoder.layer",
         "sharded": ("word_embeddings.weight", "query.bias", "intermediate.dense.weight"),
         "refuses": ({"num_attention_heads": 1},),
-        "supports": _supports(),
+        "supports": _supports(micro_batches=kind != "ErnieForPreTraining"),  # means over words and over rows
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)

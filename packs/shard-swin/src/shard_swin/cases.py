@@ -64,7 +64,10 @@ def _cases(family: str, usual: dict[str, Any], options: dict[str, tuple[Any, ...
             "collectives": (2, 2 if stem == "swin" else 3),  # of the network of biases gradients are summed
             "whole": ("downsample.reduction",),
             "supports": Supports(
-                tensor_parallel=sizes, captured=("attentions", "hidden_states"), pipeline=head != "Backbone"
+                tensor_parallel=sizes,
+                captured=("attentions", "hidden_states"),
+                pipeline=head != "Backbone",
+                micro_batches=head != "ForMaskedImageModeling",  # a mean over patches that are masked
             ),
             **fields,
         }

@@ -64,7 +64,6 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, stable: bool = Fals
         "tdnn_dilation": (1, 1),
         "xvector_output_dim": 10,
         "num_labels": _LABELS,
-        "ctc_loss_reduction": "mean",
         "attn_implementation": "eager",
         **dict.fromkeys(_DROPOUTS, dropout),
         **({"do_stable_layer_norm": True, "feat_extract_norm": "layer", "conv_bias": True} if stable else {}),

@@ -27,6 +27,7 @@ class Supports:
         sequence: ``enable_sequence_parallelism`` works. Give inputs a number of tokens that no size divides.
         experts: ``expert_parallel_size`` works: all experts of a block are in one module.
         pipeline: the model can be cut into stages, each of which computes what it can of the whole arguments of a call.
+        micro_batches: a batch's loss is made of those of its micro-batches. A sum of means over unlike items is not.
         save_pretrained: the model saves itself as an unsharded checkpoint.
         flash_attention: ``enable_flash_attention`` may work, given a device for it.
     """
@@ -40,6 +41,7 @@ class Supports:
     sequence: bool = False
     experts: bool = False
     pipeline: bool = True
+    micro_batches: bool = True
     save_pretrained: bool = True
     flash_attention: bool = True
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import ConfigError, ShardcoreError
 from shardcore.former import shard
 from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
-from shardcore.pipeline.batches import rows_of
 from shardcore.testing.findings import Ledger
 from shardcore.testing.parity import whole
-from shardcore.testing.subject import Subject, checkpointing, meta_copy
+from shardcore.testing.subject import Subject, checkpointing, flat, meta_copy
 
 __all__ = ["pipeline", "refuses_pipeline", "schedules"]
 
@@ -45,6 +45,7 @@ def pipeline(s: Subject, ledger: Ledger) -> None:
 def schedules(s: Subject, ledger: Ledger) -> None:
     """Over ranks, each of which has one stage or two, a batch of four micro-batches gives the whole model's gradients.
 
+    These are of one call of the unsharded model with the whole batch, whose micro-batches have unlike numbers of items.
     The model is cut among the ranks; what the ranks share, such as tied weights, has one gradient on all of them. With
     four ranks each stage is shared by two as well, which split its heads, and its tokens where that is supported.
     """
@@ -80,25 +81,24 @@ def _trials(s: Subject, blocks: int) -> Iterator[dict[str, Any]]:
 
 def _train(s: Subject, ledger: Ledger, fields: Mapping[str, Any]) -> None:
     number = 2 * fields["pp"]
-    reference, model = s.build(), s.build()
+    reference = s.build()
     batches = [s.inputs(reference, seed) for seed in range(number)]
-    rows = rows_of(batches[0])
+    rows = next(t.size(0) for _, t in flat(batches[0]) if t.ndim)
     batch = {name: _joined([part[name] for part in batches], rows) for name in batches[0]}
     try:
-        s.loss(reference(**batch))
+        out = reference(**batch)
     except Exception as error:
         ledger.closed(f"the unsharded model cannot be called with several batches of the case as one: {error}")
         return
+    if not s.case.supports.micro_batches:
+        _refuses(s, ledger, batch, num_microbatches=number, **fields)
+        number, rows = 1, number * rows
+    model = s.build()
     pipe: Any = shard(model, policy=s.policy(model), num_microbatches=number, **fields)
+    got = pipe.train_step(batch, loss=lambda out, _: s.loss(out))
     # A loss of the model itself is that of the whole batch; one of the case may weigh each row by its place.
-    calls = [batch] if isinstance(s.case.loss, str) else batches
-    try:
-        got = pipe.train_step(batch, loss=lambda out, _: s.loss(out))
-    except ConfigError:  # it is not made of those of micro-batches, which is said
-        model, calls = s.build(), [batch]
-        pipe = shard(model, policy=s.policy(model), num_microbatches=1, **fields)
-        got = pipe.train_step(batch, loss=lambda out, _: s.loss(out))
-    wanted = torch.stack([s.loss(reference(**call)) for call in calls]).mean()
+    made = [out] if isinstance(s.case.loss, str) else [_rows(out, rows, number, part) for part in range(number)]
+    wanted = torch.stack([s.loss(of_part) for of_part in made]).mean()
     wanted.backward()
     ledger.close("loss", wanted, got)
     ledger.close("loss in evaluation", wanted, pipe.eval_step(batch, loss=lambda out, _: s.loss(out)))
@@ -111,6 +111,24 @@ def _train(s: Subject, ledger: Ledger, fields: Mapping[str, Any]) -> None:
             ledger.true(other is None or not other.any(), f"only one model has a gradient of {name}")
         else:
             ledger.error(f"gradient of {name}", float((grad - got).abs().max()) / scale)
+
+
+def _refuses(s: Subject, ledger: Ledger, batch: Mapping[str, Any], **fields: Any) -> None:
+    """Require a loss that is not made of those of micro-batches to be refused."""
+    model = s.build()
+    pipe: Any = shard(model, policy=s.policy(model), **fields)
+    try:
+        pipe.train_step(batch, loss=lambda out, _: s.loss(out))
+    except ConfigError:
+        ledger.true(True, "")
+    else:
+        ledger.failed("Supports says that its loss is not made of those of micro-batches (H11), but it did not raise")
+
+
+def _rows(out: Any, rows: int, number: int, part: int) -> Any:
+    """Return what an output of ``number`` parts, of ``rows`` each, has for one of them."""
+    start, total = part * rows, number * rows
+    return tree_map_only(Tensor, lambda t: t[start : start + rows] if t.ndim and t.size(0) == total else t, out)
 
 
 def _joined(values: Sequence[Any], rows: int) -> Any:

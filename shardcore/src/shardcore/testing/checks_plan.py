@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.errors import AlreadyShardedError, PlanError
 from shardcore.integrations.holders import STANDS_FOR
-from shardcore.nn.layout import ReplicatedLayout, last_rank_is_empty
-from shardcore.nn.linear.alike import product_of
+from shardcore.nn.layout import ReplicatedLayout
 from shardcore.plan import ShardPlan
 from shardcore.testing.checks_pipeline import refuses_pipeline
 from shardcore.testing.findings import Ledger
@@ -99,9 +98,9 @@ def _whole_blocks(s: Subject, ledger: Ledger, made: ShardPlan, model: nn.Module)
         weight = layouts.get(f"{name}.weight")
         if not name.startswith(tuple(blocks)) or weight != ReplicatedLayout():
             continue
-        if isinstance(product := product_of(linear), str):
+        if isinstance(linear, nn.Embedding) or linear.weight.ndim != 2:
             continue
-        small = any(last_rank_is_empty(size, s.tp) for size in (product.in_features, product.out_features))
+        small = any(len(torch.arange(size).chunk(s.tp)) < s.tp for size in linear.weight.shape)
         meant = small or any(part in name for part in s.case.whole)
         ledger.true(
             meant, f"the linear {name} is replicated, which gains nothing; split it, or name it in the case's whole="

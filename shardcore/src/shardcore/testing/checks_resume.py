@@ -11,11 +11,10 @@ import torch
 
 import shardcore
 from shardcore._torch import SCALES_PARTIAL
-from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.checks_random import DROPOUT
 from shardcore.testing.checks_state import other_weights, shared_folder, train_step
 from shardcore.testing.findings import Ledger
-from shardcore.testing.parity import parameter_errors
+from shardcore.testing.parity import parameter_errors, part_of
 from shardcore.testing.subject import Subject, adamw
 
 __all__ = ["resume"]
@@ -42,10 +41,10 @@ def _same_mesh(s: Subject, ledger: Ledger, folder: str) -> None:
     shardcore.load_checkpoint(folder, again, own)
     train_step(s, again, own, 1)
     for (name, wanted), got in zip(model.named_parameters(), again.parameters(), strict=True):
-        equal = torch.equal(local_tensor(wanted), local_tensor(got))
+        equal = torch.equal(part_of(wanted), part_of(got))
         ledger.true(equal, f"{name} is another one a step after loading on the same mesh than without")
         for key, value in optimizer.state[wanted].items():
-            equal = torch.equal(local_tensor(value), local_tensor(own.state[got][key]))
+            equal = torch.equal(part_of(value), part_of(own.state[got][key]))
             ledger.true(equal, f"{key} of {name} is another one a step after loading on the same mesh")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +28,7 @@ from shardcore.testing.parity import gradient_errors, parameter_errors, whole
 from shardcore.testing.subject import Subject, adamw, flat
 from shardcore.testing.tiny_models import weighted_mean
 
-__all__ = ["captured", "checkpoint", "other_weights", "saving", "shared_folder", "state", "train_step"]
+__all__ = ["captured", "checkpoint", "other_weights", "save_beside", "saving", "shared_folder", "state", "train_step"]
 
 #: What tells apart the captured outputs of several stacks, all of which one argument asks for.
 _STACK = re.compile("^(encoder|decoder|cross)_")
@@ -134,26 +135,31 @@ def saving(s: Subject, ledger: Ledger) -> None:
             return
         reference, model = s.twins()
         with shared_folder(s) as folder:
-            ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
-            model.save_pretrained(ours, max_shard_size=30_000)
+            ours = save_beside(s, ledger, reference, model, Path(folder))
             if s.rank == 0:
-                reference.save_pretrained(theirs, max_shard_size=30_000)
-                _same_files(ledger, ours, theirs)
                 again = type(reference).from_pretrained(ours, dtype=torch.float64).to(s.device)
                 ledger.errors(_exact(parameter_errors(reference, again)))
-            ledger.true(True, "")
+
+
+def save_beside(s: Subject, ledger: Ledger, reference: Any, model: Any, folder: Path) -> Path:
+    """Save both models, compare their files, and return where those of ``model`` are."""
+    ours, theirs = folder / "ours", folder / "theirs"
+    model.save_pretrained(ours, max_shard_size=30_000)
+    if s.rank == 0:
+        reference.save_pretrained(theirs, max_shard_size=30_000)
+        _same_files(ledger, ours, theirs)
+    ledger.true(True, "")
+    return ours
 
 
 def _same_files(ledger: Ledger, ours: Path, theirs: Path) -> None:
-    from shardcore.integrations.files import read_tensors
-
     mine, wanted = (sorted(path.name for path in folder.iterdir()) for folder in (ours, theirs))
     ledger.true(mine == wanted, f"it wrote {mine}, and the unsharded model {wanted}")
     for name in sorted({*mine} & {*wanted}):
         if not name.endswith(".safetensors"):
             ledger.true((ours / name).read_text() == (theirs / name).read_text(), f"{name} differs")
             continue
-        got, right = read_tensors(ours / name), read_tensors(theirs / name)
+        got, right = load_file(ours / name), load_file(theirs / name)
         ledger.true(got.keys() == right.keys(), f"{name} holds other tensors")
         for key in sorted(got.keys() & right.keys()):
             ledger.true(torch.equal(got[key], right[key]), f"{key} in {name} differs")

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import PlanError
 from shardcore.planner.communication import gathers_of_heads
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Collectives, calls_of_leaves
-from shardcore.testing.parity import gradient_errors, parameter_errors, whole
+from shardcore.testing.parity import gradient_errors, parameter_errors, part_of, whole
 from shardcore.testing.subject import Subject, adamw, checkpointing, flat
 
 __all__ = ["communication", "options", "recomputation", "training"]
@@ -126,7 +125,7 @@ def _names(s: Subject, ledger: Ledger, reference: Any, model: Any) -> None:
             if s.tp == 1:
                 ledger.true(not isinstance(other, DTensor), f"{name} is a DTensor on one rank")
             elif ledger.true(isinstance(other, DTensor), f"{name} is a plain {type(other).__name__} (H8, H19)"):
-                ledger.true(local_tensor(other).numel() > 0, f"{name} has an empty part (H41)")
+                ledger.true(part_of(other).numel() > 0, f"{name} has an empty part (H41)")
 
 
 def _ties(ledger: Ledger, reference: Any, model: Any) -> None:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardcore.comm.dtensor_params import local_tensor
-
 __all__ = [
     "assert_close",
     "assert_gradients_own_storage",
@@ -26,6 +24,7 @@ __all__ = [
     "equal_on_ranks",
     "gradient_errors",
     "parameter_errors",
+    "part_of",
     "shared_gradients",
     "whole",
 ]
@@ -36,9 +35,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def part_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor without a gradient, a plain tensor as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
 def equal_on_ranks(tensor: Tensor) -> bool:
     """Tell whether all ranks hold bit-equal tensors of one shape; of a DTensor, bit-equal parts (a collective)."""
-    mine = local_tensor(tensor.detach())
+    mine = part_of(tensor.detach())
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return all(part.shape == mine.shape and torch.equal(part, mine) for part in parts)
@@ -124,7 +128,7 @@ def shared_gradients(model: nn.Module) -> list[tuple[str, str]]:
     spans = []
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        local = None if grad is None else local_tensor(grad)
+        local = None if grad is None else part_of(grad)
         if local is not None and local.numel():
             last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
             spans.append((local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size(), name))
