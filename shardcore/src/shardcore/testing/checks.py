@@ -15,6 +15,8 @@ from shardcore.errors import PlanError
 from shardcore.testing import (
     checks_calls,
     checks_data,
+    checks_experts,
+    checks_inside,
     checks_loading,
     checks_logits,
     checks_pipeline,
@@ -111,11 +113,19 @@ SECTIONS: Mapping[str, Section] = {
     "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True, quick="numbers"),
     "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True, family=True),
     "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True, family=True),
+    "inside": Section(run=checks_inside.inside, checks=("inside",), mechanical=True),
     "data parallel": Section(
         run=checks_data.data_parallel, checks=("data parallel",), alone=True, family=True, replicas=2
     ),
     "experts": Section(
         run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts", quick="signature"
+    ),
+    "default experts": Section(
+        run=checks_experts.default_experts,
+        checks=("default experts",),
+        mechanical=True,
+        claim="experts",
+        quick="signature",
     ),
     "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True, family=True),
     "options": Section(run=checks_training.options, checks=("options",), mechanical=True, family=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardcore
@@ -25,7 +25,7 @@ _MANY = 600
 
 
 def loading(s: Subject, ledger: Ledger) -> None:
-    """Files are read as the library of the model reads them, bit for bit."""
+    """Files are read as the library of the model reads them, bit for bit, and only those that are of the checkpoint."""
     with ledger.check("loading"), shared_folder(s) as folder:
         reference = s.build()
         native, model = (_pretrained if hasattr(reference, "from_pretrained") else _plain)(s, reference, Path(folder))
@@ -45,6 +45,7 @@ def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:
     """Return the model that the native ``from_pretrained`` loads, and the sharded one."""
     if s.rank == 0:
         reference.save_pretrained(folder, max_shard_size=30_000)
+        _add_strangers(folder)
     s.gathered(None)
     # How attention and experts compute is no part of a checkpoint, and some ways cannot compute in float64.
     options = {"dtype": torch.float64, "attn_implementation": reference.config._attn_implementation}
@@ -53,6 +54,14 @@ def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:
     native = type(reference).from_pretrained(folder, **options).to(s.device)
     policy = s.policy(native)
     return native, shardcore.from_pretrained(type(reference), folder, policy=policy, tp=s.tp, **s.fields, **options)
+
+
+def _add_strangers(folder: Path) -> None:
+    """Put files beside a checkpoint that are not of it: what an earlier one has left, and one in another precision."""
+    file = min(folder.glob("*.safetensors"))
+    others = {name: 3 * tensor for name, tensor in load_file(file).items()}
+    for name in ("model-00098-of-00099.safetensors", "model.fp16.safetensors"):
+        save_file(others, folder / name, metadata={"format": "pt"})
 
 
 def _plain(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardcore
-from shardcore.comm.dtensor_params import local_tensor
 from shardcore.testing.findings import Ledger
 from shardcore.testing.observing import Draws, Replay
-from shardcore.testing.parity import equal_on_ranks, gradient_errors
+from shardcore.testing.parity import equal_on_ranks, gradient_errors, part_of
 from shardcore.testing.subject import Subject, checkpointing, flat
 
 __all__ = ["dropout", "generation", "replicas"]
@@ -89,18 +89,22 @@ def _reproducible(s: Subject, ledger: Ledger) -> None:
 
 
 def replicas(s: Subject, ledger: Ledger) -> None:
-    """After four steps every replicated parameter is bit-equal on all ranks, however they were seeded (H19)."""
+    """After four steps every replicated parameter is bit-equal on all ranks, however they were seeded (H19).
+
+    In every second step the last rank asks for something else back, which changes nothing that is computed.
+    """
     with ledger.check("replicas"):
         torch.manual_seed(50 * s.rank)
+        wishes = list(_wishes(s, s.build())) if s.rank == s.tp - 1 else []
         model = s.shard(s.build(**(DROPOUT if s.case.supports.dropout else {})))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(_STEPS):
-            s.loss(model(**s.inputs(model, step))).backward()
+            s.loss(model(**s.inputs(model, step), **dict(wishes if step % 2 else ()))).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         mine = {
-            name: local_tensor(p.detach())
+            name: part_of(p.detach())
             for name, p in model.named_parameters()
             if not isinstance(p, DTensor) or p.placements == (Replicate(),)
         }
@@ -109,6 +113,17 @@ def replicas(s: Subject, ledger: Ledger) -> None:
                 ledger.true(name in other and torch.equal(tensor, other[name]), f"{name} has drifted (H19)")
         if not mine:
             ledger.closed("no parameter is replicated")
+
+
+def _wishes(s: Subject, model: Any) -> Iterator[tuple[str, bool]]:
+    """Yield what a model takes of the arguments that say what it returns, with a value that the loss can be had of."""
+    for name, value in (("return_dict", True), ("use_cache", False)):
+        try:
+            with torch.no_grad():
+                model(**s.inputs(model), **{name: value})
+        except TypeError:
+            continue
+        yield name, value
 
 
 _GREEDY = {"max_new_tokens": 6, "do_sample": False}
