@@ -102,7 +102,7 @@ def fails_in_evaluation() -> None:
         pipe.eval_step(labelled())
     if handle is not None:
         handle.remove()
-    assert pipe.eval_step(labelled()).isfinite()
+    assert pipe.eval().eval_step(labelled()).isfinite()
 
 
 def test_a_failure_in_evaluation(pool):
@@ -223,3 +223,17 @@ def cannot() -> None:
 
 def test_what_no_pipeline_can_do(pool):
     pool.run(cannot, world=2)
+
+
+def reentrant(schedule: str) -> None:
+    pipe = pipeline(build(layers=LAYERS, checkpoint="reentrant"), pipeline_schedule=schedule)
+    with pytest.raises((NotSupportedError, AgreementError), match=r"layers.0 is called in .* say use_reentrant=False"):
+        pipe.train_step(labelled())
+    assert pipe.eval().eval_step(labelled()).isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # what crosses is found out without
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_blocks_in_a_reentrant_checkpoint_are_refused(pool, schedule):
+    """The loss would be right, and gradients of all stages but the last one wrong, or none."""
+    pool.run(reentrant, schedule, world=2)

@@ -21,6 +21,9 @@ __all__ = ["Holding", "Stage"]
 # is called with the same tensors again, when the stage may be at other arguments.
 _ARRIVED = "_pipeline_arrived"
 
+# What to do about a reentrant checkpoint.
+_OTHERWISE = 'say use_reentrant=False, as gradient_checkpointing_enable({"use_reentrant": False}) of transformers does'
+
 
 class Holding:
     """A model that keeps the parameters of some stages, under their names, and loses all others.
@@ -156,9 +159,15 @@ class _Performance:
         self._first = blocks[held.start]
         self._next = None if stage.is_last else blocks[held.stop]
         self.leaving: tuple[Tensor, ...] = ()
+        self._records = torch.is_grad_enabled()
 
     def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         starts, ends, blocks = name == self._first, name == self._next, self._stage.cut.blocks
+        if name in blocks and self._in_reentrant_checkpoint():
+            raise NotSupportedError(
+                f"{name} is called in a reentrant checkpoint, to which what arrives from the stage before it gives no "
+                f"gradient: {_OTHERWISE}"
+            )
         if not ends and name not in self._stage.here:
             return args, kwargs
         if self._arrived:  # or else nothing stands for it
@@ -176,6 +185,10 @@ class _Performance:
         if self._begins is not None and name in blocks:
             self._begins(blocks.index(name))
         return args, kwargs
+
+    def _in_reentrant_checkpoint(self) -> bool:
+        """Tell whether gradients are recorded around what runs now, and not in it."""
+        return self._records and not torch.is_grad_enabled()
 
     def _stand_for(self, leaves: Sequence[Any]) -> None:
         crossing = self._script.crossings[self._stage.index - 1]
@@ -195,6 +208,11 @@ class _Performance:
 
     def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self._stage.here:
+            if self._stage.splits and self._in_reentrant_checkpoint():
+                raise NotSupportedError(
+                    f"{name} has a reentrant checkpoint, whose backward computes gradients of inputs and of parameters "
+                    f"at once, under a schedule that computes them apart: {_OTHERWISE}, or pipeline_schedule='1f1b'"
+                )
             return forward(*args, **kwargs)
         answers = self._script.answers[name]
         call = self._calls[name] = self._calls.get(name, -1) + 1
