@@ -57,17 +57,19 @@ class Outputs:
         dist.broadcast(local, group=self._ranks.group, group_src=self._source)
         if own is not None:
             return own
-        if sent.placements is None:
+        if sent.placed is None:
             return local
-        return DTensor.from_local(local, self._context.tp, sent.placements, run_check=False)
+        placements, shape, stride = sent.placed  # parts may be of other sizes: those of one do not say that of all
+        return DTensor.from_local(local, self._context.tp, placements, run_check=False, shape=shape, stride=stride)
 
 
 class _Sent:
-    """A tensor that is sent: its form, and how it lies on ``tp`` if it is split there."""
+    """A tensor that is sent: its form, and how it lies on ``tp``, with its shape and stride, if it is split there."""
 
-    def __init__(self, value: Value, placements: Any) -> None:
-        self.value, self.placements = value, placements
+    def __init__(self, value: Value, placed: tuple[Any, torch.Size, tuple[int, ...]] | None) -> None:
+        self.value, self.placed = value, placed
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Sent:
-        return cls(Value.of(local_tensor(tensor)), tensor.placements if isinstance(tensor, DTensor) else None)
+        placed = (tensor.placements, tensor.shape, tensor.stride()) if isinstance(tensor, DTensor) else None
+        return cls(Value.of(local_tensor(tensor)), placed)
