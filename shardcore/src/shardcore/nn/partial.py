@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardcore._torch import SCALES_PARTIAL
 from shardcore.comm.dtensor_params import all_reduce_bucket, local_tensor, spec_of, with_spec
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import context_of, is_alone, unwrapped
+from shardcore.mesh import ShardContext, context_of, is_alone, unwrapped
 
 __all__ = ["reduce_partial_gradients", "require_sums"]
 
@@ -29,19 +29,22 @@ def reduce_partial_gradients(model: nn.Module) -> None:
     that finds them raises `NotSupportedError` before its step.
 
     Args:
-        model: a sharded model.
+        model: a sharded model, or one that holds sharded models.
 
     Raises:
-        ConfigError: the model was not sharded.
+        ConfigError: nothing of it was sharded.
     """
     model = unwrapped(model)
-    context = context_of(model)
-    if context is None and is_alone(model):
-        return
-    if context is None:
+    sharded = [(part, context) for part in model.modules() if (context := context_of(part)) is not None]
+    if not sharded and not any(map(is_alone, model.modules())):
         raise ConfigError(
             f"reduce_partial_gradients got a {type(model).__name__} that was not sharded; call shard() first"
         )
+    for part, context in sharded:
+        _reduce(part, context)
+
+
+def _reduce(model: nn.Module, context: ShardContext) -> None:
     waiting = [p for p in model.parameters() if isinstance(p.grad, DTensor) and _is_partial(p.grad)]
     if not waiting:
         return
