@@ -11,14 +11,17 @@ import pytest
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
 
-from draws import FAMILIES, Draw, draw
+from draws import FAMILIES, Draw
 from found import FOUND
+from kinds import FIRST, KINDS, MIXTURES, draw
 from search import families_here, judged, search
 from trial import Outcome
 
 #: The draws of every run, and the seconds after which no other is begun.
 NUMBERS = range(300)
-SECONDS = 45.0
+#: Those of the other kinds, of which one is carried out for each.
+OTHERS = {kind: range(FIRST * KINDS.index(kind), FIRST * KINDS.index(kind) + 300) for kind in KINDS[1:]}
+SECONDS = 40.0
 #: How many are carried out on the slowest machine.
 FEWEST = 30
 
@@ -38,11 +41,22 @@ def test_draws_are_equal_or_refused(pool):
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_draw_of_each_other_kind(pool, kind):
+    if kind == "adapters":
+        pytest.importorskip("peft")
+    few = (one for one in map(draw, OTHERS[kind]) if one.ranks == 2 and not (one.refused() or one.may))
+    found = next(search(pool, (one.number for one in few), families_here()))
+    assert found.outcome.state == "equal", (str(found.draw), *found.outcome.problems[:4])
+    assert found.outcome.compared
+
+
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found_stays_right(pool, what):
-    outcome = judged(pool, FOUND[what])
-    assert outcome.state == "equal", outcome.problems
-    assert outcome.compared
+    outcome, refused = judged(pool, FOUND[what]), FOUND[what].refused()
+    assert outcome.state == ("refused" if refused else "equal"), outcome.problems
+    assert outcome.compared or refused
 
 
 def test_numbers_name_draws_whatever_is_installed():
@@ -51,6 +65,13 @@ def test_numbers_name_draws_whatever_is_installed():
     assert {one.family for one in drawn} == set(FAMILIES)
     assert {one.call for one in drawn} >= {"one", "accumulate", "steps", "generate", "part", "captured", "evaluate"}
     assert {one.ranks for one in drawn} == {2, 3, 4}
+    others = {kind: [draw(number) for number in numbers] for kind, numbers in OTHERS.items()}
+    assert others == {kind: [draw(number) for number in numbers] for kind, numbers in OTHERS.items()}
+    assert all({one.kind for one in drawn} == {kind} for kind, drawn in others.items())
+    assert {kind for kind, drawn in others.items() if any(one.odd for one in drawn)} == {*OTHERS} - {"pipeline"}
+    assert {one.family for one in others["experts"]} == set(MIXTURES)
+    assert {one.dtype for one in others["experts"]} == {"float32", "float64"}
+    assert {one.how["part"] for one in others["parts"]} >= {"model", "bert", "model.language_model", "body"}
 
 
 def test_a_mistake_fails_a_draw(pool):

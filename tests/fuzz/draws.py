@@ -1,4 +1,4 @@
-"""What one draw of the search is: a model, a configuration, a batch and a call, all of them chosen by one number."""
+"""What one draw is: a model, a configuration, a batch, a call; here those of the kind `plain`, each of one number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["FAMILIES", "Draw", "draw"]
+__all__ = ["FAMILIES", "MODELS", "Dice", "Draw", "draw_plain"]
 
 Value = TypeVar("Value")
 
@@ -66,7 +66,8 @@ class Draw:
 
     Attributes:
         number: what all the rest follows from.
-        family: the key in `FAMILIES`.
+        kind: what is tried; `kinds.KINDS` has them.
+        family: the key in `FAMILIES`, or in `kinds.MIXTURES`.
         cls: the model's class.
         mesh: sizes of the configuration, such as ``{"tensor_parallel_size": 2}``.
         fields: other fields of the configuration.
@@ -75,9 +76,15 @@ class Draw:
         call: how the model is called.
         checkpointing: ``""``, ``"reentrant"`` or ``"non-reentrant"``.
         frozen: the part of the parameters that is frozen.
+        how: settings that only this kind has.
+        odd: arguments that one rank alone passes, and that change nothing.
+        must: why it has to be refused.
+        may: what the message says if it is refused, where that depends on the values of the batch.
+        dtype: in which it is computed.
     """
 
     number: int
+    kind: str = "plain"
     family: str
     cls: str
     mesh: Mapping[str, int]
@@ -87,7 +94,12 @@ class Draw:
     call: str
     checkpointing: str = ""
     frozen: float = 0.0
-    ranks: int = field(default=2)
+    ranks: int = 2
+    how: Mapping[str, Any] = field(default_factory=dict)
+    odd: Mapping[str, Any] = field(default_factory=dict)
+    must: str = ""
+    may: str = ""
+    dtype: str = "float64"
 
     @property
     def tp(self) -> int:
@@ -95,9 +107,14 @@ class Draw:
         return self.mesh["tensor_parallel_size"]
 
     @property
+    def pp(self) -> int:
+        """The number of ranks of a pipeline."""
+        return self.mesh.get("pipeline_parallel_size", 1)
+
+    @property
     def replicas(self) -> int:
         """The data-parallel size."""
-        return self.ranks // self.tp
+        return self.ranks // (self.tp * self.pp)
 
     def refused(self) -> str:
         """Say why ``shard`` has to refuse it; empty if it has to work."""
@@ -106,7 +123,7 @@ class Draw:
                 return "query heads"
             if kv % self.tp and self.tp % kv:
                 return "key/value heads"
-        return ""
+        return self.must
 
     def __str__(self) -> str:
         said = {
@@ -117,17 +134,20 @@ class Draw:
             "call": self.call,
             "checkpointing": self.checkpointing,
             "frozen": self.frozen,
+            "how": dict(self.how),
+            "odd": dict(self.odd),
+            "dtype": self.dtype,
         }
-        return f"draw {self.number}: {self.cls} " + ", ".join(
+        return f"draw {self.number}: {self.kind} {self.cls} " + ", ".join(
             f"{name}={value}" for name, value in said.items() if value
         )
 
 
-class _Dice:
+class Dice:
     """A source of choices that are the same in every process."""
 
-    def __init__(self, number: int) -> None:
-        self._random = random.Random(number)
+    def __init__(self, seed: int | str) -> None:
+        self._random = random.Random(seed)
 
     def of(self, *values: Value) -> Value:
         """Return one of ``values``."""
@@ -142,14 +162,14 @@ class _Dice:
         return self._random.choices(list(weights), list(weights.values()))[0]
 
 
-def draw(number: int) -> Draw:
-    """Return the draw of this number: the same in every process, whatever is installed."""
-    dice = _Dice(number)
+def draw_plain(number: int) -> Draw:
+    """Return a draw of tensor parallelism and replicas: the same in every process, whatever is installed."""
+    dice = Dice(number)
     family = dice.of(*FAMILIES)
     cls = dice.of(*FAMILIES[family])
     mesh, ranks = _mesh(dice)
     tp = mesh["tensor_parallel_size"]
-    model = _MODELS[family](dice, cls, tp)
+    model = MODELS[family](dice, cls, tp)
     calls = {call: weight for call, weight in _CALLS.items() if _fits(call, family, cls, ranks // tp)}
     fields: dict[str, Any] = {}
     call = dice.weighted(calls)
@@ -187,7 +207,7 @@ def draw(number: int) -> Draw:
     )
 
 
-def _mesh(dice: _Dice) -> tuple[dict[str, int], int]:
+def _mesh(dice: Dice) -> tuple[dict[str, int], int]:
     tp, shards, copies = dice.of(
         (2, 1, 1), (2, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1)
     )
@@ -208,12 +228,12 @@ def _fits(call: str, family: str, cls: str, replicas: int) -> bool:
     return replicas == 1 or call not in ("retain", "autograd_grad")
 
 
-def _heads(dice: _Dice, tp: int) -> int:
+def _heads(dice: Dice, tp: int) -> int:
     """Return a number of heads that the ranks divide, but for a few draws."""
     return dice.of(1, 2, 3, 5) if dice.often(0.05) else tp * dice.of(1, 2, 2, 3)
 
 
-def _llama(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
+def _llama(dice: Dice, cls: str, tp: int) -> dict[str, Any]:
     heads = _heads(dice, tp)
     kv = dice.of(*(n for n in range(1, heads + 1) if heads % n == 0))
     return {
@@ -232,7 +252,7 @@ def _llama(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
     }
 
 
-def _bert(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
+def _bert(dice: Dice, cls: str, tp: int) -> dict[str, Any]:
     heads = _heads(dice, tp)
     decodes = cls == "BertLMHeadModel"
     return {
@@ -250,7 +270,7 @@ def _bert(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
     }
 
 
-def _vit(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
+def _vit(dice: Dice, cls: str, tp: int) -> dict[str, Any]:
     heads = _heads(dice, tp)
     return {
         "image_size": dice.of(8, 12, 16),
@@ -265,7 +285,7 @@ def _vit(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
     }
 
 
-def _whisper(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
+def _whisper(dice: Dice, cls: str, tp: int) -> dict[str, Any]:
     encoder, decoder = _heads(dice, tp), _heads(dice, tp)
     width = encoder * decoder * dice.of(2, 4) if encoder != decoder else encoder * dice.of(4, 8)
     # Which heads count depends on the half of the model that the class has.
@@ -287,7 +307,7 @@ def _whisper(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
     }
 
 
-def _timm(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
+def _timm(dice: Dice, cls: str, tp: int) -> dict[str, Any]:
     heads = _heads(dice, tp)
     plain: dict[str, Any] = {}
     extras = (
@@ -311,10 +331,10 @@ def _timm(dice: _Dice, cls: str, tp: int) -> dict[str, Any]:
     }
 
 
-_MODELS = {"llama": _llama, "bert": _bert, "vit": _vit, "whisper": _whisper, "timm": _timm}
+MODELS = {"llama": _llama, "bert": _bert, "vit": _vit, "whisper": _whisper, "timm": _timm}
 
 
-def _batch(dice: _Dice, family: str) -> dict[str, Any]:
+def _batch(dice: Dice, family: str) -> dict[str, Any]:
     batch: dict[str, Any] = {"rows": dice.of(1, 1, 2, 3)}
     if family in ("llama", "bert", "whisper"):
         batch["length"] = dice.of(1, 2, 3, 5, 7, 8, 12)

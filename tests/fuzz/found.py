@@ -34,19 +34,22 @@ def _draw(
     tp: int = 2,
     shards: int = 1,
     copies: int = 1,
+    pp: int = 1,
     fields: Mapping[str, Any] | None = None,
     heads: int = 4,
     model: Mapping[str, Any] | None = None,
     batch: Mapping[str, Any] | None = None,
     checkpointing: str = "",
     frozen: float = 0.0,
+    **more: Any,
 ) -> Draw:
-    """Return a draw of the family that has ``cls``, on ``tp * shards * copies`` ranks.
+    """Return a draw of the family that has ``cls``, on ``tp * shards * copies * pp`` ranks.
 
-    ``model`` and ``batch`` say what is not as usual.
+    ``model`` and ``batch`` say what is not as usual, and ``more`` what a plain draw does not have.
     """
     family = next(family for family, classes in FAMILIES.items() if cls in classes)
     axes = {"tensor_parallel_size": tp, "dp_shard_size": shards, "dp_replicate_size": copies}
+    axes["pipeline_parallel_size"] = pp
     settings = {**_USUAL, **_MODELS[family], "num_attention_heads": heads, **(model or {})}
     return Draw(
         number=number,
@@ -59,8 +62,12 @@ def _draw(
         call=call,
         checkpointing=checkpointing,
         frozen=frozen,
-        ranks=tp * shards * copies,
+        ranks=tp * shards * copies * pp,
+        **more,
     )
+
+
+_ONE_STEP = {"steps": 1, "accumulate": 1, "max_norm": 0.1, "optimizer": "adamw"}
 
 
 #: What was wrong, and the draw that showed it.
@@ -172,5 +179,30 @@ FOUND: Mapping[str, Draw] = {
         },
         batch={"labels": "ignored"},
         frozen=0.7,
+    ),
+    "reading split logits of uneven parts, which came from another stage, ended the process": _draw(
+        1_000_023,
+        "BertForMaskedLM",
+        "training",
+        kind="pipeline",
+        pp=2,
+        fields={"parallel_output": True, "microbatch_size": 2},
+        model={"tie_word_embeddings": True},
+        batch={"rows": 3, "labels": "all"},
+        how=_ONE_STEP,
+    ),
+    "a reentrant checkpoint under a schedule that splits the backward was an error of torch": _draw(
+        1_000_009,
+        "LlamaForCausalLM",
+        "training",
+        kind="pipeline",
+        tp=1,
+        pp=2,
+        fields={"pipeline_schedule": "interleaved_zero_bubble", "num_model_chunks": 2},
+        model={"num_hidden_layers": 4, "num_key_value_heads": 2},
+        batch={"rows": 4, "labels": "all"},
+        checkpointing="reentrant",
+        how=_ONE_STEP,
+        must="a reentrant checkpoint",
     ),
 }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from draws import Draw
 
-__all__ = ["batch_of", "build", "part_of", "prompt_of"]
+__all__ = ["Between", "batch_of", "build", "part_of", "prompt_of"]
 
 #: Settings of every model of a library: no dropout, small tables of positions.
 _USUAL: dict[str, dict[str, Any]] = {
@@ -49,11 +49,27 @@ _USUAL: dict[str, dict[str, Any]] = {
     },
     "timm": {"patch_size": 4},
 }
-_CONFIGS = {"llama": "LlamaConfig", "bert": "BertConfig", "vit": "ViTConfig", "whisper": "WhisperConfig"}
+_USUAL |= {"mixtral": _USUAL["llama"], "qwen3_moe": {**_USUAL["llama"], "decoder_sparse_step": 1}}
+_VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_CONFIGS = {
+    "llama": "LlamaConfig",
+    "bert": "BertConfig",
+    "vit": "ViTConfig",
+    "whisper": "WhisperConfig",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
 
 
 def build(draw: Draw) -> Any:
-    """Return the unsharded model in float64 and in training mode; equal in every process."""
+    """Return the unsharded model in the draw's dtype and in training mode; equal in every process."""
     settings = {**_USUAL[draw.family], **{k: v for k, v in draw.model.items() if k != "heads_of"}}
     model = _timm(draw.cls, settings) if draw.family == "timm" else _transformers(draw, settings)
     generator = torch.Generator().manual_seed(draw.number)
@@ -61,7 +77,7 @@ def build(draw: Draw) -> Any:
         for name, parameter in model.named_parameters():
             middle = float("norm" in name.lower() and name.endswith("weight"))
             parameter.copy_(middle + 0.2 * torch.randn(parameter.shape, generator=generator))
-    model.double().train()
+    model.to(getattr(torch, draw.dtype)).train()
     for parameter in model.parameters():
         if draw.frozen and float(torch.rand((), generator=generator)) < draw.frozen:
             parameter.requires_grad_(False)
@@ -73,12 +89,42 @@ def _transformers(draw: Draw, settings: dict[str, Any]) -> nn.Module:
 
     if "frames" in settings:
         settings["max_source_positions"] = settings.pop("frames") // 2
+    implementation = settings.pop("experts_implementation", "")
     config = getattr(transformers, _CONFIGS[draw.family])(**settings)
+    if implementation:
+        config._experts_implementation = implementation
+    if draw.cls == "LlavaForConditionalGeneration":
+        config = transformers.LlavaConfig(
+            text_config=config,
+            vision_config=transformers.CLIPVisionConfig(**_VISION),
+            image_token_index=settings["vocab_size"] - 1,
+            tie_word_embeddings=settings["tie_word_embeddings"],
+        )
+    if draw.cls == "Between":
+        return Between(transformers.LlamaModel(config), settings["hidden_size"])
     model = getattr(transformers, draw.cls)(config)
     if model.can_generate():
         model.generation_config.pad_token_id = 0
         model.generation_config.eos_token_id = None
     return model
+
+
+class Between(nn.Module):
+    """A Llama between modules that transformers does not know.
+
+    Args:
+        body: what may be sharded.
+        width: of the hidden states.
+    """
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.before, self.body, self.after = nn.Linear(5, width), body, nn.Linear(width, 3)
+
+    def forward(self, features: Tensor, labels: Tensor, **arguments: Any) -> dict[str, Tensor]:
+        """Return the loss and the logits of features (B, T, 5)."""
+        logits = self.after(self.body(inputs_embeds=self.before(features), **arguments).last_hidden_state)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 def _timm(cls: str, settings: dict[str, Any]) -> nn.Module:
@@ -134,6 +180,13 @@ def _labels(draw: Draw, high: int, shape: tuple[int, ...], generator: torch.Gene
         return None
     if draw.batch["labels"] == "ignored":
         return torch.full_like(labels, -100)
+    if draw.batch["labels"] == "uneven":  # rows with all, half and none of theirs
+        shares = torch.tensor([0.0, 0.5, 1.0])[
+            torch.randint(0, 3, (shape[0], *[1] * (len(shape) - 1)), generator=generator)
+        ]
+        ignored = torch.rand(shape, generator=generator) < shares
+        ignored[0, ..., -1] = False
+        return labels.masked_fill(ignored, -100)
     if draw.batch["labels"] == "some":
         return labels.masked_fill(torch.rand(shape, generator=generator) < 0.3, -100)
     return labels
@@ -175,9 +228,20 @@ def _text_batch(draw: Draw, model: Any, generator: torch.Generator, longer: int)
         batch["encoder_hidden_states"] = torch.randn(
             rows, 4, settings["hidden_size"], generator=generator, dtype=torch.float64
         )
-    if draw.family == "llama" or settings.get("is_decoder"):
+    if draw.family in ("llama", "mixtral", "qwen3_moe") or settings.get("is_decoder"):
         batch["use_cache"] = False
-    return {**batch, **_targets(draw, shape, generator)}
+    batch |= _targets(draw, shape, generator)
+    if draw.batch.get("items"):
+        batch["num_items_in_batch"] = int(batch["labels"][..., 1:].ne(-100).sum())
+    if draw.cls == "Between":
+        del batch["input_ids"]
+        batch["features"] = torch.randn(*shape, 5, generator=generator, dtype=torch.float64)
+    if draw.cls == "LlavaForConditionalGeneration":
+        image = settings["vocab_size"] - 1
+        batch["input_ids"] = ids.masked_fill(ids == image, 1)
+        batch["input_ids"][:, :4] = image
+        batch["pixel_values"] = _images(draw, 8, generator)
+    return batch
 
 
 def _mask(draw: Draw, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
@@ -205,7 +269,9 @@ def _targets(draw: Draw, shape: tuple[int, ...], generator: torch.Generator) -> 
     tokens = _labels(draw, settings["vocab_size"], shape, generator)
     found: dict[str, Tensor | None] = {}
     match draw.cls:
-        case "LlamaForCausalLM" | "BertForMaskedLM" | "BertLMHeadModel":
+        case "Between":
+            found["labels"] = _labels(draw, 3, shape, generator)
+        case "BertForMaskedLM" | "BertLMHeadModel":
             found["labels"] = tokens
         case "BertForPreTraining" if tokens is not None:
             found = {"labels": tokens, "next_sentence_label": classes(2)}
@@ -217,6 +283,8 @@ def _targets(draw: Draw, shape: tuple[int, ...], generator: torch.Generator) -> 
             found["labels"] = classes(2)
         case "LlamaForQuestionAnswering" | "BertForQuestionAnswering":
             found = {"start_positions": classes(length), "end_positions": classes(length)}
+        case name if name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+            found["labels"] = tokens
     return {name: labels for name, labels in found.items() if labels is not None}
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # the workers inherit it
 
-from draws import FAMILIES, Draw, draw
+from draws import FAMILIES, Draw
+from kinds import KINDS, MIXTURES, draw, numbers
 from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
 from trial import Outcome, try_draw
 
@@ -39,7 +40,7 @@ class Found:
 def families_here() -> tuple[str, ...]:
     """Return the families whose libraries are installed, in a fixed order."""
     libraries = {"timm": "timm"}
-    return tuple(f for f in FAMILIES if importlib.util.find_spec(libraries.get(f, "transformers")))
+    return tuple(f for f in (*FAMILIES, *MIXTURES) if importlib.util.find_spec(libraries.get(f, "transformers")))
 
 
 def search(pool: WorkerPool, numbers: Iterable[int], families: Container[str]) -> Iterator[Found]:
@@ -70,22 +71,25 @@ def judged(pool: WorkerPool, one: Draw) -> Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Search from the command line; the exit status is 1 if a draw failed, or none was carried out."""
     given = _parser().parse_args(arguments)
-    numbers = given.only or range(given.first, given.first + given.draws)
+    asked = given.only or list(numbers(given.first, given.draws, given.kind or KINDS))
     families = given.family or families_here()
     start, states, worst, failed = time.monotonic(), Counter[str](), 0.0, []
+    kinds: dict[str, Counter[str]] = {}
     with WorkerPool(4) as pool:
-        for found in search(pool, numbers, families):
+        for found in search(pool, asked, families):
             states[found.outcome.state] += 1
+            kinds.setdefault(found.draw.kind, Counter())[found.outcome.state] += 1
             worst = max(worst, found.outcome.error)
             if found.outcome.state == "failed":
                 failed.append(found.draw.number)
                 print(f"\nFAILED {found.draw}", *found.outcome.problems[:8], sep="\n    ", flush=True)
             elif given.verbose:
                 print(f"{found.outcome.state} {found.outcome.error:.1e} {found.draw}", flush=True)
-            _progress(numbers.index(found.draw.number) + 1, len(numbers), states, start)
+            _progress(asked.index(found.draw.number) + 1, len(asked), states, start)
             if time.monotonic() - start > 60 * given.minutes:
                 break
     print(f"\n{sum(states.values())} draws of {', '.join(families)}: {_counts(states)}; largest difference {worst:.1e}")
+    print(*(f"    {kind}: {_counts(counted)}" for kind, counted in kinds.items()), sep="\n")
     if failed:
         print("Repeat them with", *(f"--only {number}" for number in failed))
     return 1 if failed or not states else 0
@@ -95,9 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="nox -s fuzz --", description=__doc__, formatter_class=kind)
     parser.add_argument("--draws", type=int, default=200, help="how many draws (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first draw (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first draw of each kind (default: %(default)s)")
     parser.add_argument("--only", type=int, action="append", metavar="NUMBER", help="carry out this draw; repeatable")
-    parser.add_argument("--family", choices=list(FAMILIES), action="append", help="pass over the others; repeatable")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="pass over the others; repeatable")
+    parser.add_argument(
+        "--family", choices=[*FAMILIES, *MIXTURES], action="append", help="pass over the others; repeatable"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--verbose", action="store_true", help="print every draw")
     return parser
