@@ -80,12 +80,19 @@ def _of_a_part(model: nn.Module) -> str:
     text = getattr(getattr(model, "config", None), "text_config", None)
     inside = ((path, module) for path, module in model.named_modules() if path)
     path = next((path for path, module in inside if text and getattr(module, "config", None) is text), None)
-    if path is None:
+    if path is None or _tied(model, model.get_submodule(path)):  # which `shard` refuses, since it would come apart
         return ""
     return (
         f". Of a model with images or sound, shard the language model, in place: shardcore.shard(model.{path}, ...) "
         f"with the same arguments, and go on with the {type(model).__name__}"
     )
+
+
+def _tied(model: nn.Module, part: nn.Module) -> bool:
+    """Tell whether modules of ``model`` outside of ``part`` hold parameters of it."""
+    others = set(model.modules()).difference(part.modules())
+    held = {id(p) for other in others for p in other.parameters(recurse=False)}
+    return not held.isdisjoint(map(id, part.parameters()))
 
 
 def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) -> Mapping[str, Any]:

@@ -75,7 +75,13 @@ def build(module: str, name: str, config: str, **options: Any) -> nn.Module:
 
 def _small(module: str, name: str, config: str) -> Small:
     cls = getattr(importlib.import_module(module), name)
-    return small_model(cls, cls.config_class.from_dict(json.loads(config)))
+    try:
+        return small_model(cls, cls.config_class.from_dict(json.loads(config)))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. Draft a policy from a small model and a call of your own: shardcore new-pack "
+            "NAME --example module:function"
+        ) from error
 
 
 def _split(model: nn.Module, draft: Draft) -> set[str]:

@@ -1,0 +1,33 @@
+"""What is said where no policy could be inferred."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from shardcore import inferred as module
+from shardcore.errors import ConfigError
+
+
+class Text(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.table = config, nn.Embedding(4, 2)
+
+
+class WithImages(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.config = SimpleNamespace(text_config=object())
+        self.text, self.head = Text(self.config.text_config), nn.Linear(2, 4, bias=False)
+        if tied:
+            self.head.weight = self.text.table.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_part_is_named_where_it_can_be_sharded(monkeypatch, tied):
+    """`shard` refuses one whose table is tied to a head outside of it."""
+    monkeypatch.setattr(module, "_asked", lambda *how: {"error": "none"})
+    with pytest.raises(ConfigError) as raised:
+        module.inferred(WithImages(tied), "proved", None)
+    assert ("shardcore.shard(model.text, ...)" in str(raised.value)) is not tied
