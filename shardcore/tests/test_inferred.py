@@ -31,3 +31,9 @@ def test_a_part_is_named_where_it_can_be_sharded(monkeypatch, tied):
     with pytest.raises(ConfigError) as raised:
         module.inferred(WithImages(tied), "proved", None)
     assert ("shardcore.shard(model.text, ...)" in str(raised.value)) is not tied
+
+
+def test_a_class_of_the_script_that_runs_cannot_be_imported(monkeypatch):
+    class_of_script = type("Script", (Text,), {"__module__": "__main__", "config_class": SimpleNamespace})
+    with pytest.raises(ConfigError, match=r"cannot import Script: .* Put it into a module"):
+        module.inferred(class_of_script(SimpleNamespace()), "proved", None)

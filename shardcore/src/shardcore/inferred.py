@@ -66,6 +66,11 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
             "error": f"policy='infer' builds a small copy from a model's configuration, and {cls.__name__} has none of "
             "transformers. Draft a policy from an example: shardcore new-pack NAME --example module:function"
         }
+    if cls.__module__ == "__main__":
+        return {
+            "error": f"policy='infer' builds a small copy in a process of its own, which cannot import {cls.__name__}: "
+            "the script that runs (__main__) defines it. Put it into a module, and import it from there"
+        }
     try:
         return _answer(cls, config, limit, proved=how == "proved")
     except subprocess.TimeoutExpired:
