@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from boosted import LENGTH, STEPS, batches, criterion, for_each, labelled, whole
 from needs import PIPELINES
-from tiny import TinyPolicy, batch, build
+from tiny import TinyLM, TinyPolicy, batch, build
 from torch.utils.data import DataLoader
 
 from shardcore import PipelineGradientCheckpointConfig, ShardFormer
@@ -180,6 +181,32 @@ def data_fails(options: dict[str, Any]) -> None:
 
 
 @PIPELINES
+class Logits(TinyLM):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids)
+
+
+def summed(logits: torch.Tensor, call: Any) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), call["labels"].flatten(), reduction="sum") / 9
+
+
+def by_hand(logits: torch.Tensor, call: Any) -> torch.Tensor:
+    scores = logits.log_softmax(-1).gather(-1, call["labels"].clamp(min=0)[..., None])
+    return -scores[..., 0].where(call["labels"] >= 0, 0.0).sum() / 9
+
+
+@pytest.mark.parametrize("loss", [None, summed, by_hand], ids=lambda loss: getattr(loss, "__name__", "own"))
+def test_labels_that_do_not_count_teach_nothing(loss):
+    model = build()
+    model.__class__ = TinyLM if loss is None else Logits
+    optimizer = torch.optim.SGD(model.parameters())
+    booster = Booster(plugin=HybridParallelPlugin(custom_policy=TinyPolicy, num_microbatches=1))
+    booster.boost(model, optimizer)
+    nothing = {**labelled(0, 4), "labels": torch.full((4, LENGTH), -100)}
+    assert float(booster.execute_pipeline(iter([nothing]), model, loss, optimizer)["loss"]) == 0.0
+    assert not any(bool(parameter.grad.any()) for parameter in model.parameters())
+
+
 def test_a_rank_without_data(pool):
     pool.run(data_fails, {"pp_size": 2}, world=2)
 

@@ -147,6 +147,15 @@ def test_nobody_can_tell_of_labels_that_do_not_count():
         value = causal(x, labels)
     (form,) = forms_of({"loss": value}, value, inside.calls, (), {"x": x, "labels": labels})
     assert (form.kind, form.shifted) == ("labels", None)
+    assert shares_of([form], [{"x": x, "labels": labels}], "Net") == [0.0]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_sum_over_no_labels_has_no_share(first):
+    labels = LABELS.clone()
+    labels[2:] = -100
+    wanted, got = together(causal, {"x": X, "labels": labels, "num_items_in_batch": 2}, first=first)
+    assert got == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_function_of_the_output_decides_where_it_computes():

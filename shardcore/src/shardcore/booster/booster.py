@@ -178,7 +178,7 @@ class Booster:
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a model that no pipeline divides; return their loss."""
         parts = micro_batches(arguments, **self.plugin.division)
-        shares = [1.0] if len(parts) == 1 else []
+        shares = [1.0] if len(parts) == 1 and _with_labels(parts[0]) is parts[0] else []
         losses = []
         for number, part in enumerate(parts):
             # Below ZeRO's second stage replicas sum gradients once for each batch.
@@ -194,6 +194,8 @@ class Booster:
                 if not shares:  # seen in the first of them
                     forms = forms_of(out, loss, inside.calls, outside.calls, call)
                     shares = shares_of(forms, parts, type(model).__name__)
+                    if not forms and call is not part:  # nobody knows whether it is computed from labels
+                        shares[number] = 0.0
                 loss = wide(loss) * (shares[number] * scale)
                 if torch.is_grad_enabled():
                     loss.backward()

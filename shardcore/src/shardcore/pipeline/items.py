@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class Items:
 
     Attributes:
         kind: a mean over ``labels``, a mean over ``rows``, a ``sum``, or ``unknown``.
-        argument: the argument of the call that has the labels.
+        argument: the argument of the call that has the labels which it is computed from.
         shifted: the first label of each row does not count; None where nobody can tell, since none counts.
         ignored: the label that does not count.
     """
@@ -75,8 +75,12 @@ class Items:
         labels = arguments[self.argument]
         return float((labels[..., 1:] if self.shifted else labels).ne(self.ignored).sum())
 
+    def ignores(self, arguments: Mapping[str, Any]) -> bool:
+        """Tell whether it is computed from labels of which none counts in the arguments of a call."""
+        return bool(self.argument) and bool((arguments[self.argument] == self.ignored).all())
+
     def __str__(self) -> str:
-        return f"{self.kind} {self.argument}".rstrip()
+        return f"{self.kind} {self.argument}" if self.kind == "labels" else self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +101,16 @@ class LossCall:
 
     def form(self, loss: float, arguments: Mapping[str, Any]) -> Items:
         """Return what the loss is made of, if it is made of this call alone."""
-        if self.reduction not in ("sum", "none"):
+        if self.reduction not in ("sum", "none") or self.items.shifted is None:
             return self.items
         by = self.value / loss if loss else math.nan
         whole = arguments.get("num_items_in_batch")
         if _near(by, 1.0) or (whole is not None and _near(by, float(whole))):
-            return Items(kind="sum")
+            return replace(self.items, kind="sum")
         if self.items.kind == "labels" and _near(by, self.items.count(arguments)):
             return self.items
         rows = rows_of(arguments)
-        return Items(kind="rows" if _near(by, rows) or _near(by, self.numbers) else "unknown")
+        return replace(self.items, kind="rows" if _near(by, rows) or _near(by, self.numbers) else "unknown")
 
 
 class LossCalls(TorchFunctionMode):
@@ -200,7 +204,7 @@ def _is_of(leaf: Any, loss: Tensor) -> bool:
 
 
 def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: str) -> list[float]:
-    """Return the part that the loss of each micro-batch has in that of the batch.
+    """Return the part that the loss of each micro-batch has in that of the batch: none where no label counts.
 
     Args:
         forms: what it is made of; a mean over rows, or over labels that do not differ from it, if nobody knows.
@@ -210,10 +214,9 @@ def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: 
     Raises:
         ConfigError: it cannot be put together.
     """
-    if len(parts) == 1:
-        return [1.0]
-    if forms and all(form.kind == "sum" for form in forms):
-        return [1.0] * len(parts)
+    ignored = [any(form.ignores(part) for form in forms) for part in parts]
+    if len(parts) == 1 or (forms and all(form.kind == "sum" for form in forms)):
+        return [0.0 if nothing else 1.0 for nothing in ignored]
     kinds = forms or _documented(parts)
     shares = [] if any(form.kind in ("sum", "unknown") for form in kinds) else [_of(form, parts) for form in kinds]
     if not shares or any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True)):
@@ -223,7 +226,7 @@ def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: 
             f"kind of items can, and sums, and it is made of {made}; run the batch as one (num_microbatches=1), or say "
             "how much each micro-batch weighs (train_step(batch, weight=...))"
         )
-    return shares[0]
+    return [0.0 if nothing else share for nothing, share in zip(ignored, shares[0], strict=True)]
 
 
 def _documented(parts: Sequence[Mapping[str, Any]]) -> list[Items]:
