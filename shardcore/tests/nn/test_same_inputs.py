@@ -226,6 +226,17 @@ def test_a_second_thread_is_refused_in_the_first_calls_too(pool):
     pool.run(two_threads, world=2, timeout=60)
 
 
+def without_values():
+    with torch.device("meta"):
+        model = shard(build())
+    with pytest.raises(NotSupportedError, match=r"on meta, without values: .*initialize"):
+        model(batch())
+
+
+def test_a_model_without_values_is_not_called(pool):
+    pool.run(without_values, world=2)
+
+
 def looks_up():
     """A model that is not sharded itself looks up embeddings: their sum over the ranks is of neither rank's batch."""
     reference, model = twins(fields={"tp": 2})

@@ -178,6 +178,11 @@ class SameInputs(SwappedModule):
             return  # the model refuses it
         brought: Brought = [(KIND, kind, ""), *((name, *self._told(value)) for name, value in leaves)]
         if held := [local_tensor(parameter) for parameter in self.parameters() if _is_whole(parameter)]:
+            if any(tensor.is_meta for tensor in held):
+                raise NotSupportedError(
+                    f"this {type(self).__name__} was called while its parameters are on meta, without values: give "
+                    "them some first, with shardcore.initialize(model), or as you shard: shard(model, ..., weights=...)"
+                )
             brought.append((ALIKE, "", _numbers(held, _HELD_ON_CPU if held[0].device.type == "cpu" else _HELD)))
         self._inputs_meet(brought)
 
