@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardcore._torch import CAN_TRACE
 from shardcore.comm import local_tensor, read_local
-from shardcore.comm.dtensor_params import read_partial, spec_of, with_spec
-from shardcore.errors import NotSupportedError
+from shardcore.comm.dtensor_params import held, read_partial, spec_of, with_spec
+from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import ShardContext
 from shardcore.testing.observing import Collectives
 from shardcore.testing.parity import assert_close
@@ -111,3 +111,13 @@ def test_partial_gradients_are_summed_once_for_each_backward(pool, mode):
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo does
 def test_compiled_equals_eager(pool):
     pool.run(compiled_reads, world=2)
+
+
+class Packed(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(("tensor", "kind"), [(torch.empty(2), "plain tensor"), (Packed(2), "Packed")])
+def test_what_stands_in_the_place_of_a_parameter_is_named(tensor, kind):
+    with pytest.raises(WrapError, match=rf"holds a {kind} \(2,\) .*to quantize, say"):
+        held(tensor)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn import Parameter
 
 from shardcore._torch import CAN_TRACE, DTensorSpec
 from shardcore.comm.channel import Channel
@@ -70,10 +71,12 @@ def held(parameter: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return parameter
     if not isinstance(parameter, DTensor):
+        kind = "a plain tensor" if type(parameter) in (Tensor, Parameter) else f"a {type(parameter).__name__}"
         raise WrapError(
-            f"a tensor-parallel module holds a plain tensor {tuple(parameter.shape)} where its DTensor parameter was: "
-            "load_state_dict(assign=True) or torch.func.functional_call with whole tensors cannot work. "
-            "model.load_state_dict(state) without assign splits whole tensors, which every rank has to pass."
+            f"a tensor-parallel module holds {kind} {tuple(parameter.shape)} where its DTensor parameter was: "
+            "load_state_dict(assign=True), torch.func.functional_call with whole tensors, and a library that puts "
+            "tensors of its own there (to quantize, say) cannot work. load_state_dict(state) without assign splits "
+            "whole tensors, which every rank has to pass; to quantize a model, save it and load it unsharded."
         )
     return parameter
 
