@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,8 +190,12 @@ UNABLE = (
     (torch.optim.SGD, {"fused": True}, "LocalParts"),
     (torch.optim.Adagrad, {"fused": True}, "LocalParts"),
     *(  # of a library that is not installed here
-        (type(name, (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.of"}), {}, word)
-        for name, word in {"AdamW8bit": "LocalParts", "LAMB": "WholeTensors"}.items()
+        (type(name, (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.of", "args": args}), {}, word)
+        for name, args, word in (
+            ("AdamW", SimpleNamespace(optim_bits=32), "LocalParts"),
+            ("AdamW8bit", SimpleNamespace(optim_bits=8), "WholeTensors"),
+            ("LAMB", SimpleNamespace(optim_bits=32), "WholeTensors"),
+        )
     ),
 )
 

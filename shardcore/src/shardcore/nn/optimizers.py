@@ -29,7 +29,7 @@ __all__ = ["STALE", "looks_at_wholes", "prepare_steps", "refuse_stale", "split_w
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
 #: By library and class, or for its other classes: what of `shardcore.optimizers` to use. Rprop treats every element by
-#: itself, and so do those of bitsandbytes.
+#: itself, and so do those of bitsandbytes that keep states of 32 bits.
 _UNABLE = {
     ("bitsandbytes", ""): _PARTS,
     ("bitsandbytes", "LAMB"): _WHOLE,
@@ -97,6 +97,8 @@ def _wanted(optimizer: Any) -> tuple[str | None, str]:
     options = optimizer.param_groups
     if library == "torch" and name in _FUSED and any(group.get("fused") for group in options):
         return _PARTS, "(fused=True)"
+    if library == "bitsandbytes" and getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
+        return _WHOLE, ""  # a state shares its scale with its neighbours, which are others in a part
     if library == "timm":
         # An update is taken where most of a whole tensor agrees with its gradient.
         if any(group.get("caution") for group in options):
