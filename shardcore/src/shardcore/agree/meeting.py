@@ -192,7 +192,8 @@ def _forget(store: Store, name: str, ranks: Sequence[int]) -> None:
     for key in ("count", "decided", "outcome", "beat", *ranks):
         store.delete_key(f"{name}/{key}")
     step = 0
-    while store.delete_key(f"{name}/step{step}"):
+    while store.check([key := f"{name}/step{step}"]):  # a store of a file says that it has deleted what was not there
+        store.delete_key(key)
         step += 1
 
 
