@@ -37,6 +37,24 @@ def full_disk():
         yield
 
 
+class Archive:
+    """As torch's: its end is written in any case, and is not where it was to be."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure):
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+
+def test_an_error_of_the_file_system_is_told_through_that_of_an_archive():
+    full = pytest.raises(CheckpointError, match=r"writing failed: OSError: .*No space left")
+    with full, folders.telling("writing"), Archive():
+        raise OSError(28, "No space left on device")
+    with pytest.raises(RuntimeError, match="unexpected pos"), folders.telling("writing"), Archive():
+        pass
+
+
 def a_full_disk(folder, rank, asynchronous):
     training = Training({"tp": 2}, steps=1)
     training.save(folder, step=1)

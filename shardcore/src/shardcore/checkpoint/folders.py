@@ -112,8 +112,13 @@ def telling(what: str) -> Iterator[None]:
     """Turn an error of the file system into a `CheckpointError` that says ``what`` was being done."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error}") from error
+    except (OSError, RuntimeError) as error:
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, OSError):  # torch's writer of archives raises one of its own
+            found = found.__cause__ or found.__context__
+        if found is None:
+            raise
+        raise CheckpointError(f"{what} failed: {type(found).__name__}: {found}") from error
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
