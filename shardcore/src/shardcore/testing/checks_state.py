@@ -135,18 +135,18 @@ def saving(s: Subject, ledger: Ledger) -> None:
             return
         reference, model = s.twins()
         with shared_folder(s) as folder:
-            ours = save_beside(s, ledger, reference, model, Path(folder))
+            ours = save_beside(s, ledger, reference, model, Path(folder), max_shard_size=30_000)
             if s.rank == 0:
                 again = type(reference).from_pretrained(ours, dtype=torch.float64).to(s.device)
                 ledger.errors(_exact(parameter_errors(reference, again)))
 
 
-def save_beside(s: Subject, ledger: Ledger, reference: Any, model: Any, folder: Path) -> Path:
+def save_beside(s: Subject, ledger: Ledger, reference: Any, model: Any, folder: Path, **options: Any) -> Path:
     """Save both models, compare their files, and return where those of ``model`` are."""
     ours, theirs = folder / "ours", folder / "theirs"
-    model.save_pretrained(ours, max_shard_size=30_000)
+    model.save_pretrained(ours, **options)
     if s.rank == 0:
-        reference.save_pretrained(theirs, max_shard_size=30_000)
+        reference.save_pretrained(theirs, **options)
         _same_files(ledger, ours, theirs)
     ledger.true(True, "")
     return ours
