@@ -249,6 +249,6 @@ def test_nan_is_a_difference():
 
 def test_every_check_was_caught_failing():
     caught = {row[1] for row in WRONG} | {row[2] for row in CASES}
-    # save_pretrained needs transformers: the packs' own tests show it red. The optimizer follows what it is given. That
-    # ranks agree is the core's doing, which no policy can undo.
-    assert set(CHECKS) - caught == {"save_pretrained", "optimizer", "ranks differ"}
+    # save_pretrained, base models and mixtures need transformers: the packs' own tests show them red, with recorded
+    # mistakes of the core. The optimizer follows what it is given. That ranks agree no policy can undo.
+    assert set(CHECKS) - caught == {"save_pretrained", "inside", "default experts", "optimizer", "ranks differ"}
