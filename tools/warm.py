@@ -163,17 +163,17 @@ class _ForkedRanks:
             if not server.exists():
                 return spawn(process, theirs)
             file = [theirs.fileno()]
-            return Forked(server, _rank, process.rank, str(process.stacks), files=file, path=sys.path)
+            return Forked(server, _rank, process.rank, str(process.stacks), *process._place, files=file, path=sys.path)
 
         WorkerProcess._start = start  # type: ignore[method-assign]
 
 
-def _rank(rank: int, stacks: str, descriptor: int) -> None:
+def _rank(rank: int, stacks: str, device: str, ranks: int, descriptor: int) -> None:
     from multiprocessing.connection import Connection
 
     from shardcore.testing.processes import _serve
 
-    _serve(rank, Connection(descriptor), stacks)
+    _serve(rank, Connection(descriptor), stacks, device, ranks)
 
 
 def _listen(address: str, modules: Sequence[str]) -> None:
