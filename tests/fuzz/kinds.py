@@ -51,11 +51,7 @@ def draw(number: int) -> Draw:
     dice = Dice(f"odd {number}")
     if not (odd := _odd(dice, one)):
         return one
-    # Ranks that share a model compare the first calls, and name the argument (other replicas then wait for them);
-    # without that nothing may differ.
-    if dice.often(0.7) or one.replicas > 1:
-        return replace(one, odd=odd, fields={**one.fields, "check_inputs_every": 0})
-    return replace(one, odd=odd, may="called with different inputs")
+    return replace(one, odd=odd, fields={**one.fields, "check_inputs_every": 0} if dice.often(0.5) else one.fields)
 
 
 def numbers(first: int, draws: int, kinds: Sequence[str] = KINDS) -> Iterator[int]:

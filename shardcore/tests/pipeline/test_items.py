@@ -81,6 +81,10 @@ def some_of_them(x, labels):
     return (F.l1_loss(logits(x, 4), x[:, None].expand(-1, 4), reduction="none") * mask).sum() / mask.sum()
 
 
+def of_patches(x, mask):
+    return (F.l1_loss(logits(x, 4), x[:, None].expand(-1, 4), reduction="none") * mask).sum() / mask.sum()
+
+
 def of_no_function(x, labels):
     return logits(x, 3).square().mean()
 
@@ -139,6 +143,16 @@ def test_what_cannot_be_put_together_is_refused(loss, says):
         together(loss, {"x": X, "labels": LABELS})
     wanted, got = together(loss, {"x": X, "labels": LABELS}, number=1)
     assert wanted == got
+
+
+def test_a_mask_that_leaves_nothing_out_tells_nothing_of_one_that_does():
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    wanted, got = together(of_patches, {"x": X, "mask": mask})
+    assert got == pytest.approx(wanted, rel=1e-12)
+    mask[3, :3] = False
+    for first in (0, 1):
+        with pytest.raises(ConfigError, match="a mean over unknown"):
+            together(of_patches, {"x": X, "mask": mask}, first=first)
 
 
 def test_nobody_can_tell_of_labels_that_do_not_count():

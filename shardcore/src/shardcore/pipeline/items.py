@@ -61,12 +61,14 @@ class Items:
         argument: the argument of the call that has the labels which it is computed from.
         shifted: the first label of each row does not count; None where nobody can tell, since none counts.
         ignored: the label that does not count.
+        masks: arguments that left nothing out where it was seen: a mean over what they leave looks like one over all.
     """
 
     kind: str
     argument: str = ""
     shifted: bool | None = False
     ignored: int = IGNORED
+    masks: tuple[str, ...] = ()
 
     def count(self, arguments: Mapping[str, Any]) -> float:
         """Return how many of them the arguments of a call have."""
@@ -78,6 +80,11 @@ class Items:
     def ignores(self, arguments: Mapping[str, Any]) -> bool:
         """Tell whether it is computed from labels of which none counts in the arguments of a call."""
         return bool(self.argument) and bool((arguments[self.argument] == self.ignored).all())
+
+    def told(self, parts: Sequence[Mapping[str, Any]]) -> Items:
+        """Return what is known of it where masks leave something out in one of the micro-batches ``parts``."""
+        whole = all(_leaves_all(part.get(name)) for part in parts for name in self.masks)
+        return self if whole else replace(self, kind="unknown")
 
     def __str__(self) -> str:
         return f"{self.kind} {self.argument}" if self.kind == "labels" else self.kind
@@ -109,8 +116,10 @@ class LossCall:
             return replace(self.items, kind="sum")
         if self.items.kind == "labels" and _near(by, self.items.count(arguments)):
             return self.items
-        rows = rows_of(arguments)
-        return replace(self.items, kind="rows" if _near(by, rows) or _near(by, self.numbers) else "unknown")
+        if _near(by, rows_of(arguments)):
+            return replace(self.items, kind="rows")
+        masks = tuple(name for name, value in arguments.items() if _leaves_all(value))
+        return replace(self.items, kind="rows" if _near(by, self.numbers) else "unknown", masks=masks)
 
 
 class LossCalls(TorchFunctionMode):
@@ -203,6 +212,13 @@ def _is_of(leaf: Any, loss: Tensor) -> bool:
     return local_tensor(leaf).data_ptr() == local_tensor(loss).data_ptr()
 
 
+def _leaves_all(value: Any) -> bool:
+    """Tell whether an argument is a mask that leaves nothing out."""
+    return (
+        isinstance(value, Tensor) and not value.is_floating_point() and value.numel() > 0 and bool((value == 1).all())
+    )
+
+
 def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: str) -> list[float]:
     """Return the part that the loss of each micro-batch has in that of the batch: none where no label counts.
 
@@ -217,7 +233,7 @@ def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: 
     ignored = [any(form.ignores(part) for form in forms) for part in parts]
     if len(parts) == 1 or (forms and all(form.kind == "sum" for form in forms)):
         return [0.0 if nothing else 1.0 for nothing in ignored]
-    kinds = forms or _documented(parts)
+    kinds = [form.told(parts) for form in forms] or _documented(parts)
     shares = [] if any(form.kind in ("sum", "unknown") for form in kinds) else [_of(form, parts) for form in kinds]
     if not shares or any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True)):
         made = ", ".join("a sum" if form.kind == "sum" else f"a mean over {form}" for form in kinds)
