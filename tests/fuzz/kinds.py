@@ -266,6 +266,8 @@ def _division(dice: Dice, found: dict[str, Any]) -> dict[str, Any]:
     stages = 4 if fields["pipeline_schedule"] in _LOOPED else 2
     if stages == 4:
         fields["num_model_chunks"] = 2
+        # Of as many as somebody asked for; where nobody did, fillers are run.
+        found["may"] = found["may"] or "micro-batches through 4 stages" * (fields.get("num_microbatches", 1) > 1)
     model, fewer = found["model"], dice.often(0.05)
     names = ("num_hidden_layers", "depth", "encoder_layers", "decoder_layers")
     halves = 2 if found["cls"] == "WhisperForConditionalGeneration" else 1
