@@ -145,6 +145,17 @@ def test_what_cannot_be_put_together_is_refused(loss, says):
     assert wanted == got
 
 
+def test_a_short_mask_that_looks_like_positions_is_not_taken_for_them():
+    mask = torch.ones(4, 2, dtype=torch.long)
+    positions = {"start_positions": torch.tensor([1, -100, 1, 1]), "end_positions": torch.tensor([2, -100, 1, 2])}
+
+    def ends(x, attention_mask, **positions):
+        return both_ends(x, **positions)
+
+    wanted, got = together(ends, {"x": X, "attention_mask": mask, **positions}, number=4)
+    assert got == pytest.approx(wanted, rel=1e-12)
+
+
 def test_a_mask_that_leaves_nothing_out_tells_nothing_of_one_that_does():
     mask = torch.ones(4, 4, dtype=torch.bool)
     wanted, got = together(of_patches, {"x": X, "mask": mask})

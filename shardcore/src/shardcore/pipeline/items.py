@@ -162,8 +162,10 @@ def _items(function: Any, target: Any, given: Mapping[str, Any], arguments: Mapp
         return Items(kind="rows")
     ignored = given.get("ignore_index", IGNORED)
     integers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim}
-    for name in sorted(integers, key=lambda name: "label" not in name):
-        labels = integers[name].to(target.device)
+    integers = {name: value.to(target.device) for name, value in integers.items()}
+    # What is equal as it is comes before what is when it is shifted, perhaps by accident: short masks are.
+    for name in sorted(integers, key=lambda name: ("label" not in name, not _equal(target, integers[name]))):
+        labels = integers[name]
         same = _equal(target, labels)
         if labels.ndim > 1 and (
             _equal(target, labels[..., 1:]) or _equal(target, F.pad(labels, (0, 1), value=ignored)[..., 1:])
