@@ -60,9 +60,10 @@ _METADATA = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 _PATH = re.compile(r"^([a-z]+://|~|\.{0,2}/|[A-Za-z]:\\)")
 _DEVICE = re.compile(r"^(cpu|cuda|hpu|meta|mps|mtia|npu|xla|xpu)(:\d+)?$")
 
-# Words of 8 bytes are summed in rows and in columns, as many rows at a time as a cache holds.
-_WORDS = 256
-_ROWS = 512
+# Words of 8 bytes are summed in columns, as many rows at a time as a cache holds. Their number is a prime: what changes
+# places with a neighbour, at a distance that is a product of a model's sizes, comes into another column.
+_WORDS = 4093
+_ROWS = 64
 
 
 def versions(model: nn.Module) -> list[Item]:
@@ -242,7 +243,8 @@ def in_words(plan: ShardPlan) -> list[Item]:
 def checksum(tensor: Tensor) -> str:
     """Return a checksum of the bits of ``tensor``, which does not depend on its strides; words for a meta tensor.
 
-    At the speed of memory: a CRC takes five times as long. Training checkpoints hold such checksums.
+    At the speed of memory: a CRC takes six times as long. Training checkpoints hold such checksums. Values that change
+    places are seen, but at a multiple of 4093 words within 2 MB.
     """
     if tensor.is_meta:
         return "on the meta device"
@@ -254,8 +256,6 @@ def checksum(tensor: Tensor) -> str:
     rows = raw[: raw.numel() // (8 * _WORDS) * (8 * _WORDS)].view(torch.int64).view(-1, _WORDS)
     digest = hashlib.sha256()
     for some in rows.split(_ROWS):
-        # Sums both ways: values that changed places change some of them.
-        sums = torch.cat([some.sum(dim) for dim in (0, 1)])
-        digest.update(sums.cpu().numpy().tobytes())
+        digest.update(some.sum(0).cpu().numpy().tobytes())
     digest.update(raw[rows.nbytes :].cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
