@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from shardcore import inferred as module
+from shardcore.cli.infer import loss_of
 from shardcore.errors import ConfigError
 
 
@@ -37,3 +39,9 @@ def test_a_class_of_the_script_that_runs_cannot_be_imported(monkeypatch):
     class_of_script = type("Script", (Text,), {"__module__": "__main__", "config_class": SimpleNamespace})
     with pytest.raises(ConfigError, match=r"cannot import Script: .* Put it into a module"):
         module.inferred(class_of_script(SimpleNamespace()), "proved", None)
+
+
+def test_the_loss_of_a_small_copy_is_its_own_or_made_of_what_it_returned():
+    scores, total = torch.arange(6.0).view(2, 3), torch.tensor(7.0)
+    assert loss_of({"loss": total, "scores": scores}) is total
+    assert loss_of((scores, None)) == loss_of({"loss": None, "scores": scores}) == loss_of(scores) != 0

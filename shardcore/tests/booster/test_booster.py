@@ -124,6 +124,7 @@ def own_losses(options: dict[str, Any]) -> None:
 
 @for_each(
     {"pp_size": 2, "num_microbatches": 4},
+    {"pp_size": 2, "zero_stage": 3, "microbatch_size": 2},
     {"pp_size": 2, "tp_size": 2, "microbatch_size": 2, "pp_style": "interleaved"},
     {"zero_stage": 2, "microbatch_size": 2},
     {"zero_stage": 1, "num_microbatches": 4},

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
@@ -151,11 +152,11 @@ def _problem(findings: Sequence[Finding]) -> str:
 
 def loss_of(out: Any) -> torch.Tensor:
     """Return the model's own loss, or a weighted mean of what it returned."""
-    if isinstance(out.get("loss"), torch.Tensor):
+    if isinstance(out, Mapping) and isinstance(out.get("loss"), torch.Tensor):
         found: torch.Tensor = out["loss"]
         return found
-    values = [value for value in out.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    return weighted_mean(*values)
+    leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return weighted_mean(*leaves)
 
 
 def _main(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -349,7 +349,7 @@ class Pipeline:
                     "have one, or nothing of the model is trained; for a loss alone call eval_step(batch)"
                 )
         else:  # nothing of it counts, and its own mean may be NaN
-            loss = _nothing_of(out, stage, step.dtype)
+            loss = _nothing_of(out, step.dtype)
         step.losses.append(loss.detach())
         return loss
 
@@ -374,15 +374,17 @@ def _division(model: nn.Module, position: int) -> Division:
     return Division(position=position, names=frozenset(model.state_dict(keep_vars=True)), first_names=names)
 
 
-def _nothing_of(out: Any, stage: Stage, dtype: torch.dtype) -> Tensor:
-    """Return a loss of zero whose backward reaches what a stage holds, and what has arrived there, with zeros."""
-    own = read_local(*(parameter for parameter in stage.parameters() if parameter.requires_grad))
-    if own:
-        return torch.stack([part.sum() for part in own]).sum() * 0.0
+def _nothing_of(out: Any, dtype: torch.dtype) -> Tensor:
+    """Return a loss of zero whose backward goes where that of any other goes, with zeros.
+
+    FSDP2 gathers what a backward needs when it comes to a block, and other replicas wait there.
+    """
     leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-    found = [leaf.masked_fill(leaf.new_ones((), dtype=torch.bool), 0.0).sum() for leaf in leaves]
+    # Zero times the derivative of a mean over nothing is NaN: the output's own loss is passed over.
+    leaves = [leaf for leaf in leaves if leaf.ndim] or leaves
+    zeros = [part.masked_fill(part.new_ones((), dtype=torch.bool), 0.0).sum() for part in read_local(*leaves)]
     # A schedule goes backwards in any case.
-    return torch.stack(found).sum() if found else torch.zeros((), dtype=dtype, requires_grad=torch.is_grad_enabled())
+    return torch.stack(zeros).sum() if zeros else torch.zeros((), dtype=dtype, requires_grad=torch.is_grad_enabled())
 
 
 def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:
