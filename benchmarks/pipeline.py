@@ -25,7 +25,7 @@ from stages import MICRO_BATCHES, SCHEDULES, SIZES, System, by_hand, sent_bytes,
 from systems import llama
 from tensor_parallel import header, on_two_ranks, table
 
-from shardcore.testing.observing import Collectives
+from shardcore_testing.observing import Collectives
 
 UNSHARDED = "unsharded"
 SHARDCORE, HAND, BARE = "shardcore", "by hand", "by hand, bare layers"

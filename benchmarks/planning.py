@@ -4,7 +4,7 @@
 
 Two numbers are measured on each rank (gloo, CPU):
 
-* the bytes of all tensors that are alive, at most (``shardcore.planner.watch`` on real tensors);
+* the bytes of all tensors that are alive, at most (``shardcore_planner.watch`` on real tensors);
 * what torch's allocator has handed out, at most: by the memory events of ``torch.profiler``, which see what kernels
   take and give back inside, too.
 
@@ -30,12 +30,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardcore
 from shardcore import ShardConfig
-from shardcore.integrations.calls import call_of
-from shardcore.planner import Call, Workload, estimate, simulated_ranks
-from shardcore.planner.step import run_step
-from shardcore.planner.watch import Watch, local
-from shardcore.planner.workload import Stepper
-from shardcore.testing.pool import WorkerPool
+from shardcore_planner import Call, Workload, estimate, simulated_ranks
+from shardcore_planner.calls import call_of
+from shardcore_planner.step import run_step
+from shardcore_planner.watch import Watch, local
+from shardcore_planner.workload import Stepper
+from shardcore_testing.pool import WorkerPool
 
 #: 50.1 million parameters: 200 MB in float32.
 SIZES = {

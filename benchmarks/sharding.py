@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from systems import llama
 
-from shardcore.testing.observing import Collectives
+from shardcore_testing.observing import Collectives
 
 __all__ = ["measure_memory", "measure_plan"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from systems import BATCHES, COMPILED, SHAPES, STEPS, SYSTEMS, UNSHARDED, compile_layers
 from torch import nn
 
-from shardcore.testing.observing import Collectives
+from shardcore_testing.observing import Collectives
 
 __all__ = ["Result", "compare", "expected_collectives", "training_step"]
 

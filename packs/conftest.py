@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcore.testing import no_float32_islands
+from shardcore_testing import no_float32_islands
 
 
 def pytest_collect_file(file_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardcore.testing import WorkerPool
-from shardcore.testing.islands import no_float32_islands
+from shardcore_testing import WorkerPool
+from shardcore_testing.islands import no_float32_islands
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from shardcore.cli import main
+from shardcore_cli import main
 
 transformers = pytest.importorskip("transformers")
 

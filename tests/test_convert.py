@@ -32,7 +32,7 @@ from transformers import (
 
 import shardcore
 from shardcore.checkpoint import Checkpoint
-from shardcore.cli import main
+from shardcore_cli import main
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SMALL, "vocab_size": 64, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -197,7 +197,7 @@ def test_a_size_that_is_none(tmp_path, size):
 
 PEAK = """
 import re, sys
-from shardcore.cli import main
+from shardcore_cli import main
 main(["convert", *sys.argv[1:]], standalone_mode=False)
 print("peak", re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """

@@ -13,13 +13,14 @@ import types
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import shardcore
 from shardcore import compat, hooks, nn, styles
-from shardcore.cli import main
-from shardcore.testing import Case, Supports
+from shardcore_cli import main
+from shardcore_testing import Case, Supports
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -100,7 +101,7 @@ def test_every_public_name_has_a_docstring(name):
 
 
 def test_no_docstring_only_says_where_to_look():
-    sources = [file for place in ("shardcore/src", "packs") for file in (ROOT / place).rglob("*.py")]
+    sources = [file for place in ("shardcore/src", "kit", "packs") for file in (ROOT / place).rglob("*.py")]
     texts = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in sources}
     assert any('"""' in text for text in texts.values())
     assert {name for name, text in texts.items() if re.search(r'"""See `[\w.]+`\.?"""', text)} == set()
@@ -141,7 +142,9 @@ def test_commands_that_the_docs_show_are_understood():
     shown = [line.partition("#")[0].split() for line in re.findall(r"^shardcore .*$", plain, re.M)]
     assert len(shown) > 5
     for _, command, *arguments in shown:
-        known = {option for parameter in main.commands[command].params for option in parameter.opts}
+        known = {
+            option for parameter in main.get_command(click.Context(main), command).params for option in parameter.opts
+        }
         assert {word for word in arguments if word.startswith("--")} <= known, (command, arguments)
 
 

@@ -15,8 +15,8 @@ import shardcore
 from shardcore import Booster, HybridParallelPlugin
 from shardcore.pipeline import SCHEDULES
 from shardcore.pipeline.batches import rows_of
-from shardcore.testing.islands import no_float32_islands
-from shardcore.testing.parity import whole
+from shardcore_testing.islands import no_float32_islands
+from shardcore_testing.parity import whole
 
 pytest.importorskip("transformers")
 

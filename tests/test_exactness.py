@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from exactness import PAGE, Row, _worst, page  # noqa: E402  # from tools/
 
-from shardcore.testing.findings import Finding  # noqa: E402
+from shardcore_testing.findings import Finding  # noqa: E402
 
 BOUND = 1e-12
 

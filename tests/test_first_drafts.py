@@ -17,20 +17,20 @@ from shardcore import inferred
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NoPolicyError
-from shardcore.testing import Case, Supports, WorkerPool, text_batch
-from shardcore.testing.checks import examine
-from shardcore.testing.findings import Finding
-from shardcore.testing.subject import Subject
+from shardcore_testing import Case, Supports, WorkerPool, text_batch
+from shardcore_testing.checks import examine
+from shardcore_testing.findings import Finding
+from shardcore_testing.subject import Subject
 
 transformers = pytest.importorskip("transformers")
 
-from shardcore.cli import infer  # noqa: E402
-from shardcore.cli.drafts import unseen  # noqa: E402
-from shardcore.cli.infer import build, loss_of  # noqa: E402
-from shardcore.integrations.small import small_inputs, small_model  # noqa: E402
-from shardcore.scaffold.cases import cases  # noqa: E402
-from shardcore.scaffold.draft import source  # noqa: E402
-from shardcore.scaffold.guess import guess  # noqa: E402
+from shardcore_scaffold import infer  # noqa: E402
+from shardcore_scaffold.cases import cases  # noqa: E402
+from shardcore_scaffold.draft import source  # noqa: E402
+from shardcore_scaffold.drafts import unseen  # noqa: E402
+from shardcore_scaffold.guess import guess  # noqa: E402
+from shardcore_scaffold.infer import build, loss_of  # noqa: E402
+from shardcore_scaffold.small import small_inputs, small_model  # noqa: E402
 
 #: Classes that no pack of this project was written for, and some whose layouts are unusual, with the least share of
 #: their parameters that a draft splits.

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from shardcore.testing.checks import CHECKS
-from shardcore.testing.findings import Ledger
+from shardcore_testing.checks import CHECKS
+from shardcore_testing.findings import Ledger
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "hazards.md").read_text(encoding="utf-8")
+ROOMS = ("shardcore/tests", "kit/*/tests", "packs/*/tests", "tests")
 SOURCES = [
-    *(ROOT / "shardcore").rglob("*.py"), *(ROOT / "packs").rglob("*.py"), *(ROOT / "tests").rglob("*.py"),
+    *(file for room in ("shardcore", "kit", "packs", "tests") for file in (ROOT / room).rglob("*.py")),
     *(ROOT / "docs").rglob("*.md"), *ROOT.glob("packs/*/README.md"), ROOT / "README.md", ROOT / "tests" / "README.md",
 ]  # fmt: skip
 
@@ -31,7 +32,7 @@ def names_in(file: Path) -> set[str]:
 
 def missing(text: str) -> list[str]:
     """Return the tests that a text names and that do not exist; a name without a folder is looked for everywhere."""
-    everywhere = [*ROOT.glob("shardcore/tests/**/*.py"), *ROOT.glob("packs/*/tests/*.py"), *ROOT.glob("tests/**/*.py")]
+    everywhere = [file for room in ROOMS for file in ROOT.glob(f"{room}/**/*.py")]
     gone = []
     for path, rest in TEST.findall(text):
         if not path.rpartition("/")[2].startswith("test_"):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardcore
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 transformers = pytest.importorskip("transformers")
 

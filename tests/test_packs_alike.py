@@ -1,4 +1,4 @@
-"""What is the same in every pack of this repository is written once: in `shardcore.scaffold` and tools/new_pack.py."""
+"""What is the same in every pack of this repository is written once: in `shardcore_scaffold` and tools/new_pack.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from new_pack import common_files  # noqa: E402  # from tools/
 
 from cells import find_packs  # noqa: E402  # from tools/
-from shardcore.scaffold.distribution import Distribution  # noqa: E402
+from shardcore_scaffold.distribution import Distribution  # noqa: E402
 
 PACKS = find_packs(ROOT)
 #: What a pack may add to: these have to be there as they are, and more may follow.

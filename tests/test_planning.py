@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))  # the workers of the
 import transformers
 from planned_models import CONFIGS, by_kind, by_operation, planned, ran
 
-from shardcore.integrations.calls import call_of
-from shardcore.planner import Workload
+from shardcore_planner import Workload
+from shardcore_planner.calls import call_of
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 MESHES = {

@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 IMPORTS = """
 import shardcore as colossalai

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from shardcore.cli import main
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ShardcoreError
-from shardcore.scaffold import Example, write_pack
+from shardcore_cli import main
+from shardcore_scaffold import Example, write_pack
 
 pytest.importorskip("transformers")
 
@@ -79,7 +79,7 @@ class Environment:
         return done.stdout
 
     def shardcore(self, *arguments: str, cwd: Path) -> str:
-        return self.run("-c", "from shardcore.cli import main; main()", *arguments, cwd=cwd)
+        return self.run("-c", "from shardcore_cli import main; main()", *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +370,7 @@ def test_the_extra_for_tests_has_the_name_that_it_has_everywhere(tmp_path):
     result = new_pack(tmp_path)
     pack = tmp_path / "shard-stablelm"
     extras = tomllib.loads((pack / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["testing"] == ["shardcore[testing]"]
+    assert extras["testing"] == ["shardcore-testing>=0.1,<0.2"]
     assert extras.keys() == {"tested", "testing"}
     for text in (result.output, (pack / "README.md").read_text(), (pack / "noxfile.py").read_text()):
         assert "[testing]" in text

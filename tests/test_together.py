@@ -12,9 +12,9 @@ import torch
 from click.testing import CliRunner
 
 import shardcore
-from shardcore.cli import main
 from shardcore.plugins.registry import Registry
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_cli import main
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,8 +9,8 @@ import types
 import pytest
 from click.testing import CliRunner
 
-from shardcore.cli import main
 from shardcore.integrations import models
+from shardcore_cli import main
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cells import Pack, find_packs  # from tools/
-from shardcore.testing.cases import Case
-from shardcore.testing.checks import examine
-from shardcore.testing.families import stand_for_families
-from shardcore.testing.findings import Finding
-from shardcore.testing.pool import WorkerPool
-from shardcore.testing.subject import Subject, cases_of, registry_of
+from shardcore_testing.cases import Case
+from shardcore_testing.checks import examine
+from shardcore_testing.families import stand_for_families
+from shardcore_testing.findings import Finding
+from shardcore_testing.pool import WorkerPool
+from shardcore_testing.subject import Subject, cases_of, registry_of
 
 __all__ = ["Row", "main", "page"]
 

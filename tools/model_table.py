@@ -18,8 +18,8 @@ from typing import Any
 
 from cells import Pack, find_packs  # from tools/
 from shardcore.plugins.versions import is_met
-from shardcore.testing.cases import Case
-from shardcore.testing.subject import Subject, cases_of, meta_copy, registry_of
+from shardcore_testing.cases import Case
+from shardcore_testing.subject import Subject, cases_of, meta_copy, registry_of
 
 __all__ = ["Row", "page", "rows_of"]
 

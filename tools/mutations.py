@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = "sample.txt"
-POOL = Path("shardcore/src/shardcore/testing")
+POOL = Path("kit/shardcore-testing/src/shardcore_testing")
 # What most tests import, and has no mistakes.
 WARM = (
     "pytest",
@@ -215,7 +215,7 @@ class _Runs:
             root: the copy.
             forked: its ranks are forked too.
         """
-        sources = [root / "shardcore" / "src", *sorted(root.glob("packs/*/src"))]
+        sources = [root / "shardcore" / "src", *sorted(root.glob("kit/*/src")), *sorted(root.glob("packs/*/src"))]
         command = ["-q", "-x", "-p", "no:cacheprovider", *self._options, *tests]
         env = {**_env(), "PYTHONPATH": os.pathsep.join(map(str, sources))}
         with tempfile.TemporaryFile("w+") as file:

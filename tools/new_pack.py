@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from shardcore.scaffold.distribution import Distribution
+from shardcore_scaffold.distribution import Distribution
 
 __all__ = ["common_files", "write"]
 
@@ -53,7 +53,7 @@ TESTS = '''\
 
 from __future__ import annotations
 
-from shardcore.testing import PolicyConformance
+from shardcore_testing import PolicyConformance
 
 
 class Test{title}(PolicyConformance):

@@ -20,7 +20,9 @@ from suites import (
     ENV,
     ENVIRONMENT_OF,
     ENVIRONMENTS,
+    KIT,
     NEWEST,
+    OWN,
     PACKS,
     SOURCES,
     TORCH,
@@ -45,7 +47,7 @@ def add_python(version: str) -> None:
             session.skip(f"this machine has no Python {version}; install it, or name it by pyenv")
         environment = Environment("core", (TORCH,), python=python)
         against = f"Python {version}"
-        Suite(session, environment, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against=against).run()
+        Suite(session, environment, "shardcore", CORE / "tests", OWN, [CORE, KIT], against=against).run()
 
     test.__doc__ = f"Test the core with Python {version}, where this machine has it."
     nox.session(venv_backend="none", name=f"core-python-{version}", tags=["pythons"], default=False)(test)
@@ -81,8 +83,14 @@ def add_clients(stack: str, environment: Environment) -> None:
         packs = [pack.folder for pack in PACKS if pack.is_tested_with(environment.pins)]
         # Some run what the documentation shows, and examples.
         shown = [ROOT / "docs", ROOT / "examples", ROOT / "tests" / "test_docs.py"]
-        places = [CORE / "src", ROOT / "tests" / "clients", *shown, *(folder / "src" for folder in packs)]
-        requirements = [f"{CORE}[testing]", *map(str, packs)]
+        places = [
+            CORE / "src",
+            *KIT.glob("*/src"),
+            ROOT / "tests" / "clients",
+            *shown,
+            *(folder / "src" for folder in packs),
+        ]
+        requirements = [*OWN, *map(str, packs)]
         tests = ROOT / "tests" / "clients"
         Suite(session, environment, "clients", tests, requirements, places, against=stack, alone=False).run()
 
@@ -104,7 +112,7 @@ def minimums(session: nox.Session) -> None:
     core, alike = floors_of(own), {}
     for pack in PACKS:
         alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
-    suites = [Suite(session, core, "shardcore", CORE / "tests", [f"{CORE}[testing]"], [CORE], against=core.name)]
+    suites = [Suite(session, core, "shardcore", CORE / "tests", OWN, [CORE, KIT], against=core.name)]
     for floors, packs in alike.items():
         suites.append(suite_of(session, packs, floors, floors.name))
         suites[-1].result = f"{session.name}-{floors.name}"
@@ -157,7 +165,14 @@ def coverage(session: nox.Session) -> None:
     What a process had counted is lost if it is killed, as ranks that hang are.
     """
     python = COVERAGE.make(ENVIRONMENTS, functools.partial(pip, session))
-    pip(session, python, "install", *COVERAGE.torch, *COVERAGE.pins, "--editable", f"{CORE}[testing]")
+    pip(
+        session,
+        python,
+        "install",
+        *COVERAGE.torch,
+        *COVERAGE.pins,
+        *(part for own in OWN for part in ("--editable", own)),
+    )
 
     def run(*arguments: str) -> None:
         session.run(str(python), "-m", "coverage", *arguments, env=ENV, external=True)

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-from shardcore.testing.processes import slowness
+from shardcore_testing.processes import slowness
 
 LIMIT = 15.0  # seconds
 

@@ -25,7 +25,9 @@ __all__ = [
     "ENVIRONMENTS",
     "ENVIRONMENT_OF",
     "EVERYTHING",
+    "KIT",
     "NEWEST",
+    "OWN",
     "PACKS",
     "RESULTS",
     "SNIPPETS",
@@ -40,7 +42,9 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-CORE = ROOT / "shardcore"
+CORE, KIT = ROOT / "shardcore", ROOT / "kit"
+#: What is installed for tests besides packs: the core, and the distributions around it.
+OWN = [str(CORE), *(str(file.parent) for file in sorted(KIT.glob("*/pyproject.toml")))]
 PACKS = find_packs(ROOT)
 ENVIRONMENTS = ROOT / ".nox" / "environments"
 RESULTS = Results(ROOT / ".nox" / "results")
@@ -84,10 +88,10 @@ CLIENTS: Mapping[str, Environment] = {
 #: Session -> the environment that it installs into: of those with one, no two run at a time.
 ENVIRONMENT_OF: dict[str, str] = {}
 #: What the outcome of everything that calls packs depends on.
-SOURCES = [CORE, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT / "tools"]
+SOURCES = [CORE, KIT, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT / "tools"]
 # What the checks read.
-_CHECKED = ("shardcore", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py", "pyproject.toml",
-            "mkdocs.yml")  # fmt: skip
+_CHECKED = ("shardcore", "kit", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py",
+            "pyproject.toml", "mkdocs.yml")  # fmt: skip
 # What of the conformance kit runs where not everything does.
 _SIZES_1_AND_2 = ("--families", "--ranks=2")
 # Sessions of several suites, each of which has a result of its own.
@@ -247,7 +251,7 @@ def with_every_library(session: nox.Session) -> Path:
     python = environment.make(ENVIRONMENTS, functools.partial(pip, session))
     packs = [str(pack.folder) for pack in PACKS]
     pins = [*environment.torch, *environment.pins]
-    pip(session, python, "install", "--no-build-isolation", *pins, f"{CORE}[testing]", *packs)
+    pip(session, python, "install", "--no-build-isolation", *pins, *OWN, *packs)
     return python
 
 
@@ -261,11 +265,11 @@ def everything(session: nox.Session) -> Path:
         python = EVERYTHING.make(ENVIRONMENTS, functools.partial(pip, session))
         stamp = python.parents[1] / "installed"
         packs = [pack.folder for pack in PACKS]
-        folders = [part for folder in (CORE, *packs) for part in (folder / "src", folder / "pyproject.toml")]
+        folders = [part for folder in (*map(Path, OWN), *packs) for part in (folder / "src", folder / "pyproject.toml")]
         wanted = f"{digest_of(folders)} {EVERYTHING}"
         if not stamp.exists() or stamp.read_text() != wanted:
             session.log(f"installing {', '.join(EVERYTHING.pins)}, the core and {len(packs)} packs: about a minute")
-            own = [f"{CORE}[testing]", *map(str, packs)]
+            own = [*OWN, *map(str, packs)]
             pip(session, python, "install", "--no-build-isolation", *EVERYTHING.pins, *own)
             pip(session, python, "install", "--no-deps", *sorted({name for pack in PACKS for name in pack.data}))
             stamp.write_text(wanted)
@@ -329,8 +333,8 @@ def suite_of(
         environment,
         packs[0].name if len(packs) == 1 else f"{len(packs)} packs",
         first,
-        [f"{CORE}[testing]", *map(str, folders)],
-        [CORE / "src", ROOT / "packs" / "conftest.py", *folders],
+        [*OWN, *map(str, folders)],
+        [CORE / "src", *KIT.glob("*/src"), ROOT / "packs" / "conftest.py", *folders],
         against=against,
         data=sorted({name for pack in packs for name in pack.data}),
         options=[*map(str, tests), *(() if whole else _SIZES_1_AND_2), *options],

@@ -154,7 +154,7 @@ class _ForkedRanks:
 
     def pytest_sessionstart(self) -> None:
         """Let pools ask the servers."""
-        from shardcore.testing.processes import WorkerProcess
+        from shardcore_testing.processes import WorkerProcess
 
         spawn, folder = WorkerProcess._start, self.folder
 
@@ -171,7 +171,7 @@ class _ForkedRanks:
 def _rank(rank: int, stacks: str, device: str, ranks: int, descriptor: int) -> None:
     from multiprocessing.connection import Connection
 
-    from shardcore.testing.processes import _serve
+    from shardcore_testing.processes import _serve
 
     _serve(rank, Connection(descriptor), stacks, device, ranks)
 

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import shardcore
 from shardcore import compat
 from shardcore.errors import NotSupportedError
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 DOCS = Path(__file__).parents[2] / "docs" / "compat.md"
 

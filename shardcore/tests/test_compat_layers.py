@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardcore
 from shardcore import ModulePolicyDescription, Policy, ShardConfig, SubModuleReplacementDescription, _planned, compat
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 NOTHING = {
     "seq_parallel_mode": None, "seq_parallel_dim": 1, "overlap": False, "fp8_communication": False,

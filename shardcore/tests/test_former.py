@@ -16,8 +16,8 @@ import shardcore
 from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError, StaleOptimizerWarning
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 from shardcore.wrap.optimizers import held_elsewhere
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 CLIP = 1e-2
 

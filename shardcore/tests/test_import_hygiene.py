@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packages import AROUND, EVERY, files_of, root_of
 from packaging.requirements import Requirement
 
 import shardcore
@@ -112,9 +113,6 @@ ROOMS = {
     },
 }
 
-#: Rooms on top of the core, which nothing below them may import.
-TOPS = {"cli": {"__main__"}, "scaffold": {"cli"}, "testing": {"cli"}}
-
 
 @functools.cache
 def trees() -> dict[str, ast.AST]:
@@ -137,19 +135,28 @@ def imports() -> list[tuple[str, str]]:
     return found
 
 
+def imported_by(package: str) -> set[str]:
+    """Return the modules that a package imports, wherever it does."""
+    nodes = [node for _, file in files_of(package) for node in ast.walk(ast.parse(file.read_text()))]
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
 def test_foreign_libraries_stay_in_integrations() -> None:
     users = {name for name, imported in imports() if imported.partition(".")[0] in FOREIGN}
     assert users
     assert all(name.startswith("shardcore.integrations.") for name in users), users
 
 
-def test_what_is_imported_is_required() -> None:
+@pytest.mark.parametrize("package", EVERY)
+def test_what_is_imported_is_required(package: str) -> None:
     """What another requirement happens to bring today may be gone with its next release."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
+    below = {package, *AROUND.get(package, ())}  # released together
+    files = [root_of(each).parents[1] / "pyproject.toml" for each in below]
+    lines = [line for file in files for line in tomllib.loads(file.read_text())["project"]["dependencies"]]
     required = {Requirement(line).name.replace("-", "_") for line in lines}
-    used = {imported.partition(".")[0] for _, imported in imports()} - sys.stdlib_module_names - FOREIGN
-    assert used - required == {"shardcore"}
+    used = {imported.partition(".")[0] for imported in imported_by(package)} - sys.stdlib_module_names - FOREIGN
+    assert used - required <= {"shardcore", package}
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))
@@ -161,10 +168,12 @@ def test_arrows_go_down(room: str) -> None:
     assert not upward
 
 
-@pytest.mark.parametrize("room", sorted(TOPS))
-def test_nothing_leans_on_the_tops(room: str) -> None:
-    users = {name.split(".")[1] for name, used in imports() if used.split(".")[:2] == ["shardcore", room]}
-    assert users <= {room, *TOPS[room]}
+@pytest.mark.parametrize("package", EVERY)
+def test_distributions_lean_on_those_below(package: str) -> None:
+    """The core leans on none; the others on what `packages.AROUND` says, which their metadata say too."""
+    used = {imported.partition(".")[0] for imported in imported_by(package)}
+    assert used & set(EVERY) <= {package, *AROUND.get(package, ())}
+    assert not used & FOREIGN or package == "shardcore"
 
 
 INTERNALS = {"_local_tensor", "_spec"}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardcore import inferred as module
-from shardcore.cli.infer import loss_of
 from shardcore.errors import ConfigError
+from shardcore_scaffold.infer import loss_of
 
 
 class Text(nn.Module):

@@ -19,7 +19,7 @@ from shardcore import ConfigError, NotSupportedError
 from shardcore._torch import SCALES_PARTIAL
 from shardcore.mesh import context_of
 from shardcore.optimizers import LocalParts, WholeTensors
-from shardcore.testing.parity import assert_close, assert_same_parameters
+from shardcore_testing.parity import assert_close, assert_same_parameters
 
 
 class Rows(torch.optim.Optimizer):

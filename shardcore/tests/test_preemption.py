@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardcore
 from shardcore.errors import ConfigError, MissingRanksError
 from shardcore.preemption import Preemption
-from shardcore.testing.pool import WorkerError
+from shardcore_testing.pool import WorkerError
 
 KINDS = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages import EVERY, files_of
 from packaging.version import Version
 
 import shardcore
 from shardcore import _private
 from shardcore._private import CORE, DATA_PARALLEL, FUSED, KIT, SAVING, TORCH, PrivateName
-from shardcore.cli.doctor import examine
 from shardcore.errors import NotSupportedError
+from shardcore_cli.doctor import examine
 
 ROOT = Path(shardcore.__file__).parent
 HERE = Version(torch.__version__)
@@ -28,8 +29,8 @@ OTHERS = {"_current_frames", "_exit", "_metadata", "_registry", "_replace", "_we
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(ROOT.rglob("*.py")):
-        yield file.relative_to(ROOT).as_posix(), ast.parse(file.read_text())
+    for name, file in files_of(*EVERY):
+        yield name, ast.parse(file.read_text())
 
 
 def is_private(name: str) -> bool:
@@ -102,7 +103,7 @@ def test_a_name_outside_of_the_tables_is_found(text):
 
 
 def test_every_name_in_the_table_is_used():
-    text = "\n".join(path.read_text() for path in ROOT.rglob("*.py") if path.name != "_private.py")
+    text = "\n".join(path.read_text() for _, path in files_of(*EVERY) if path.name != "_private.py")
     for row in TORCH:
         if row.name == "_StridedShardNotDecodableError":
             continue  # a sign of what that release can do

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packages import EVERY, files_of
 
-import shardcore
-
-ROOT = Path(shardcore.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "process.md"
 
 #: Calls whose value never changes.
@@ -82,15 +80,14 @@ def patches(tree: ast.Module) -> Iterator[str]:
 
 def found() -> set[str]:
     names = set()
-    for file in sorted(ROOT.rglob("*.py")):
-        module = ".".join(("shardcore", *file.relative_to(ROOT).with_suffix("").parts))
+    for module, file in files_of(*EVERY):
         tree = ast.parse(file.read_text())
         names |= {f"{module}.{name}" for name in (*state(tree), *patches(tree))}
     return names
 
 
 def test_the_page_lists_what_is_kept_and_nothing_else():
-    rows = re.findall(r"^\| `(shardcore\.[\w.]+)` \|", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(shardcore[\w.]+)` \|", PAGE.read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows))
     # They set attributes of torch, of TRL and of sys.
     elsewhere = {

@@ -11,10 +11,10 @@ from tiny import TinyPolicy, build
 
 import shardcore
 from shardcore import ShardConfig, _torch
-from shardcore.cli.doctor import examine
 from shardcore.compile import compile_plan
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline.making import Pipelining
+from shardcore_cli.doctor import examine
 
 GATHERS = ("torch.distributed.all_gather_single", "torch.distributed.all_gather_into_tensor")
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardcore
 from shardcore.apply import pickled
 from shardcore.errors import NotSupportedError, PlanError, ShardcoreWarning, WrapError
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 TP2 = {"tp": 2}
 

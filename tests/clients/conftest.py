@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardcore.testing.islands import no_float32_islands
+from shardcore_testing.islands import no_float32_islands
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from loops_by_accelerate import fresh, loop, prepared  # from support/
 
 import shardcore
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 from trainings_by_clients import llama, parameters, words  # from support/
 
 TP2 = {"tp": 2}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
-from shardcore.testing.parity import equal_on_ranks, whole
+from shardcore_testing.parity import equal_on_ranks, whole
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardcore
 from shardcore.optimizers import WholeTensors
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")

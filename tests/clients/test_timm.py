@@ -18,7 +18,7 @@ import shardcore
 from shardcore.errors import AgreementError, NotSupportedError, WrapError
 from shardcore.mesh import context_of
 from shardcore.optimizers import WholeTensors
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 timm = pytest.importorskip("timm")
 

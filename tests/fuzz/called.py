@@ -12,7 +12,7 @@ import shardcore
 from compared import Record, flat, outputs_of, weighted, whole
 from draws import Draw
 from models import batch_of, part_of, prompt_of
-from shardcore.testing.parity import shared_gradients
+from shardcore_testing.parity import shared_gradients
 from training import odd_of, replica_here
 
 __all__ = ["Reference", "Run"]

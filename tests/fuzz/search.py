@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the workers inherit it
 
 from draws import FAMILIES, Draw
 from kinds import KINDS, MIXTURES, draw, numbers
-from shardcore.testing import WorkerError, WorkerPool, WorkerTimeout
+from shardcore_testing import WorkerError, WorkerPool, WorkerTimeout
 from trial import Outcome, try_draw
 
 __all__ = ["Found", "families_here", "judged", "main", "search"]

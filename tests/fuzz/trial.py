@@ -16,7 +16,7 @@ import models
 from compared import BOUND, Outcome, Record
 from draws import Draw
 from shardcore.errors import ShardcoreError
-from shardcore.testing.islands import no_float32_islands
+from shardcore_testing.islands import no_float32_islands
 from surroundings import foreign, keys_left
 
 __all__ = ["Outcome", "try_draw"]

@@ -11,13 +11,13 @@ import transformers
 import shardcore
 from shardcore import ShardConfig
 from shardcore.config import GradientCheckpointConfig
-from shardcore.integrations.calls import call_of
 from shardcore.mesh import context_of
-from shardcore.planner import Estimate, Workload, estimate
-from shardcore.planner.step import groups_of, run_step
-from shardcore.planner.watch import Watch
-from shardcore.planner.workload import Stepper
-from shardcore.testing.observing import Collectives
+from shardcore_planner import Estimate, Workload, estimate
+from shardcore_planner.calls import call_of
+from shardcore_planner.step import groups_of, run_step
+from shardcore_planner.watch import Watch
+from shardcore_planner.workload import Stepper
+from shardcore_testing.observing import Collectives
 
 LAYERS = 5
 

@@ -9,14 +9,14 @@ import torch
 from planned_models import build, config_of
 
 import shardcore
-from shardcore.integrations.calls import call_of
 from shardcore.mesh import context_of
 from shardcore.pipeline.marks import pipeline_of
-from shardcore.planner import Workload
-from shardcore.planner.rank_step import arguments_of
-from shardcore.planner.step import groups_of
-from shardcore.planner.watch import KINDS, Watch
-from shardcore.planner.workload import Stepper
+from shardcore_planner import Workload
+from shardcore_planner.calls import call_of
+from shardcore_planner.rank_step import arguments_of
+from shardcore_planner.step import groups_of
+from shardcore_planner.watch import KINDS, Watch
+from shardcore_planner.workload import Stepper
 
 WORKLOAD = Workload(batch=8, seq=7, dtype="fp32", foreach=False)
 

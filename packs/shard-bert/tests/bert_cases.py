@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shard_bert.cases import build, inputs
 from shard_bert.plugin import shardcore_policies
-from shardcore.testing import hidden_loss
-from shardcore.testing.pack import policy_of, shard_by, step_beside
+from shardcore_testing import hidden_loss
+from shardcore_testing.pack import policy_of, shard_by, step_beside
 
 #: Attention that works in a float64 decoder with a mask on every release.
 DECODER = {"is_decoder": True, "attn_implementation": "eager"}

@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 import shardcore
 from shardcore._torch import CAN_TRACE
 from shardcore.nn.blocks.compiled import CompiledBlock
-from shardcore.testing.parity import assert_same_gradients
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_same_gradients
+from shardcore_testing.subject import checkpointing
 
 pytestmark = [
     pytest.mark.newest,  # it is about torch

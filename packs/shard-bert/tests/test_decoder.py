@@ -13,9 +13,9 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from shard_bert.cases import build, inputs
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.subject import checkpointing
 
 SIX = {"num_attention_heads": 6}
 # What outputs and calls of this release of transformers call a cache; 5.24 has renamed it.

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
 import shardcore
-from shardcore.testing.parity import equal_on_ranks
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import equal_on_ranks
+from shardcore_testing.subject import checkpointing
 
 CASES = {
     "BertForMaskedLM": {"attn_implementation": "eager"},

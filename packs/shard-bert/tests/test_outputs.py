@@ -11,7 +11,7 @@ from bert_cases import CROSS, compare, pair, shard
 from torch import Tensor
 
 from shard_bert.cases import build, inputs
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 CAPTURE = {"output_attentions": True, "output_hidden_states": True}
 CASES = {

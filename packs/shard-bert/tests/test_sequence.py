@@ -11,7 +11,7 @@ from bert_cases import CROSS, build, compare, loss_of, shard
 from torch import Tensor
 
 import shardcore
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WAYS: dict[str, dict[str, Any]] = {
     "gathered again": {"sequence_keep_gathered": False},

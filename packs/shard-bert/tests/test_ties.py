@@ -13,8 +13,8 @@ from bert_cases import DECODER, compare, pair, shard
 from torch.distributed.tensor import Replicate, Shard
 
 from shard_bert.cases import build
-from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, whole
-from shardcore.testing.subject import adamw
+from shardcore_testing.parity import assert_same_gradients, assert_same_parameters, whole
+from shardcore_testing.subject import adamw
 
 HEADS = {"BertForMaskedLM": {}, "BertForPreTraining": {}, "BertLMHeadModel": DECODER}
 

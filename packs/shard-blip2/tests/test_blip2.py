@@ -11,9 +11,9 @@ import torch
 from transformers.models.blip_2.modeling_blip_2 import Blip2Attention
 
 from shard_blip2.cases import build, inputs
-from shardcore.testing import no_float32_islands
-from shardcore.testing.pack import shard_by
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing import no_float32_islands
+from shardcore_testing.pack import shard_by
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 PLUGIN = "shard_blip2.plugin"
 

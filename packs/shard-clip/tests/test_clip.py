@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shard_clip.cases import build, inputs
-from shardcore.testing import no_float32_islands
-from shardcore.testing.pack import shard_by
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing import no_float32_islands
+from shardcore_testing.pack import shard_by
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 PLUGIN = "shard_clip.plugin"
 

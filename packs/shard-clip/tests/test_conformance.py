@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardcore.testing import PolicyConformance
+from shardcore_testing import PolicyConformance
 
 
 class TestClip(PolicyConformance):

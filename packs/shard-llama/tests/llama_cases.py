@@ -16,8 +16,8 @@ import shard_llama.policy as policies
 import shardcore
 from shard_llama import cases
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.testing import hidden_loss
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+from shardcore_testing import hidden_loss
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 Batch = dict[str, Tensor]
 

@@ -9,9 +9,9 @@ import torch
 from llama_cases import batch, build, clip_and_step, compare_forward, is_checkpointing, pair, shard
 from torch.optim import SGD
 
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_same_gradients
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_same_gradients
+from shardcore_testing.subject import checkpointing
 
 LAYERS = 3
 KINDS = {"reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False}}

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardcore._torch import CAN_TRACE
-from shardcore.testing.parity import assert_same_gradients, whole
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_same_gradients, whole
+from shardcore_testing.subject import checkpointing
 
 # Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.newest, pytest.mark.nightly]

@@ -7,9 +7,9 @@ import dataclasses
 from llama_cases import SavesTooLittle
 
 from shard_llama.cases import cases
-from shardcore.testing import PolicyConformance
-from shardcore.testing.checks import examine
-from shardcore.testing.subject import Subject
+from shardcore_testing import PolicyConformance
+from shardcore_testing.checks import examine
+from shardcore_testing.subject import Subject
 
 
 class TestLlama(PolicyConformance):

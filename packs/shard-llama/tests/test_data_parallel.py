@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, equal_on_ranks, whole
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_same_gradients, assert_same_parameters, equal_on_ranks, whole
+from shardcore_testing.subject import checkpointing
 
 pytestmark = pytest.mark.newest
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import shardcore
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.testing.parity import assert_close, assert_same_gradients, equal_on_ranks
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_close, assert_same_gradients, equal_on_ranks
+from shardcore_testing.subject import checkpointing
 
 CHECKPOINTS = {"none": None, "reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False}}
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 import shardcore
 from shardcore.errors import AgreementError, ConfigError
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 SIZES = {
     "hidden_size": 32,

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import shardcore
 from shardcore.errors import NotSupportedError
-from shardcore.testing.parity import equal_on_ranks
+from shardcore_testing.parity import equal_on_ranks
 
 GREEDY = {"max_new_tokens": 7, "do_sample": False}
 # What outputs and calls of this release of transformers call a cache; 5.24 has renamed it.

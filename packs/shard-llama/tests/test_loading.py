@@ -19,7 +19,7 @@ from shardcore.comm.strided import torch_lacks
 from shardcore.compat import Linear1D_Col
 from shardcore.integrations._gathering import Transport
 from shardcore.nn import FusedColumnLinear
-from shardcore.testing.parity import assert_same_gradients, assert_same_parameters
+from shardcore_testing.parity import assert_same_gradients, assert_same_parameters
 
 # Odd vocabulary, tied; fewer KV heads than four ranks; an intermediate size that divides by no number of ranks.
 OPTIONS = {"vocab_size": 97, "tie_word_embeddings": True, "num_key_value_heads": 2}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import shardcore
-from shardcore.testing.parity import assert_same_parameters
+from shardcore_testing.parity import assert_same_parameters
 
 pytestmark = [pytest.mark.newest, pytest.mark.nightly]
 

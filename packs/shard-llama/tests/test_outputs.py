@@ -12,8 +12,8 @@ from torch import Tensor
 import shardcore
 from shard_llama.policy import LlamaForCausalLMPolicy
 from shardcore.errors import NotSupportedError
-from shardcore.testing.parity import assert_close, assert_same_gradients
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.subject import checkpointing
 
 CAPTURE = {"output_attentions": True, "output_hidden_states": True}
 

@@ -10,7 +10,7 @@ from llama_cases import assert_no_empty_part, batch, build, compare_forward, pai
 from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
-from shardcore.testing.parity import assert_same_gradients
+from shardcore_testing.parity import assert_same_gradients
 
 
 def _train(cases: list[tuple[str, dict]], steps: int = 3) -> None:

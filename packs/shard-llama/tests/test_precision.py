@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import shardcore
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_close, assert_same_gradients, gradient_errors
+from shardcore_testing.parity import assert_close, assert_same_gradients, gradient_errors
 
 pytestmark = pytest.mark.newest
 

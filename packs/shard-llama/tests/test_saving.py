@@ -26,7 +26,7 @@ from shardcore import AgreementError, ConfigError, MissingRanksError, NotSupport
 from shardcore.agree import meeting
 from shardcore.comm.parts import place_of
 from shardcore.integrations import _saving
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 pytestmark = pytest.mark.newest
 

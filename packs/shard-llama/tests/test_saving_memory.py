@@ -9,7 +9,7 @@ from llama_cases import build, shard
 from resident import Peak
 from saving_files import DP2, ODD, TP2, saved
 
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 pytestmark = pytest.mark.newest
 

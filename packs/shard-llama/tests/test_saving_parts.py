@@ -20,7 +20,7 @@ from shardcore import AgreementError, MissingRanksError, NotSupportedError
 from shardcore._private import PrivateName
 from shardcore.agree import meeting
 from shardcore.integrations import _private
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 pytestmark = pytest.mark.newest
 

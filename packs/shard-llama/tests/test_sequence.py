@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from shardcore._torch import SCALES_PARTIAL
 from shardcore.errors import NotSupportedError
 from shardcore.nn.sequence.tokens import SequenceStack
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.subject import checkpointing
 
 
 def _pair(name="LlamaForCausalLM", *, fields=None, **options):

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shardcore
 from shard_llama.policy import LlamaForCausalLMPolicy
-from shardcore.testing.parity import assert_same_gradients
+from shardcore_testing.parity import assert_same_gradients
 
 
 class Qwen2Policy(LlamaForCausalLMPolicy):

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
 from shardcore.errors import NotSupportedError
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 def _in_double(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):

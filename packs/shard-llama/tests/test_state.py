@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore.testing.parity import assert_same_gradients, assert_same_parameters, equal_on_ranks
+from shardcore_testing.parity import assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 pytestmark = pytest.mark.newest
 

@@ -20,7 +20,7 @@ from shardcore.integrations import _attention
 from shardcore.integrations._attention import ChooseAttention
 from shardcore.integrations._checkpointing import RecomputeLayer
 from shardcore.nn import FusedRMSNorm
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 def _plan(model, device="cuda", **fields):

@@ -1,6 +1,6 @@
 """What every pack is held to; the cases are in `shard_mistral.cases`."""
 
-from shardcore.testing import PolicyConformance
+from shardcore_testing import PolicyConformance
 
 
 class TestMistral(PolicyConformance):

@@ -16,8 +16,8 @@ import shardcore
 from shard_mistral.cases import build, inputs
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+from shardcore_testing.subject import checkpointing
 
 BEFORE5 = Version(transformers.__version__) < Version("5.0.0")
 #: The balancing loss counts as much as the other.

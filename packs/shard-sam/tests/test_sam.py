@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from shard_sam.cases import build, inputs
-from shardcore.testing import hidden_loss, no_float32_islands
-from shardcore.testing.observing import Draws, Replay
-from shardcore.testing.pack import shard_by
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing import hidden_loss, no_float32_islands
+from shardcore_testing.observing import Draws, Replay
+from shardcore_testing.pack import shard_by
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 PLUGIN = "shard_sam.plugin"
 

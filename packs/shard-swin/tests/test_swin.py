@@ -9,8 +9,8 @@ import torch
 
 from shard_swin.cases import build, maps_loss
 from shardcore.errors import PlanError
-from shardcore.testing.pack import shard_by
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.pack import shard_by
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 PLUGIN = "shard_swin.plugin"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardcore.testing import PolicyConformance
+from shardcore_testing import PolicyConformance
 
 # In evaluation torch's own encoder makes nested tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

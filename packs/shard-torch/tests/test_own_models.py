@@ -15,9 +15,9 @@ from shard_torch.policy import OwnModelPolicy
 from shardcore.errors import PlanError
 from shardcore.policy import ModulePolicy, Policy, Stages
 from shardcore.styles import attention, delegate, norm, region, replicate, sequence, vocab
-from shardcore.testing import randomized
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
-from shardcore.testing.subject import adamw
+from shardcore_testing import randomized
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore_testing.subject import adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but:UserWarning")
 B, L, S, E, H, WORDS = 3, 5, 7, 24, 4, 31

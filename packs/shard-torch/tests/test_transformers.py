@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import shardcore
 from shard_torch.cases import build
 from shardcore.errors import NotSupportedError, PlanError
-from shardcore.testing import randomized
-from shardcore.testing.pack import policy_of, shard_by
-from shardcore.testing.parity import assert_close, assert_same_gradients, equal_on_ranks
+from shardcore_testing import randomized
+from shardcore_testing.pack import policy_of, shard_by
+from shardcore_testing.parity import assert_close, assert_same_gradients, equal_on_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but:UserWarning"),

@@ -18,8 +18,8 @@ from vit_cases import case, one_image_beside, pair, policy, shard, step_beside, 
 import shardcore
 from shard_vit.cases import images
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.testing import weighted_mean
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
+from shardcore_testing import weighted_mean
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 timm = pytest.importorskip("timm")
 

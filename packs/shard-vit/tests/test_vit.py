@@ -9,9 +9,9 @@ import torch
 from vit_cases import case, one_image_beside, pair, shard, step_beside, train_beside
 
 from shard_vit.cases import images
-from shardcore.testing import weighted_mean
-from shardcore.testing.parity import assert_close, assert_same_gradients
-from shardcore.testing.subject import flat
+from shardcore_testing import weighted_mean
+from shardcore_testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.subject import flat
 
 CASES = ("model", "image_classification", "masked_image_modeling")
 

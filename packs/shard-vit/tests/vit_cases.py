@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from shard_vit.cases import cases
-from shardcore.testing import pack
-from shardcore.testing.cases import Case
-from shardcore.testing.pack import policy_of, shard_by
-from shardcore.testing.parity import (
+from shardcore_testing import pack
+from shardcore_testing.cases import Case
+from shardcore_testing.pack import policy_of, shard_by
+from shardcore_testing.parity import (
     assert_close,
     assert_gradients_own_storage,
     assert_same_gradients,
     assert_same_parameters,
 )
-from shardcore.testing.subject import adamw
+from shardcore_testing.subject import adamw
 
 PLUGIN = "shard_vit.plugin"
 policy = functools.partial(policy_of, PLUGIN)

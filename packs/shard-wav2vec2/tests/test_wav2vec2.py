@@ -16,9 +16,9 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2GumbelVectorQ
 import shardcore
 from shard_wav2vec2.cases import build, inputs
 from shardcore.errors import PlanError
-from shardcore.testing import hidden_loss, no_float32_islands
-from shardcore.testing.pack import policy_of, shard_by, step_beside
-from shardcore.testing.parity import assert_same_gradients
+from shardcore_testing import hidden_loss, no_float32_islands
+from shardcore_testing.pack import policy_of, shard_by, step_beside
+from shardcore_testing.parity import assert_same_gradients
 
 PLUGIN = "shard_wav2vec2.plugin"
 

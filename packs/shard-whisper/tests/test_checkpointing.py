@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from whisper_cases import build, inputs, shard
 
-from shardcore.testing.parity import assert_close, assert_same_gradients
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.subject import checkpointing
 
 
 # Of the encoder's layers; the states need no gradient, so that nothing is lost where layers get them by keyword.

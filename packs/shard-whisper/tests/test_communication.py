@@ -6,8 +6,8 @@ import pytest
 import torch
 from whisper_cases import build, inputs, loss_of, pair, shard
 
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 LAYERS = ("encoder_layers", "decoder_layers")
 

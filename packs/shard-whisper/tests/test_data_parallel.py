@@ -11,7 +11,7 @@ from torch import Tensor
 from whisper_cases import inputs, pair, shard, speech
 
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 MESHES = {"dp": {"tp": 1, "dp": 2}, "tp-dp": {"tp": 2, "dp": 2}, "replicas": {"tp": 1, "dp_replicate_size": 2}}

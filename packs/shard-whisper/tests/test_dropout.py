@@ -14,8 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 from whisper_cases import CHECKPOINTS, build, compare, inputs, loss_of, pair, policy, shard
 
 import shardcore
-from shardcore.testing.parity import assert_close, assert_same_gradients, equal_on_ranks
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.parity import assert_close, assert_same_gradients, equal_on_ranks
+from shardcore_testing.subject import checkpointing
 
 DROPS = {"encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4}
 SPEC_AUGMENT = {

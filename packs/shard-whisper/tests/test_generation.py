@@ -13,7 +13,7 @@ from torch import Tensor
 from whisper_cases import shard, speech
 
 import shardcore
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, equal_on_ranks
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 STATIC = {"cache_implementation": "static", "disable_compile": True}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from whisper_cases import REENTRANT, build, inputs, shard
 
-from shardcore.testing.subject import checkpointing
+from shardcore_testing.subject import checkpointing
 
 pytestmark = pytest.mark.skipif(REENTRANT, reason="transformers 5 can do it")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from whisper_cases import build, compare, inputs, pair, shard
 
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 CAPTURE = {"output_attentions": True, "output_hidden_states": True}
 STACKS = (

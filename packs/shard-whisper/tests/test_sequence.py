@@ -11,7 +11,7 @@ from torch import Tensor
 from whisper_cases import build, inputs, loss_of, shard
 
 from shardcore.nn.sequence.tokens import SequenceStack
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 def _pair(tp: int, **options: Any) -> tuple[Any, Any]:

@@ -12,8 +12,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from shard_whisper.cases import build, inputs
-from shardcore.testing import hidden_loss
-from shardcore.testing.pack import policy_of, shard_by, step_beside
+from shardcore_testing import hidden_loss
+from shardcore_testing.pack import policy_of, shard_by, step_beside
 
 #: Before transformers 5 the unsharded model cannot do it (`shard_whisper.cases`).
 REENTRANT = Version(transformers.__version__) >= Version("5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup
 from shardcore import _env
 from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.mesh import time_limit
+from shardcore.plugins.unserved import installing
 from shardcore.policy import Policy
 
 __all__ = ["Inference", "inferred"]
@@ -25,6 +27,7 @@ __all__ = ["Inference", "inferred"]
 #: How far an inferred policy is trusted: after a proof on a small copy of the class, or as it was drafted.
 Inference = Literal["proved", "drafted"]
 
+_PROGRAM = "shardcore_scaffold.infer"
 _LIMIT = 600.0  # seconds
 _SHARE = 0.8  # of the time that the other ranks wait, so that they hear of it
 _MUCH = 0.8  # of a model's parameters
@@ -71,6 +74,9 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
             "error": f"policy='infer' builds a small copy in a process of its own, which cannot import {cls.__name__}: "
             "the script that runs (__main__) defines it. Put it into a module, and import it from there"
         }
+    if importlib.util.find_spec(_PROGRAM.partition(".")[0]) is None:
+        name = "shardcore-scaffold"
+        return {"error": f"policy='infer' is of {name}, which is not installed{installing(name)}"}
     try:
         return _answer(cls, config, limit, proved=how == "proved")
     except subprocess.TimeoutExpired:
@@ -103,7 +109,7 @@ def _tied(model: nn.Module, part: nn.Module) -> bool:
 def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) -> Mapping[str, Any]:
     asked = {"module": cls.__module__, "name": cls.__name__, "config": config.to_json_string(use_diff=False)}
     done = subprocess.run(
-        [sys.executable, "-m", "shardcore.cli.infer"],
+        [sys.executable, "-m", _PROGRAM],
         input=json.dumps({**asked, "proved": proved}),
         env=_env.of_a_child(sys.path),
         capture_output=True,

@@ -15,7 +15,7 @@ from shardcore.agree import fingerprint
 from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import checksum, tensor_items
 from shardcore.errors import AgreementError, ConfigError, ShardcoreError
-from shardcore.planner import simulated_ranks
+from shardcore_planner import simulated_ranks
 
 SAME = "Start every rank from the same environment, with the same model and the same arguments."
 

@@ -20,7 +20,7 @@ import shardcore
 from shardcore import MissingRanksError
 from shardcore.agree import presence
 from shardcore.agree.meeting import Meeting
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 
 def hurried(calls: int):

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore.errors import AgreementError, NoPolicyError, PackError
-from shardcore.testing.parity import assert_same_parameters
-from shardcore.testing.pool import WorkerPool
+from shardcore_testing.parity import assert_same_parameters
+from shardcore_testing.pool import WorkerPool
 
 POLICY = "from tiny import TinyPolicy\nclass ModelPolicy(TinyPolicy): pass\n"
 

@@ -19,7 +19,7 @@ import shardcore
 from shardcore.errors import AgreementError, ConfigError, PartlyShardedError, PlanError, ShardcoreError
 from shardcore.policy import ModulePolicyDescription, Policy
 from shardcore.styles import region, segments
-from shardcore.testing.parity import assert_close, assert_same_parameters
+from shardcore_testing.parity import assert_close, assert_same_parameters
 
 
 def _shard(model, **arguments):

@@ -16,7 +16,7 @@ from shardcore.errors import (
 )
 from shardcore.policy import ModulePolicyDescription, Policy
 from shardcore.styles import attribute, replicate
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 
 def twice():

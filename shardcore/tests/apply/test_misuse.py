@@ -24,7 +24,7 @@ from shardcore import (
 )
 from shardcore.mesh import context_of
 from shardcore.styles import attribute, col, norm, region, replicate, row
-from shardcore.testing.parity import assert_same_gradients
+from shardcore_testing.parity import assert_same_gradients
 
 CONFIG = ShardConfig(tensor_parallel_size=2)
 

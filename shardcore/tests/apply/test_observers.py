@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore.apply.sharder import ModelSharder
-from shardcore.cli import main
 from shardcore.errors import AgreementError, PackError, PartlyShardedError
 from shardcore.nn import Replicated
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_cli import main
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 POLICY = "from tiny import TinyPolicy\nclass ModelPolicy(TinyPolicy): pass\n"
 

@@ -20,7 +20,7 @@ from shardcore.errors import (
 )
 from shardcore.policy import SubModuleReplacementDescription
 from shardcore.styles import attribute
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 
 def _refused(kind, match, *, model=None, **arguments):

@@ -37,7 +37,7 @@ from shardcore.errors import (
 )
 from shardcore.nn import RowLinear
 from shardcore.policy import Policy
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 
 def shardformer_style():

@@ -14,8 +14,8 @@ from tiny import batch, build, shard, twins
 from shardcore.comm import Channel
 from shardcore.comm.dtensor_params import all_reduce_bucket
 from shardcore.mesh import ShardContext, Sizes, build_mesh, context_of
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, equal_on_ranks
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, equal_on_ranks
 
 UPSTREAM = "ignore:.*Function.* should not be instantiated:DeprecationWarning"  # torch._dynamo does it
 

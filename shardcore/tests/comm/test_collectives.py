@@ -7,8 +7,8 @@ import torch.distributed as dist
 from shardcore.comm import Channel, copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close
 
 UPSTREAM = "ignore:.*Function.* should not be instantiated:DeprecationWarning"  # torch._dynamo does it
 ROWS = 3

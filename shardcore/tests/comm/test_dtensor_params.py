@@ -14,8 +14,8 @@ from shardcore.comm import local_tensor, read_local
 from shardcore.comm.dtensor_params import held, read_partial, spec_of, with_spec
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import ShardContext
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close
 
 
 def _parameters(mode="in_backward"):

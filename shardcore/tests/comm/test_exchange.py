@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardcore.comm import Channel
 from shardcore.comm.exchange import Exchange, exchange_rows, misused
 from shardcore.errors import WrapError
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close
 
 #: By the number of ranks: what each uses of 10 rows. Rows that several use, that nobody does, repeated ones, all.
 USED = {

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardcore.comm import norms
-from shardcore.testing.parity import assert_close, whole
+from shardcore_testing.parity import assert_close, whole
 
 
 def gradients(count):

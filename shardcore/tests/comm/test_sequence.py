@@ -14,8 +14,8 @@ from shardcore.comm.sequence import (
     scatter_sequence,
 )
 from shardcore.errors import NotSupportedError
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close
 
 WIDTH = 6
 UPSTREAM = "ignore:.*Function.* should not be instantiated:DeprecationWarning"  # torch._dynamo does it

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from shardcore.comm import Channel
 from shardcore.comm.travel import go, plan_trip, return_summed
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close
 
 
 def rows_of(rank, wanted):

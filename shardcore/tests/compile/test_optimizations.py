@@ -27,7 +27,7 @@ from shardcore.nn.blocks.recompute import RecomputedBlock
 from shardcore.nn.region.region import Region
 from shardcore.plan.steps import EnterRegion, FreezeForInference, FuseNorm, Recompute, SetAttribute
 from shardcore.policy import Stages
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 # Fused norms.
 

@@ -13,7 +13,7 @@ from torch import nn
 import shardcore
 from shardcore import Policy
 from shardcore.styles import norm, partial, region, replicate, sequence, vocab
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WIDTH, INNER = 8, 16
 

@@ -19,9 +19,9 @@ from shardcore.errors import NotSupportedError, PlanError
 from shardcore.nn.attention import SplitAttention
 from shardcore.policy import Policy
 from shardcore.styles import attention
-from shardcore.testing import no_float32_islands, randomized
-from shardcore.testing.observing import Collectives, Draws, Replay
-from shardcore.testing.parity import assert_close, assert_same_gradients, equal_on_ranks
+from shardcore_testing import no_float32_islands, randomized
+from shardcore_testing.observing import Collectives, Draws, Replay
+from shardcore_testing.parity import assert_close, assert_same_gradients, equal_on_ranks
 
 # torch's own module warns of masks of two types, and of nested tensors.
 pytestmark = [

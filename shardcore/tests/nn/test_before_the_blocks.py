@@ -32,8 +32,8 @@ import shardcore
 from shardcore import Policy
 from shardcore.errors import ShardcoreError
 from shardcore.styles import norm, region, replicate, sequence, vocab
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 def _lengths(tp: int) -> None:

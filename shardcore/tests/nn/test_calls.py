@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore.mesh import context_of
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 #: The sizes of the meshes: sharded, replicated, both, and the first two with tensor parallelism.
 MESHES = {

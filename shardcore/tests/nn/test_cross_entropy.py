@@ -16,7 +16,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.loss.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
 from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 
 def _vocabulary(size):

@@ -10,7 +10,7 @@ from tiny import twins
 from torch import nn
 
 from shardcore import NotSupportedError
-from shardcore.testing.parity import assert_same_parameters
+from shardcore_testing.parity import assert_same_parameters
 
 WORDS = (
     r"of a sharded tensor \(97, 32\) on CPUs.*Nothing was changed.*"

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore import NotSupportedError
 from shardcore.mesh import context_of
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import (
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import (
     assert_close,
     assert_gradients_own_storage,
     assert_same_gradients,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from shardcore.comm import strided
 from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedColumnLinear, SegmentedLayout, fsdp_placement, reduce_partial_gradients
-from shardcore.testing.observing import Collectives
+from shardcore_testing.observing import Collectives
 
 pytestmark = FUSED
 

@@ -14,7 +14,7 @@ import shardcore
 from shardcore import Policy
 from shardcore._torch import CAN_TRACE
 from shardcore.styles import norm, partial, region, replicate
-from shardcore.testing.parity import assert_close, assert_gradients_own_storage, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_gradients_own_storage, assert_same_gradients
 
 WIDTH = 8
 

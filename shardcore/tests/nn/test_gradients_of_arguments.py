@@ -16,7 +16,7 @@ from shardcore import Policy
 from shardcore.errors import NotSupportedError
 from shardcore.nn.region.contents import needs_gradient
 from shardcore.styles import enter_arg, region
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 LEARNED = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
 FIXED = torch.tensor(1.5, dtype=torch.float64)

@@ -16,7 +16,7 @@ import shardcore
 from shardcore import Policy
 from shardcore.errors import NotSupportedError
 from shardcore.styles import by_heads, norm, partial, region, replicate, sequence, vocab
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WIDTH, INNER = 8, 10  # 10 channels: 4, 4 and 2 on three ranks
 SEQUENCE = {"enable_sequence_parallelism": True}

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 import shardcore
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.nn import ColumnLinear, RowLinear
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 SIZES = [(6, 6), (6, 3), (6, 2), (6, 1), (12, 4), (4, 4)]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardcore.policy import Policy
 from shardcore.styles import region
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 class Changing(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardcore
 from shardcore.errors import WrapError
 from shardcore.styles import region, sequence
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 class Lora(nn.Module):

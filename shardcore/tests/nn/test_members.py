@@ -10,7 +10,7 @@ from torch import nn
 
 from shardcore.policy import Policy
 from shardcore.styles import region
-from shardcore.testing.parity import assert_same_gradients
+from shardcore_testing.parity import assert_same_gradients
 
 
 class Twice(nn.Module):

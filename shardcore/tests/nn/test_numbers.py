@@ -11,7 +11,7 @@ from tiny import batch, twins
 
 import shardcore
 from shardcore import ShardcoreWarning
-from shardcore.testing.parity import assert_close
+from shardcore_testing.parity import assert_close
 
 WORDS = r"this is the number of one rank's part.*full_tensor\(\)\.item\(\).*shardcore\.grad_norm\(model\)"
 

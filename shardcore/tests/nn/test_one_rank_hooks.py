@@ -16,7 +16,7 @@ from tiny import TinyPolicy, batch, twins
 from torch import nn
 
 from shardcore.styles import region, sequence
-from shardcore.testing.parity import assert_same_gradients
+from shardcore_testing.parity import assert_same_gradients
 
 # A module that is called with ids alone has no gradient of its input.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed with respect")

@@ -21,7 +21,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.plan.steps import RefuseCaptured
 from shardcore.policy import Policy, Stages
 from shardcore.styles import attribute, outputs, per_rank, region
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WIDTH, HEADS = 16, 4
 

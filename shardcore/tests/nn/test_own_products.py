@@ -17,8 +17,8 @@ import shardcore
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, RowLinear, SegmentedLayout, VocabEmbedding
 from shardcore.styles import col, head, replicate, row
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 pytestmark = FUSED
 

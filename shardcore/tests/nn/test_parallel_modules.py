@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear, VocabEmbedding
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 def _filled(module, dtype=torch.float64):

@@ -12,7 +12,7 @@ from torch import nn
 import shardcore
 from shardcore.errors import NotSupportedError
 from shardcore.nn import partial
-from shardcore.testing.parity import assert_close, assert_same_parameters
+from shardcore_testing.parity import assert_close, assert_same_parameters
 
 CLIP = 0.05
 DEFERRED = {"partial_gradients": "deferred"}

@@ -12,11 +12,11 @@ from shardcore import reduce_partial_gradients
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.nn import Replicated
-from shardcore.planner.communication import collectives
 from shardcore.policy import Policy
 from shardcore.styles import attribute, local_groups, norm, region, replicate
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_planner.communication import collectives
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 LAYERS = 2
 

@@ -16,7 +16,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.former import ShardFormer
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 def _same(reference, sharded, ids):

@@ -11,8 +11,8 @@ import torch
 import shardcore
 from shardcore.mesh import context_of
 from shardcore.nn.region.sole import _EnteredLinear
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 def nodes(tensor: torch.Tensor) -> set[str]:

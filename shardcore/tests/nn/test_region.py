@@ -16,8 +16,8 @@ from torch.distributed.tensor import Partial, Replicate
 import shardcore
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 HEAD = 1  # the head gathers its output: one all-gather forward; its enter: one all-reduce backward
 EMBED = 1  # the sum of the vocabulary-parallel embedding

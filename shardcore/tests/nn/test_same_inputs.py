@@ -13,8 +13,8 @@ import shardcore
 from shardcore import AgreementError, ConfigError, NotSupportedError, ShardConfig
 from shardcore.mesh import context_of
 from shardcore.nn.same_inputs import _is_due
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close
 
 
 def fails(**kinds):

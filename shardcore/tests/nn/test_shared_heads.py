@@ -16,8 +16,8 @@ import shardcore
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.mesh import context_of, shared_groups
 from shardcore.nn import ColumnLinear
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 HEAD_DIM, HIDDEN = 4, 32
 

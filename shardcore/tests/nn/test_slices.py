@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardcore import NotSupportedError
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 WORDS = r"would write into a slice of a sharded tensor.*nothing was written.*distribute_tensor\(mask.*clone\(\)"
 

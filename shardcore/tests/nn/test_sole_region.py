@@ -13,8 +13,8 @@ from shardcore.errors import NotSupportedError
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.policy import Policy
 from shardcore.styles import region
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 class MlpPolicy(Policy):

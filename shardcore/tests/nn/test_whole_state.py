@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.testing.parity import assert_same_parameters
+from shardcore_testing.parity import assert_same_parameters
 
 KINDS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}),

@@ -25,8 +25,8 @@ from shardcore.nn.region.flow import Graph
 from shardcore.nn.region.gradients import Wrong
 from shardcore.policy import Rule, Scope
 from shardcore.styles import col, enter_arg, norm, partial, region, replicate, row
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WIDTH, INNER, HEADS = 8, 16, 4
 

@@ -10,7 +10,7 @@ from tiny import TinyPolicy, batch, build, twins
 import shardcore
 from shardcore import ConfigError
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_close, whole
+from shardcore_testing.parity import assert_close, whole
 
 pytestmark = PIPELINES
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
 from shardcore.plan import Stages
-from shardcore.testing.subject import meta_copy
+from shardcore_testing.subject import meta_copy
 
 
 def arguments(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import shardcore
 from shardcore import PlanError, ShardConfig, compile_plan
 from shardcore.nn import SwappedModule
-from shardcore.planner.communication import collectives
 from shardcore.policy import Rule, Scope
-from shardcore.testing.parity import equal_on_ranks
+from shardcore_planner.communication import collectives
+from shardcore_testing.parity import equal_on_ranks
 
 
 def test_words_that_the_core_does_not_know_train_exactly(pool):

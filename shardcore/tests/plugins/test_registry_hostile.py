@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from given_packs import hook, install, installed, offers, serves
 
 import shardcore
-from shardcore.cli import main
 from shardcore.errors import BrokenPackWarning, PackError
 from shardcore.hooks import PolicySpec
 from shardcore.plugins.isolation import in_full
 from shardcore.plugins.registry import GROUP, Registry
+from shardcore_cli import main
 
 SILENT = "class Silent(Exception):\n    def __str__(self): raise RuntimeError('no words')\n"
 ODD = "class Odd:\n    def __repr__(self): raise RuntimeError('no words')\n"
@@ -175,7 +175,7 @@ def test_what_a_plugin_prints_is_no_part_of_the_answer(target):
     install(target, "bad", source + hook("shardcore_policies", "print('from a hook')\n    return []"))
     path = os.pathsep.join([str(target), str(next(iter(shardcore.__path__)).rpartition(os.sep)[0])])
     done = subprocess.run(
-        [sys.executable, "-c", "from shardcore.cli import main; main(['packs', '--json'])"],
+        [sys.executable, "-c", "from shardcore_cli import main; main(['packs', '--json'])"],
         capture_output=True,
         text=True,
         check=True,

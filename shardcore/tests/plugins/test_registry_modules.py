@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from given_packs import HEAD, hook, install, install_library, offers, serves
 
 from shardcore import hooks
-from shardcore.cli import main
 from shardcore.errors import AmbiguousPolicyError, BrokenPackWarning, ConfigError, NoPolicyError, PackError
 from shardcore.hooks import API_VERSION, ParallelModuleSpec
 from shardcore.plugins.registry import Registry
+from shardcore_cli import main
 
 VALID = {"target": "natives.Norm", "module": "shard_mine.norms:Fused", "replaces": "Plain"}
 

@@ -52,7 +52,7 @@ def test_twenty_packs_are_listed_in_300_milliseconds(tmp_path):
     for number in range(PACKS):
         requires = ["torch>=2", 'torch>=2,<99; extra == "tested"']
         install(tmp_path, f"p{number}", serves(f"shard_p{number}", f"models.M{number}"), requires=requires)
-    command = ("-c", "from shardcore.cli import main; main(['packs'])")
+    command = ("-c", "from shardcore_cli import main; main(['packs'])")
     runs = [python(*command, path=[tmp_path]) for _ in range(RUNS)]
     lines = runs[0][1].splitlines()
     assert sum(line.startswith("p") and "\tloaded\t" in line and "torch >=2,<99 (" in line for line in lines) == PACKS

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from given_packs import install, install_library, serves
 from sites import model
 
-from shardcore.cli import main
 from shardcore.errors import PackError, UntestedVersionWarning
 from shardcore.plugins import versions
 from shardcore.plugins.registry import Match, Registry
+from shardcore_cli import main
 
 POLICY = {"policy": "from shardcore.policy import Policy\nclass ModelPolicy(Policy): pass\n"}
 

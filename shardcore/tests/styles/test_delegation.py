@@ -21,7 +21,7 @@ from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import AgreementError, NoPolicyError
 from shardcore.plan import Stages
 from shardcore.styles import col, delegate, head, norm, replicate
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 RECOMPUTED = {"gradient_checkpoint_config": GradientCheckpointConfig(gradient_checkpointing_ratio=1.0)}
 SETTINGS = [

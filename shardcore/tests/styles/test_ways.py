@@ -18,10 +18,10 @@ import shardcore
 from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
-from shardcore.planner import collectives
 from shardcore.styles import attribute, bias_net, enter_arg, norm, partial, per_rank, region, replicate, slice_arg
-from shardcore.testing.observing import Collectives, Draws
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_planner import collectives
+from shardcore_testing.observing import Collectives, Draws
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 KINDS = {
     "biased": (Biased, ways.BiasedPolicy),

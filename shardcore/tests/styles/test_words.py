@@ -36,8 +36,8 @@ from shardcore.styles import (
     vocab,
     when_divisible,
 )
-from shardcore.testing.observing import Collectives
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.observing import Collectives
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WIDTH = 16
 

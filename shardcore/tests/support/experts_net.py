@@ -15,7 +15,7 @@ from shardcore import Policy
 from shardcore.mesh import context_of
 from shardcore.policy import Stages
 from shardcore.styles import experts, norm, partial, replicate, sequence
-from shardcore.testing.parity import assert_close, assert_same_parameters, whole
+from shardcore_testing.parity import assert_close, assert_same_parameters, whole
 
 WIDTH, INNER, EXPERTS, TOP = 6, 11, 5, 2  # 11 columns divide by no number of ranks
 #: How the weights lie: one tensor for all experts, the same transposed, or a list of modules.

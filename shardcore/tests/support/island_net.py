@@ -11,7 +11,7 @@ from kit_net import Decoder, NetPolicy, build
 from torch import Tensor
 
 from shardcore.policy import ModulePolicy
-from shardcore.testing import Case
+from shardcore_testing import Case
 
 
 class InSinglePrecision(Decoder):

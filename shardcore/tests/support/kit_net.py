@@ -32,7 +32,7 @@ from shardcore.styles import (
     sequence,
     vocab,
 )
-from shardcore.testing import Case, Supports
+from shardcore_testing import Case, Supports
 
 
 @dataclass

@@ -19,7 +19,7 @@ from shardcore.nn.costs import Collective, Site, forward
 from shardcore.plan.steps import Bench, Commit, Phase, Step
 from shardcore.policy import Rule, Scope
 from shardcore.styles import norm, region, replicate
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 HEADS, WIDTH = 4, 8
 

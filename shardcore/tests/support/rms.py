@@ -8,7 +8,7 @@ from torch import nn
 
 from shardcore.policy import Policy, Stages
 from shardcore.styles import norm, region
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 
 class RootMeanSquare(nn.Module):

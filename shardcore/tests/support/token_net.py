@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardcore
 from shardcore import Policy
 from shardcore.styles import norm, region, replicate, sequence, vocab
-from shardcore.testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WIDTH = 6
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore.errors import AgreementError, ConfigError, PartlyShardedError, ShardcoreWarning
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 from shardcore.weights.files import Files
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 
 class WithBuffers(TinyLM):

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import shardcore
 from shardcore.mesh import context_of
-from shardcore.testing.parity import assert_same_gradients
 from shardcore.wrap.data_parallel import apply_data_parallel
+from shardcore_testing.parity import assert_same_gradients
 
 
 def _trained(reference, sharded, rows=4):

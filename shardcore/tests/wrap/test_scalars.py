@@ -14,7 +14,7 @@ import shardcore
 from shardcore import PlanError, Policy
 from shardcore.mesh import context_of
 from shardcore.styles import partial, region, replicate
-from shardcore.testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 
 class Scaled(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STEPS = 3

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import shardcore
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 
 
 class Rows(Dataset[dict[str, Tensor]]):

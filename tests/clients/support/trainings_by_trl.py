@@ -16,7 +16,7 @@ import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import shardcore
-from shardcore.testing.parity import whole
+from shardcore_testing.parity import whole
 from trainings_by_clients import SETTINGS, by_torchrun, llama, parameters  # from support/
 
 WORDS = [f"w{number}" for number in range(90)]

@@ -1,4 +1,4 @@
-"""Tiny BARTs for the conformance kit (`shardcore.testing`)."""
+"""Tiny BARTs for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from shardcore.testing import Case, Supports, encoder_decoder_batch, hidden_loss, randomized
+from shardcore_testing import Case, Supports, encoder_decoder_batch, hidden_loss, randomized
 
 __all__ = ["build", "cases"]
 

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss
+from shardcore_testing import Case, Supports, hidden_loss
 
 __all__ = ["build", "cases", "inputs"]
 

@@ -1,4 +1,4 @@
-"""Tiny BLOOMs for the conformance kit (`shardcore.testing`)."""
+"""Tiny BLOOMs for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from shardcore.testing import Case, Supports, hidden_loss, text_batch, tiny
+from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
 __all__ = ["build", "cases"]
 

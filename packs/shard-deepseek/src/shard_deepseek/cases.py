@@ -1,4 +1,4 @@
-"""Tiny DeepSeeks for the conformance kit (`shardcore.testing`)."""
+"""Tiny DeepSeeks for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.version import Version
 
 import shard_llama.cases
 from shard_llama.cases import decoder_cases
-from shardcore.testing import Case
+from shardcore_testing import Case
 
 __all__ = ["build", "cases"]
 

@@ -1,4 +1,4 @@
-"""Tiny DINOv2s for the conformance kit (`shardcore.testing`)."""
+"""Tiny DINOv2s for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
+from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 

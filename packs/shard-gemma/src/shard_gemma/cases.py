@@ -1,4 +1,4 @@
-"""Tiny Gemmas for the conformance kit (`shardcore.testing`)."""
+"""Tiny Gemmas for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 import shard_llama.cases
 from shard_llama.cases import decoder_cases
-from shardcore.testing import Case
+from shardcore_testing import Case
 
 __all__ = ["build", "cases"]
 

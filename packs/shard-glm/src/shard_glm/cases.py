@@ -1,11 +1,11 @@
-"""Tiny GLMs for the conformance kit (`shardcore.testing`)."""
+"""Tiny GLMs for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shard_llama.cases import decoder_cases
-from shardcore.testing import Case
+from shardcore_testing import Case
 
 __all__ = ["cases"]
 

@@ -1,4 +1,4 @@
-"""Tiny Llamas for the conformance kit (`shardcore.testing`), and tiny decoders of families that are built like it."""
+"""Tiny Llamas for the conformance kit (`shardcore_testing`), and tiny decoders of families that are built like it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from shardcore.testing import Case, Supports, hidden_loss, text_batch, tiny
+from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
 __all__ = ["build", "cases", "decoder_cases"]
 

@@ -1,4 +1,4 @@
-"""Tiny Mistrals and Mixtrals for the conformance kit (`shardcore.testing`)."""
+"""Tiny Mistrals and Mixtrals for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss
+from shardcore_testing import Case, Supports, hidden_loss
 
 __all__ = ["cases"]
 

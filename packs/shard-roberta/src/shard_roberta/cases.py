@@ -1,4 +1,4 @@
-"""Tiny RoBERTas for the conformance kit (`shardcore.testing`)."""
+"""Tiny RoBERTas for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, text_batch, tiny
+from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
 __all__ = ["build", "cases", "inputs"]
 

@@ -1,4 +1,4 @@
-"""Tiny SAMs for the conformance kit (`shardcore.testing`)."""
+"""Tiny SAMs for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
+from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 

@@ -1,4 +1,4 @@
-"""Tiny Swins for the conformance kit (`shardcore.testing`)."""
+"""Tiny Swins for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from shard_swin.policy import IS_EARLY
-from shardcore.testing import Case, Supports, hidden_loss, tiny, weighted_mean
+from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 

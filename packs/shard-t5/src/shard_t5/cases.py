@@ -1,4 +1,4 @@
-"""Tiny T5s for the conformance kit (`shardcore.testing`)."""
+"""Tiny T5s for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from shardcore.testing import Case, Supports, encoder_decoder_batch, hidden_loss, tiny
+from shardcore_testing import Case, Supports, encoder_decoder_batch, hidden_loss, tiny
 
 __all__ = ["build", "cases"]
 

@@ -1,4 +1,4 @@
-"""Tiny transformers of torch for the conformance kit (`shardcore.testing`)."""
+"""Tiny transformers of torch for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcore.testing import Case, Supports, randomized, weighted_mean
+from shardcore_testing import Case, Supports, randomized, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 

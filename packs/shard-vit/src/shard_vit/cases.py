@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardcore.testing import Case, Supports, hidden_loss, weighted_mean
+from shardcore_testing import Case, Supports, hidden_loss, weighted_mean
 
 __all__ = ["build_timm", "build_vit", "cases"]
 

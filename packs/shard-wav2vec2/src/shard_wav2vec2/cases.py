@@ -1,4 +1,4 @@
-"""Tiny Wav2Vec2s for the conformance kit (`shardcore.testing`)."""
+"""Tiny Wav2Vec2s for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2GumbelVectorQuantizer
 from typing_extensions import override
 
-from shardcore.testing import Case, Supports, hidden_loss, tiny
+from shardcore_testing import Case, Supports, hidden_loss, tiny
 
 __all__ = ["build", "cases", "inputs"]
 

@@ -24,7 +24,7 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.former import shard
 from shardcore.mesh import context_of, device_type_here
 from shardcore.pipeline import micro_batches
-from shardcore.pipeline.batches import IGNORED, rows_of
+from shardcore.pipeline.batches import rows_of, with_labels
 from shardcore.pipeline.items import LossCalls, forms_of, shares_of
 from shardcore.pipeline.marks import pipeline_of
 from shardcore.pipeline.steps import Scaled, own_loss, wide
@@ -178,14 +178,14 @@ class Booster:
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a model that no pipeline divides; return their loss."""
         parts = micro_batches(arguments, **self.plugin.division)
-        shares = [1.0] if len(parts) == 1 and _with_labels(parts[0]) is parts[0] else []
+        shares = [1.0] if len(parts) == 1 and with_labels(parts[0]) is parts[0] else []
         losses = []
         for number, part in enumerate(parts):
             # Below ZeRO's second stage replicas sum gradients once for each batch.
             waits = self.plugin.zero_stage < 2 and number + 1 < len(parts)
             with self.no_sync(model) if waits else contextlib.nullcontext():
                 # A mean over nothing is NaN. Every micro-batch runs, since replicas sum gradients in its backward.
-                call = _with_labels(part)
+                call = with_labels(part)
                 inside, outside = LossCalls(call), LossCalls(call)
                 with contextlib.nullcontext() if shares else inside:
                     out = model(**call)
@@ -285,14 +285,6 @@ def _in_stages(
     step = pipeline.train_step if torch.is_grad_enabled() else pipeline.eval_step
     # What fails while data is taken is to fail on all ranks.
     return step(take, loss=loss, outputs=outputs, everywhere=everywhere)
-
-
-def _with_labels(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments in which some labels count, for a micro-batch that has no share in the loss if none does."""
-    labels = arguments.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or bool(labels.ne(IGNORED).any()):
-        return arguments
-    return {**arguments, "labels": torch.zeros_like(labels)}
 
 
 def _arguments(batch: Any, model: nn.Module) -> dict[str, Any]:

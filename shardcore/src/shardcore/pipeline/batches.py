@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardcore.agree.fingerprint import checksum
 from shardcore.errors import ConfigError
 
-__all__ = ["IGNORED", "contents_of", "micro_batches", "rows_of", "rows_of_each", "shapes_of"]
+__all__ = ["IGNORED", "contents_of", "micro_batches", "rows_of", "rows_of_each", "shapes_of", "with_labels"]
 
 #: The label that does not count.
 IGNORED = -100
@@ -84,3 +85,11 @@ def contents_of(batch: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return checksums of the tensors of a batch, as what ranks compare."""
     leaves = tree_flatten(dict(batch))[0]
     return [(f"tensor {n} of the batch", checksum(leaf)) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+
+def with_labels(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments in which some labels count, for a micro-batch that has no share in the loss if none does."""
+    labels = arguments.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or bool(labels.ne(IGNORED).any()):
+        return arguments
+    return {**arguments, "labels": torch.zeros_like(labels)}

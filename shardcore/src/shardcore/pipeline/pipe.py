@@ -8,15 +8,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from shardcore.comm.dtensor_params import read_local
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import Division, ShardContext, set_division
 from shardcore.mesh.random_stream import mix
 from shardcore.nn.partial import reduce_partial_gradients
-from shardcore.pipeline.batches import contents_of, micro_batches, shapes_of
+from shardcore.pipeline.batches import contents_of, micro_batches, shapes_of, with_labels
 from shardcore.pipeline.forward import forward_only
 from shardcore.pipeline.items import shares_of
 from shardcore.pipeline.norms import clip_grads, squared_norm
@@ -217,6 +216,8 @@ class Pipeline:
             made = None if whole else of
             runs = self.scripts.runs(parts, made)
             shares = [1.0] if whole else self._shares(parts, runs, weight)
+            if training:
+                parts = [part if share else with_labels(part) for part, share in zip(parts, shares, strict=True)]
             feed = [Fed(arguments=p, share=s, run=run) for p, s, run in zip(parts, shares, runs, strict=True)]
             self._step = Step(feed, of)
             if training:
@@ -341,16 +342,17 @@ class Pipeline:
         arguments, share = step[number].arguments, step[number].share if number >= 0 else 0.0
         if step.outputs is not None and number >= 0:
             step.outputs[number] = tree_map_only(Tensor, Tensor.detach, out)
-        if share:
-            loss = step.loss(out, arguments) * share
-            if torch.is_grad_enabled() and not loss.requires_grad:
+        # Also without a share: its backward goes the way of others, on which FSDP2 gathers, and other replicas wait.
+        loss = step.loss(out, arguments) * share
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            if share:
                 raise ConfigError(
                     f"the loss of {type(self.model).__name__} has no gradient: it was detached, is no number that can "
                     "have one, or nothing of the model is trained; for a loss alone call eval_step(batch)"
                 )
-        else:  # nothing of it counts, and its own mean may be NaN
-            loss = _nothing_of(out, step.dtype)
-        step.losses.append(loss.detach())
+            loss.requires_grad_()  # a schedule goes backwards in any case
+        if share:  # a mean over nothing is NaN
+            step.losses.append(loss.detach())
         return loss
 
     @property
@@ -372,19 +374,6 @@ def _division(model: nn.Module, position: int) -> Division:
         if (known := first.setdefault(id(parameter), name)) != name:
             names[name] = known
     return Division(position=position, names=frozenset(model.state_dict(keep_vars=True)), first_names=names)
-
-
-def _nothing_of(out: Any, dtype: torch.dtype) -> Tensor:
-    """Return a loss of zero whose backward goes where that of any other goes, with zeros.
-
-    FSDP2 gathers what a backward needs when it comes to a block, and other replicas wait there.
-    """
-    leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-    # Zero times the derivative of a mean over nothing is NaN: the output's own loss is passed over.
-    leaves = [leaf for leaf in leaves if leaf.ndim] or leaves
-    zeros = [part.masked_fill(part.new_ones((), dtype=torch.bool), 0.0).sum() for part in read_local(*leaves)]
-    # A schedule goes backwards in any case.
-    return torch.stack(zeros).sum() if zeros else torch.zeros((), dtype=dtype, requires_grad=torch.is_grad_enabled())
 
 
 def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:

@@ -137,12 +137,15 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
         yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
 
 
-def installing(family: str) -> str:
-    """Return the end of a sentence with the line that installs a first-party pack, which no index has yet."""
-    sources = _sources()
-    if sources is not None and (folder := sources / "packs" / family).is_dir():
-        return f": python -m pip install {folder}"
-    return f", from a checkout of shardcore: python -m pip install ./packs/{family}"
+def installing(name: str) -> str:
+    """Return the end of a sentence with the line that installs a distribution of this project; no index has any yet.
+
+    What is around the core is installed together: some of it needs the rest.
+    """
+    folder, sources = f"packs/{name}" if name.startswith("shard-") else "kit/shardcore-*", _sources()
+    if sources is not None and next(sources.glob(folder), None) is not None:
+        return f": python -m pip install {sources / folder}"
+    return f", from a checkout of shardcore: python -m pip install ./{folder}"
 
 
 def _sources() -> Path | None:

@@ -1,0 +1,1 @@
+"""What the commands print and draw. May import everything of the planner."""

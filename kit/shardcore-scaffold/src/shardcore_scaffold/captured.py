@@ -1,0 +1,116 @@
+"""What a model can be asked for, attention weights and the hidden states of its blocks, and the rule that gathers it.
+
+The rule stands under the class that returns them, which is not always the one whose forward runs the blocks. Each class
+that could be it is tried: one rank of two that are not there has to return shapes like those of the unsharded model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
+from shardcore.former import shard
+from shardcore.plan.steps import Step
+from shardcore_planner.simulation import simulated_ranks
+from shardcore_scaffold.draft import Draft, policy_of
+from shardcore_scaffold.facts import Facts
+
+__all__ = ["add_captured"]
+
+_RANKS = 2
+#: What is asked for: the output, the argument of the rule, and how the ranks hold it.
+_OUTPUTS = (("attentions", "heads"), ("cross_attentions", "heads"), ("hidden_states", "sequence"))
+
+Shapes = dict[str, list[tuple[int, ...]]]
+
+
+def add_captured(draft: Draft, facts: Facts) -> None:
+    """Add the rule for what the model would refuse to return; say so where none is found.
+
+    Args:
+        draft: a policy that fits.
+        facts: of the model that it was drafted from.
+    """
+    refused = list(_refused(draft, facts))
+    wanted = _captured(facts, None) if refused else {}
+    if not wanted:
+        return
+    names = {name for step in refused for name in step.refuses_captured}
+    names |= {"cross_attentions"} & wanted.keys()
+    arguments = ", ".join(f'{name}="{held}"' for name, held in _OUTPUTS if name in names)
+    for classes in _candidates(step.path for step in refused):
+        further = copy.deepcopy(draft)
+        for cls in dict.fromkeys(type(facts.modules[path]).__name__ for path in classes):
+            further.add(cls, "outputs", f"outputs({arguments}),")
+        if _captured(facts, further) == wanted:
+            draft.rows, draft.words = further.rows, further.words
+            draft.captured = tuple(name for name, _ in _OUTPUTS if any(key.endswith(name) for key in wanted))
+            return
+    draft.doubts.append(f"captured {' and '.join(sorted(names))} are refused: no outputs({arguments}) was found to fit")
+
+
+def _refused(draft: Draft, facts: Facts) -> Iterator[Step]:
+    config = ShardConfig.of(tp=_RANKS, **_fields(draft)).resolve(_RANKS)
+    plan = compile_plan(policy_of(type(facts.model), draft), facts.model, config, device_type="cpu")
+    yield from (step for step in plan.steps if step.refuses_captured)
+
+
+def _candidates(paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield each module, inner ones first, and then all innermost ones together: the stacks of a model."""
+    inner = sorted(paths, key=lambda path: -path.count(".") if path else 1)
+    yield from ((path,) for path in inner)
+    innermost = tuple(
+        p for p in inner if not any(other.startswith(f"{p}." if p else "") for other in inner if other != p)
+    )
+    if len(innermost) > 1:
+        yield innermost
+
+
+def _captured(facts: Facts, draft: Draft | None) -> Shapes:
+    """Return the shapes of what the model captures when asked, by output; empty if it captures nothing, or fails.
+
+    Args:
+        facts: of the model.
+        draft: by which it is sharded; None leaves it whole.
+    """
+    model = copy.deepcopy(facts.fresh)
+    try:
+        if callable(choose := getattr(model, "set_attn_implementation", None)):
+            choose("eager")  # others return no weights
+        if draft is None:
+            return dict(_shapes(facts.call(_Asking(model))))
+        with simulated_ranks(_RANKS):
+            sharded = shard(model, tp=_RANKS, policy=policy_of(type(facts.model), draft), **_fields(draft))
+            return dict(_shapes(facts.call(_Asking(sharded))))
+    except Exception:  # of the model's own code, which need not know the arguments
+        return {}
+
+
+def _fields(draft: Draft) -> dict[str, Any]:
+    return {"enable_sequence_parallelism": True} if "sequence" in draft.words else {}
+
+
+class _Asking(nn.Module):
+    """Calls a model and asks for all that it can capture."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        """Call it."""
+        with torch.no_grad():
+            return self.model(**inputs, output_attentions=True, output_hidden_states=True)
+
+
+def _shapes(out: Any) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    for name, value in out.items() if isinstance(out, Mapping) else ():
+        captured = [tuple(t.shape) for t in value if isinstance(t, Tensor)] if isinstance(value, tuple | list) else []
+        if captured and any(name.endswith(end) for end, _ in _OUTPUTS):
+            yield name, captured

@@ -1,0 +1,101 @@
+"""``shardcore new-pack``: a small model of the class that is meant, and the pack that is drafted from it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardcore.errors import ConfigError
+from shardcore.integrations.models import meta_model, named_module
+from shardcore.plugins.isolation import attempt, in_one_line
+from shardcore_scaffold import Draft, Example, write_pack
+from shardcore_scaffold.small import small_model
+from shardcore_testing.tiny_models import text_batch
+
+__all__ = ["new_pack", "unseen"]
+
+
+def new_pack(name: str, model: str | None, example: str | None, into: Path) -> tuple[list[Path], Draft]:
+    """Write a pack; return its files and what was drafted.
+
+    Raises:
+        ConfigError: as `shardcore_scaffold.write_pack`, or no small model could be built or called.
+    """
+    if (model is None) == (example is None):
+        raise ConfigError("give --model for a class of transformers, or --example for any other, and not both")
+    return write_pack(name, _of_transformers(model) if model is not None else _given(str(example)), into)
+
+
+def _of_transformers(source: str) -> Example:
+    empty = meta_model(source)
+    cls = type(empty)
+    if getattr(cls, "config_class", None) is None:
+        raise ConfigError(
+            f"{source} is no model of transformers, and it is not known how to call it; write a function that returns "
+            "a small model and the keyword arguments of a call, and give it as --example package.module:function"
+        )
+    try:
+        small = small_model(cls, empty.config, generating=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. Write a function that returns a small model and the keyword arguments of a "
+            "call, and give it as --example package.module:function"
+        ) from error
+    return Example(
+        small.model,
+        small.inputs,
+        small.settings,
+        small.dropouts,
+        unseen=unseen(empty, small.model),
+        text=_is_text(small.model),
+    )
+
+
+def unseen(whole: nn.Module, small: nn.Module) -> list[str]:
+    """Return the modules of a model that its small copy has nothing like, with their classes; numbers do not count."""
+    seen = {re.sub(r"\d+", "N", name) for name, _ in small.named_modules()}
+    found: dict[str, str] = {}
+    for name, module in whole.named_modules():
+        if re.sub(r"\d+", "N", name) not in seen and not any(name.startswith(f"{above}.") for above in found):
+            found[name] = type(module).__name__
+    patterns = {re.sub(r"\d+", "{i}", name): kind for name, kind in found.items()}
+    return [f"{name} ({kind})" for name, kind in patterns.items()]
+
+
+def _given(source: str) -> Example:
+    module, _, name = source.partition(":")
+    try:
+        function = getattr(named_module(module), name)
+        model, inputs = attempt(function, source)
+    except Exception as error:
+        raise ConfigError(
+            f"--example {source} gave nothing ({in_one_line(error)}); wanted package.module:function, which returns a "
+            "small model and the keyword arguments of a call"
+        ) from error
+    if not isinstance(model, nn.Module) or not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"--example {source} returned a {type(model).__name__} and a {type(inputs).__name__}; wanted a model and a "
+            "dict of arguments"
+        )
+    if missing := [p for p in ("seed",) if p not in inspect.signature(function).parameters]:
+        raise ConfigError(
+            f"{source} has no parameter {missing[0]!r}; it is called with seed=1, 2, ... for other arguments, and with "
+            "dropout=0.1 for live dropouts"
+        )
+    return Example(model.double().eval(), inputs, source=source)
+
+
+def _is_text(model: nn.Module) -> bool:
+    """Tell whether a model can be called with what `text_batch` makes for it, with a loss that can be compared."""
+    try:
+        with torch.no_grad():
+            out = model(**text_batch(model, 0))
+    except Exception:
+        return False
+    loss = out.get("loss") if isinstance(out, Mapping) else None
+    return loss is None or bool(torch.isfinite(loss).all())

@@ -1,0 +1,151 @@
+"""What is known of a model before a policy is drafted."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore_scaffold.dependence import Dependence, dependence_of, made_of
+from shardcore_scaffold.reading import Numbers, reading
+from shardcore_scaffold.structure import Region, regions_of
+
+__all__ = ["EPS", "LISTS", "Facts", "common", "rms_eps"]
+
+_QUERY = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+_KV = ("num_key_value_heads", "num_kv_heads")
+
+#: Attributes of norms.
+EPS = ("variance_epsilon", "eps", "epsilon")
+
+#: Modules that only hold others.
+LISTS = (nn.ModuleList, nn.Sequential)
+
+
+class Facts:
+    """What is known of a model.
+
+    Attributes:
+        model: the model.
+        fresh: a copy of it that was never called: a model may keep what it computed, which cannot be copied.
+        call: calls it.
+        dependence: what depends on what in it.
+        numbers: the numbers that its forwards read.
+        modules: by path.
+        ties: the names of each parameter.
+        regions: what can be split in its blocks.
+        norms: norms over the features of all heads, with the linear whose output each normalizes.
+        query: the name under which its configuration counts the heads of all regions; empty if there is none.
+        kv: the name under which it counts key/value heads.
+    """
+
+    def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
+        self.model, self.call = model, call
+        self.fresh = copy.deepcopy(model)
+        with reading(model) as numbers:
+            self.dependence: Dependence = dependence_of(model, call)
+        self.numbers: Numbers = numbers
+        self.modules = dict(model.named_modules())
+        self.ties: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.ties[parameter].append(name)
+        candidates = [name for name in self.dependence.linears if self.owner(name) is not None]
+        regions, _ = regions_of(self.dependence, candidates)
+        self.norms = self._norms_over_heads({column.name for region in regions for column in region.columns})
+        if self.norms:  # their sum over all features is a matter of its own: without it heads are heads
+            passed = dependence_of(model, call, passing=self.norms)
+            wider, _ = regions_of(passed, candidates)
+            if len(wider) > len(regions):
+                self.dependence, regions = passed, wider
+            else:
+                self.norms = {}
+        self.regions = [region for region in regions if not self._tied(region)]
+        self.query, self.kv = self._heads()
+
+    @property
+    def groups(self) -> int:
+        """How many query heads of the model's configuration share a key/value head."""
+        config = getattr(self.model, "config", None)
+        return getattr(config, self.query) // getattr(config, self.kv) if self.kv else 1
+
+    def owner(self, path: str) -> str | None:
+        """Return the block that ``path`` is in: the innermost member of a list that has a class of its own."""
+        parts = path.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            above, module = self.modules[".".join(parts[: end - 1])], self.modules[".".join(parts[:end])]
+            if isinstance(above, LISTS) and not type(module).__module__.startswith("torch."):
+                return ".".join(parts[:end])
+        return None
+
+    def as_modules(self, names: Iterable[str]) -> list[str]:
+        """Return parameters as the modules that hold nothing else, or by their own names."""
+        names, found = set(names), dict[str, None]()
+        for name in sorted(names):
+            owner, _, _ = name.rpartition(".")
+            own = {f"{owner}.{short}" for short, p in self.modules[owner]._parameters.items() if p is not None}
+            found[owner if own <= names and not self.modules[owner]._modules else name] = None
+        return list(found)
+
+    def _norms_over_heads(self, known: Collection[str]) -> dict[str, str]:
+        """Return the root-mean-square norms of all that a linear computes, but for linears that are ``known``."""
+        linears = self.dependence.linears
+        leaves = [(name, leaf) for name, linear in linears.items() for leaf in linear.outputs]
+        found = {}
+        for name, module in self.modules.items():
+            given = self.dependence.arguments.get(name, {}).get(self.dependence.first.get(name, ""), [])
+            made = made_of(given, leaves) if given and rms_eps(module) else set()
+            if len(made) == 1 and not made & set(known) and self.owner(name) is not None:
+                (linear,) = made
+                if all(tensor.shape[-1] == linears[linear].product.out_features for tensor in given):
+                    found[name] = linear
+        return found
+
+    def _tied(self, region: Region) -> bool:
+        """Tell whether a linear of the region has parameters that are used elsewhere too."""
+        own = (region.row, *(column.name for column in region.columns))
+        tensors = [p for name in own for p in self.modules[name]._parameters.values() if p is not None]
+        return any(len(self.ties[p]) > 1 for p in tensors)
+
+    def _heads(self) -> tuple[str, str]:
+        """Return the names under which the model's configuration counts heads, if they are those of all regions."""
+        config = getattr(self.model, "config", None)
+        of_heads = [region for region in self.regions if region.width > 1]
+        for query in _QUERY:
+            count = getattr(config, query, None)
+            if type(count) is not int or not of_heads:
+                continue
+            kv = next((name for name in _KV if type(getattr(config, name, None)) is int), "")
+            units = getattr(config, kv) if kv else count
+            if all(region.units == units for region in of_heads) and count % units == 0:
+                return query, kv
+        return "", ""
+
+
+def rms_eps(module: nn.Module) -> str:
+    """Return the attribute with epsilon of a module that computes ``weight * x / sqrt(mean(x**2) + eps)``, or ""."""
+    weight = module._parameters.get("weight")
+    names = [name for name in EPS if isinstance(getattr(module, name, None), float)]
+    if weight is None or weight.ndim != 1 or module._modules or len(module._parameters) != 1 or not names:
+        return ""
+    states = torch.randn(3, len(weight), dtype=weight.dtype)
+    scale = (states.square().mean(-1, keepdim=True) + getattr(module, names[0])).rsqrt()
+    try:
+        out = module(states)
+    except Exception:
+        return ""
+    return names[0] if torch.allclose(out, weight * (states * scale)) else ""
+
+
+def common(paths: list[str]) -> str:
+    """Return the path of the innermost module that holds all of some modules."""
+    split = [path.split(".")[:-1] for path in paths]
+    found = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        found.append(parts[0])
+    return ".".join(found)

@@ -1,0 +1,244 @@
+"""A first draft of a policy: from what a small model computes, not from the names of its modules."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardcore.errors import ConfigError
+from shardcore_scaffold.captured import add_captured
+from shardcore_scaffold.draft import Draft, optional, policy_of
+from shardcore_scaffold.facts import Facts, common
+from shardcore_scaffold.mixtures import Mixture, mixtures_of
+from shardcore_scaffold.outside import add_outside, leaf
+from shardcore_scaffold.sequences import add_sequences
+from shardcore_scaffold.stages import lists_of, stages_of
+from shardcore_scaffold.structure import Region
+from shardcore_scaffold.trial import misfit
+from shardcore_scaffold.wording import Worded, worded
+
+__all__ = ["guess"]
+
+
+def guess(
+    model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool = True, captured: bool = True
+) -> Draft:
+    """Return a first draft for the class of ``model``.
+
+    What one rank cannot run, or what the way of its gradients shows to be wrong, is left whole, and the draft says so.
+
+    Args:
+        model: small, on the CPU in float64, with random parameters and without dropout.
+        call: calls it and returns what it returns.
+        sequences: say between which modules activations may be split along the sequence, if they may.
+        captured: gather what the model can be asked for, as far as a rule is found that does.
+
+    Raises:
+        ConfigError: not even a policy that splits nothing fits the model.
+    """
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)  # the same draft in every process
+        facts = Facts(model, call)
+        draft = _with_sequences(facts) if sequences else _guess(facts)
+        if captured:
+            add_captured(draft, facts)
+        return draft
+
+
+_STACKED = 3  # dims of several matrices in one parameter
+
+#: What is done with mixtures of experts: the place of the logits that a balancing loss needs, if it needs any; or they
+#: are left whole.
+_MIXED: tuple[int | Literal["whole"] | None, ...] = (None, 0, 1, 2, "whole")
+
+
+def _guess(facts: Facts, *, entered: bool = False) -> Draft:
+    mixed = _MIXED if any(True for _ in mixtures_of(facts)) else _MIXED[-1:]
+    for captured in mixed:
+        draft = _Drafting(facts, captured=captured, entered=entered).draft
+        problem = _misfit(facts, draft)
+        if not problem:
+            return draft
+    regions = sorted(draft.regions, key=lambda key: not draft.regions[key])  # attention first
+    dropped = [frozenset({key}) for key in regions]
+    dropped += [frozenset(key for key in regions if draft.regions[key]), frozenset(regions)]
+    for without in dict.fromkeys(dropped):
+        less = _Drafting(facts, without, entered=entered).draft
+        if not _misfit(facts, less):
+            for cls, row in sorted(without):
+                less.doubts.append(f"{cls}: what ends at {row} is left whole. Split, it fails: {problem[:300]}")
+            return less
+    bare = _Drafting(facts, frozenset(regions), tables=False).draft
+    if last := _misfit(facts, bare):
+        raise ConfigError(f"no policy for {type(facts.model).__name__} could be guessed: {last[:500]}")
+    bare.doubts.append(f"neither blocks nor vocabulary are split: {problem[:300]}")
+    return bare
+
+
+def _with_sequences(facts: Facts) -> Draft:
+    """Return a draft with rules for sequence parallelism, or without them and with the reason.
+
+    A module with one column linear needs no entry of its own, but where tokens are split: before it, the module may
+    count them.
+    """
+    plain = _guess(facts)
+    why = ""
+    for entered in (False, True):
+        draft = _guess(facts, entered=True) if entered else copy.deepcopy(plain)
+        if not plain.split <= draft.split:
+            continue
+        problem = add_sequences(draft, facts) or _misfit(facts, draft, enable_sequence_parallelism=True)
+        if not problem:
+            return draft
+        why = why or problem
+    plain.doubts.append(f"no sequence parallelism: {why[:300]}")
+    return plain
+
+
+def _misfit(facts: Facts, draft: Draft, **fields: Any) -> str:
+    return misfit(facts.fresh, policy_of(type(facts.model), draft), facts.call, **fields)
+
+
+class _Drafting:
+    """The rules for what is known of a model.
+
+    Args:
+        facts: what is known.
+        without: the regions that are left whole, by class and row linear.
+        tables: split embeddings and heads over the vocabulary.
+        captured: what is done with mixtures of experts.
+        entered: the modules of heads are entered, also where they have one column linear, which could enter by itself.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        without: Collection[tuple[str, str]] = frozenset(),
+        *,
+        tables: bool = True,
+        captured: int | Literal["whole"] | None = "whole",
+        entered: bool = False,
+    ) -> None:
+        self.facts, self.modules, self.without, self.captured = facts, facts.modules, without, captured
+        self.entered = entered
+        self.draft = Draft()
+        if facts.query:
+            kv = f', kv="{facts.kv}"' if facts.kv else ""
+            self.draft.checks = f'(Heads("{facts.query}"{kv}),)'
+        self.split: dict[str, int | None] = {}
+        self.partial: set[str] = set()
+        self.blocks: set[str] = set()
+        self._add_blocks()
+        self.draft.lists = lists_of(facts.model, self.blocks)
+        self.draft.stages = stages_of(facts.model, self.draft.lists)
+        add_outside(self.draft, facts, self.blocks, split=self.split, partial=self.partial, tables=tables)
+
+    def _add_blocks(self) -> None:
+        """Add the rules of every class of blocks in which something can be split."""
+        regions: dict[str, list[Region]] = defaultdict(list)
+        mixtures = [] if self.captured == "whole" else list(mixtures_of(self.facts))
+        for region in self.facts.regions:
+            above = common([region.row, *(column.name for column in region.columns)])
+            block = self.facts.owner(f"{above}.x") if above else None
+            if block is not None and not any(region.row.startswith(f"{mixture.path}.") for mixture in mixtures):
+                regions[block].append(region)
+        mixed = {str(self.facts.owner(mixture.weights)): mixture for mixture in mixtures}
+        classes = dict.fromkeys(type(self.modules[block]) for block in (*regions, *mixed))
+        self.blocks = {path for path, module in self.modules.items() if type(module) in classes}
+        for cls in classes:
+            places = sorted(path for path in self.blocks if type(self.modules[path]) is cls)
+            covered = self._add_regions(cls.__name__, places, regions)
+            covered |= self._add_mixtures(cls.__name__, places, mixed)
+            self._add_rest(cls.__name__, places, covered)
+
+    def _add_regions(self, cls: str, places: list[str], regions: dict[str, list[Region]]) -> set[str]:
+        """Add the regions that are the same in every block of a class; return what they cover."""
+        found: dict[str, dict[str, Worded | str]] = defaultdict(dict)  # row linear -> block -> its words
+        for place in places:
+            for region in regions[place]:
+                found[region.row[len(place) + 1 :]][place] = worded(self.facts, place, region, entered=self.entered)
+        covered: set[str] = set()
+        for row, by_place in found.items():
+            there = [place for place in places if f"{place}.{row}" in self.modules]
+            said = [words for words in by_place.values() if isinstance(words, Worded)]
+            if len({tuple(words.rules) for words in said}) != 1 or len(said) < len(there):
+                why = next(
+                    (words for words in by_place.values() if isinstance(words, str)), "it differs from block to block"
+                )
+                self.draft.doubts.append(f"{cls}: what ends at {row} is left whole: {why}")
+                continue
+            words = said[0]
+            self.draft.regions[cls, row] = words.region.width > 1
+            if (cls, row) in self.without:
+                continue
+            self.draft.split.add((cls, row))
+            for word, text in words.rules:
+                names = [name for name in words.covered if f'"{name}"' in text]
+                always = len(there) == len(places) and all(self._has(place, n) for place in places for n in names)
+                self.draft.add(cls, word, text if always else optional(text))
+            covered |= words.covered
+            for each in said:
+                self.split |= {split.name: split.dim for split in each.split}
+                self.partial |= set(each.partial)
+            if words.region.width > 1 and not self.facts.query:
+                self.draft.heads.add(words.region.units)
+        return covered
+
+    def _add_mixtures(self, cls: str, places: list[str], mixed: dict[str, Mixture]) -> set[str]:
+        """Add the mixtures of experts of a class of blocks; return what they cover."""
+        captured = None if self.captured == "whole" else self.captured
+        covered: set[str] = set()
+        for place, mixture in mixed.items():
+            if place in places:
+                for word, text in mixture.rules(place, captured):
+                    self.draft.add(cls, word, text if all(p in mixed for p in places) else optional(text))
+                inside = [path for path in self.modules if path.startswith(f"{mixture.path}.")]
+                names = [name for name, _ in self.facts.model.named_parameters() if name.startswith(f"{mixture.path}.")]
+                covered |= {name[len(place) + 1 :] for name in (*inside, *names)}
+        return covered
+
+    def _has(self, place: str, name: str) -> bool:
+        owner, _, last = f"{place}.{name}".rpartition(".")
+        return f"{place}.{name}" in self.modules or (owner in self.modules and last in self.modules[owner]._parameters)
+
+    def _add_rest(self, cls: str, places: list[str], covered: set[str]) -> None:
+        """Add a rule for everything in the blocks of a class that no region covers."""
+        rest: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for place in places:
+            for rule in self._rest(place, covered):
+                rest[rule].add(place)
+            self.draft.whole += [
+                linear
+                for linear in self.facts.dependence.linears
+                if linear.startswith(f"{place}.") and linear[len(place) + 1 :] not in covered
+            ]
+        for (word, text), where in rest.items():
+            self.draft.add(cls, word, text if len(where) == len(places) else optional(text))
+
+    def _rest(self, place: str, covered: set[str]) -> Iterator[tuple[str, str]]:
+        inner = [block for block in self.blocks if block.startswith(f"{place}.")]
+        for path, module in self.modules.items():
+            if path != place and not path.startswith(f"{place}."):
+                continue
+            if any(path == block or path.startswith(f"{block}.") for block in inner):
+                continue
+            name = path[len(place) + 1 :]
+            own = [short for short, p in module._parameters.items() if p is not None]
+            loose = [short for short in own if f"{name}.{short}".lstrip(".") not in covered]
+            if name in covered or not loose:
+                continue
+            if any(module._parameters[short].ndim == _STACKED for short in loose):
+                self.draft.doubts.append(
+                    f"{type(self.modules[place]).__name__}: {name} is left whole: several matrices in one"
+                )
+            if name and not module._modules and len(loose) == len(own):
+                yield leaf(name, module)
+            else:
+                for short in loose:
+                    bare = f"{name}.{short}".lstrip(".")
+                    yield "replicate", f'replicate("{bare}"),'

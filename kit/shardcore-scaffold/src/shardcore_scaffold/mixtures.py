@@ -1,0 +1,83 @@
+"""Mixtures of experts in the blocks of a model: which of its modules route, score and hold the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardcore_scaffold.draft import called, names_in
+from shardcore_scaffold.facts import Facts
+
+__all__ = ["Mixture", "mixtures_of"]
+
+_WEIGHTS = {"gate_up_proj", "down_proj"}
+_STACKED = 3  # dims of the weights of all experts
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A module that routes tokens to experts; names are paths in the model.
+
+    Attributes:
+        path: the module that routes.
+        weights: the module that holds the experts.
+        router: the module that scores them.
+        shared_col: column linears of experts that every token visits.
+        shared_row: the linear that follows them; empty if there are none.
+        rest: other modules and parameters in it.
+    """
+
+    path: str
+    weights: str
+    router: str
+    shared_col: tuple[str, ...] = ()
+    shared_row: str = ""
+    rest: tuple[str, ...] = ()
+
+    def rules(self, place: str, captured: int | None) -> list[tuple[str, str]]:
+        """Return its rules for the block at ``place``, with the place of the logits that a balancing loss needs."""
+        inner, outer = len(self.path) + 1, len(place) + 1
+        text = called(
+            "experts",
+            block=f'"{self.path[outer:]}"',
+            weights=f'"{self.weights[inner:]}"',
+            router=f'"{self.router[inner:]}"',
+            captured="" if captured is None else str(captured),
+            shared_col=names_in([f'"{name[inner:]}"' for name in self.shared_col]),
+            shared_row=f'"{self.shared_row[inner:]}"' if self.shared_row else "",
+        )
+        partial = ", ".join(f'"{name[outer:]}"' for name in self.rest)
+        return [("experts", text), *([("partial", f"partial({partial}),")] if partial else [])]
+
+
+def mixtures_of(facts: Facts) -> Iterator[Mixture]:
+    """Yield the mixtures of a model whose experts lie in one module."""
+    for path, module in facts.modules.items():
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        above = path.rpartition(".")[0]
+        if set(own) != _WEIGHTS or any(p.ndim != _STACKED for p in own.values()) or facts.owner(path) is None:
+            continue
+        count = own["down_proj"].shape[0]
+        routers = [name for name, child in facts.modules[above].named_children() if _scores(child, count)]
+        if len(routers) != 1 or above == facts.owner(path):
+            continue
+        router = f"{above}.{routers[0]}"
+        shared = [region for region in facts.regions if region.row.startswith(f"{above}.") and region.width == 1]
+        if len(shared) > 1:
+            continue
+        col = tuple(column.name for region in shared for column in region.columns)
+        row = shared[0].row if shared else ""
+        known = (path, router, *col, *([row] if row else []))
+        names = [
+            name
+            for name, _ in facts.model.named_parameters()
+            if name.startswith(f"{above}.") and not any(name.startswith(f"{other}.") for other in known)
+        ]
+        yield Mixture(above, path, router, col, row, tuple(facts.as_modules(names)))
+
+
+def _scores(module: nn.Module, experts: int) -> bool:
+    """Tell whether a module has a score for each expert."""
+    return any(p.ndim == 2 and p.shape[0] == experts for p in module.parameters())  # a matrix

@@ -1,0 +1,286 @@
+"""The words for a region that was found in a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shardcore_scaffold.dependence import made_of
+from shardcore_scaffold.draft import called, names_in
+from shardcore_scaffold.facts import LISTS, Facts, common, rms_eps
+from shardcore_scaffold.structure import Column, Region, Split
+
+__all__ = ["Worded", "worded"]
+
+_ROLES = '("query", "key", "value")'
+
+
+@dataclass
+class Worded:
+    """A region in words.
+
+    Attributes:
+        region: the region.
+        rules: (word, rule) for the class of its block.
+        covered: names, from the block, of what these rules are for.
+        split: parameters outside of the block of which it reads the entries of its heads.
+        partial: parameters outside of the block that all its heads read.
+    """
+
+    region: Region
+    rules: list[tuple[str, str]] = field(default_factory=list)
+    covered: set[str] = field(default_factory=set)
+    split: list[Split] = field(default_factory=list)
+    partial: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Entry:
+    """Where a region is entered.
+
+    Attributes:
+        module: the module whose call enters it; empty where each column linear enters by itself.
+        at: linears inside of it whose outputs enter in place of its argument.
+        local: arguments of it that hold local heads.
+        after: what acts on the row linear's output inside of it.
+    """
+
+    module: str = ""
+    at: list[str] = field(default_factory=list)
+    local: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+
+
+def worded(facts: Facts, place: str, region: Region, *, entered: bool = False) -> Worded | str:
+    """Return a region as rules for the block at ``place``, or why there are no words for it.
+
+    Args:
+        facts: what is known of the model.
+        place: the block.
+        region: the region.
+        entered: a region of heads names the module that enters it, also where one column linear could.
+    """
+    return _Wording(facts, place, region, entered=entered).words()
+
+
+class _Wording:
+    def __init__(self, facts: Facts, place: str, region: Region, *, entered: bool) -> None:
+        self.facts, self.dependence, self.modules = facts, facts.dependence, facts.modules
+        self.place, self.region, self.entered = place, region, entered
+        self.by_heads = region.width > 1
+        self.names = [column.name for column in region.columns]
+
+    def words(self) -> Worded | str:
+        """Return the rules."""
+        region, found = self.region, Worded(self.region)
+        heads = self._counted() if self.by_heads and not self.facts.query else ""
+        if self.by_heads and not self.facts.query and not heads:
+            return f"no attribute counts its {region.units} heads"
+        columns: list[str] = []
+        kv: list[str] = []
+        for column in region.columns:
+            text, is_kv = self._column(column)
+            if not text:
+                return f"there is no word for the order of the features of {self._short(column.name)}"
+            (kv if is_kv else columns).append(text)
+        if not columns:
+            return "it has keys and values only"
+        cuts = self._cuts()
+        entry = self._entry({name for name, _ in cuts})
+        if region.past and not entry.at:
+            return f"{self._short(region.past[0])} is read by all heads, past its column linears"
+        found.partial = [name for name in region.partial if not name.startswith(f"{self.place}.")]
+        partial = self._partial(entry)
+        found.rules = [("slice_arg", text) for _, text in cuts]
+        found.rules.append(
+            (
+                "region",
+                called(
+                    "region",
+                    enter=_one(self._short(entry.module)),
+                    local=_all(entry.local),
+                    at=_all(self._shorts(entry.at)),
+                    col=names_in(columns),
+                    kv=names_in(kv),
+                    row=_one(self._short(region.row)),
+                    unit='"head"' if self.by_heads and not heads else "",
+                    heads=_one(heads),
+                    partial=_all(partial) if entry.module else "",
+                    after=_all(self._shorts(entry.after)),
+                ),
+            )
+        )
+        if partial and not entry.module:
+            found.rules.append(("partial", f"partial({', '.join(map(_one, partial))}),"))
+        found.covered = {*self._shorts([*self.names, region.row, *entry.after]), *partial}
+        for split in region.split:
+            if split.name.startswith(f"{self.place}."):
+                (name,) = self._shorts(self.facts.as_modules([split.name]))
+                found.rules.append(("by_heads", f'by_heads("{name}"{f", dim={split.dim}" if split.dim else ""}),'))
+                found.covered.add(name)
+            else:
+                found.split.append(split)  # or in another block, which hands on what it makes of it
+        for norm, linear in self.facts.norms.items():
+            if linear in self.names:
+                if not self.facts.query:
+                    return f"{self._short(norm)} is over all heads, which no check counts"
+                of = ', of="key"' if _one(self._short(linear)) in kv else ""
+                eps = rms_eps(self.modules[norm])
+                found.rules.append(("norm_over_heads", f'norm_over_heads("{self._short(norm)}", rms="{eps}"{of}),'))
+                found.covered.add(self._short(norm))
+        found.rules += self._numbers() if self.by_heads else []
+        return found
+
+    def _short(self, name: str) -> str:
+        return name[len(self.place) + 1 :]
+
+    def _shorts(self, names: list[str]) -> list[str]:
+        return [self._short(name) for name in names]
+
+    def _counted(self) -> str:
+        """Return the attribute, from the block, that counts the units of the region."""
+        above = common([*self.names, self.region.row])
+        holders = [path for path in self.modules if path == above or path.startswith(f"{above}.")]
+        for path in sorted(holders, key=len):
+            for name, value in vars(self.modules[path]).items():
+                if type(value) is int and value == self.region.units and "head" in name and "dim" not in name:
+                    return self._short(f"{path}.{name}")
+        return ""
+
+    def _column(self, column: Column) -> tuple[str, bool]:
+        """Return what ``col=`` or ``kv=`` says of a column linear, if anything can, and whether it is ``kv=``."""
+        plain, width = _one(self._short(column.name)), self.region.width
+        groups = self.facts.groups if self.by_heads and self.facts.query else 1
+        head, uneven = divmod(width, groups)
+        equal = len(set(column.sizes)) == 1
+        match column.runs:
+            case 0:
+                return "", False
+            case 1 if not self.by_heads:
+                return (plain if column.each == 1 else ""), False
+            case 1 if groups == 1:
+                times, rest = divmod(column.each, width)
+                return (f'segments({plain}, {times}, by="head")' if times > 1 and not rest else plain), False
+            case 1 if not uneven and column.each == head:
+                return plain, True
+            case 1 if not uneven and column.each == width + 2 * head:
+                return f'segments({plain}, {_ROLES}, by="group")', False
+            case 1:
+                return (plain if column.each % groups == 0 else ""), False
+            case 3 if groups > 1:
+                fits = not uneven and column.sizes == (width, head, head)
+                return (f"segments({plain}, {_ROLES})" if fits else ""), False
+            case _:
+                fits = groups == 1 and equal and column.sizes[0] == width
+                return (f"segments({plain}, {column.runs})" if fits else ""), False
+
+    def _entry(self, cut: set[str]) -> _Entry:
+        """Return where the region is entered; ``cut`` are arguments that rules cut to local heads."""
+        region = self.region
+        above = common([*self.names, *region.past])
+        while above != self.place and isinstance(self.modules[above], LISTS):
+            above = above.rpartition(".")[0]
+        alone = len(self.names) == 1 and not region.past and not (self.entered and self.by_heads)
+        if alone or above == self.place or above in self.dependence.residual:
+            return _Entry()
+        made = self._made_inside(above)
+        if made is None:
+            return _Entry()
+        entry = _Entry(above, local=[*made, *sorted(cut)])
+        inside = [name for name in self.dependence.linears if name.startswith(f"{above}.")]
+        if region.past:
+            fed = {s for name in self.names for s in self.dependence.reads[name] if s in inside}
+            single = [name for name in self.names if not self.dependence.reads[name] & fed]
+            entry.at = [*sorted({*fed, *region.past}), *single]
+            return entry
+        first = self.dependence.arguments.get(above, {}).get(self.dependence.first[above], [])
+        inputs = [self.dependence.linears[name].inputs for name in self.names]
+        enters = all(len(given) == len(first) and all(map(_same, given, first)) for given in inputs)
+        if not enters or any(name != region.row and name not in self.names for name in inside):
+            return _Entry()
+        norms = {f"{norm}.weight" for norm, linear in self.facts.norms.items() if linear in self.names}
+        known = {*region.partial, *(split.name for split in region.split), *norms}
+        rest = [
+            name
+            for name, _ in self.facts.model.named_parameters()
+            if name.startswith(f"{above}.")
+            and name not in known
+            and name.rpartition(".")[0] not in self.dependence.linears
+        ]
+        if rest and not region.row.startswith(f"{above}."):
+            return _Entry()
+        entry.after = self.facts.as_modules(rest)
+        return entry
+
+    def _arguments(self, module: str) -> Iterator[tuple[str, set[str], list[Tensor]]]:
+        """Yield the arguments but the first that heads depend on: name, what it is made of, pattern of each dim."""
+        parameters = [(name, p) for name, p in self.facts.model.named_parameters() if p.requires_grad]
+        leaves: list[tuple[str, Tensor]] = [*parameters]
+        leaves += [(name, leaf) for name, linear in self.dependence.linears.items() for leaf in linear.outputs]
+        for name, tensors in self.dependence.arguments.get(module, {}).items():
+            if name != self.dependence.first[module] and len({tensor.shape for tensor in tensors}) == 1:
+                patterns = self.dependence.patterns(self.region.row, tensors)
+                if any(bool(pattern.any()) for pattern in patterns):
+                    yield name, made_of(tensors, leaves), patterns
+
+    def _made_inside(self, module: str) -> list[str] | None:
+        """Return the arguments that are made of the region's own parameters, or None if one has to enter too."""
+        own = {split.name for split in self.region.split}
+        found = [(name, made) for name, made, _ in self._arguments(module) if made]
+        return None if any(not made <= own for _, made in found) else [name for name, _ in found]
+
+    def _cuts(self) -> list[tuple[str, str]]:
+        """Return the arguments that hold all heads and are made of no parameters, with a rule that cuts each."""
+        where = common(self.names)
+        heads = "" if self.facts.query else self._counted()
+        found = []
+        for name, made, patterns in self._arguments(where) if self.by_heads else ():
+            dims = [dim for dim, pattern in enumerate(patterns) if self.region.belongs(pattern, repeated=True)]
+            if dims and not made:
+                of = f', heads="{heads}"' if heads else ""
+                at = dims[0] - len(patterns)
+                found.append((name, f'slice_arg("{self._short(where)}", "{name}", {at}{of}),'))
+        return found
+
+    def _partial(self, entry: _Entry) -> list[str]:
+        """Return what every rank applies to its heads, named from the block."""
+        names = {name for name in self.region.partial if name.startswith(f"{self.place}.")}
+        for column in self.names if entry.at else ():
+            reads = self.dependence.reads[column]
+            if reads & set(entry.at):
+                names |= reads - self.dependence.linears.keys()
+        return self._shorts(self.facts.as_modules(names))
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        """Return a rule for each number that the forward reads and of which a rank has a part."""
+        region, groups = self.region, self.facts.groups if self.facts.query else 1
+        above = common(self.names)
+        heads = {region.units * groups, region.units}
+        widths = {region.units * region.width, *(region.units * column.each for column in region.columns)}
+        widths -= {region.width, *(column.each for column in region.columns)}
+        rules: dict[tuple[str, str], None] = {}
+        for path, numbers in self.facts.numbers.items():
+            between = path != self.place and path.startswith(f"{self.place}.") and above.startswith(f"{path}.")
+            for name, value in numbers.items() if path == above or between else ():
+                where = self._short(f"{path}.{name}")
+                if groups > 1 and "group" in name and value == groups:
+                    rules["local_groups", f'attribute("{where}", local_groups),'] = None
+                elif groups > 1 and value == region.units and ("kv" in name or "key_value" in name):
+                    rules["local_kv_heads", f'attribute("{where}", local_kv_heads),'] = None
+                elif (value in heads and "head" in name and "dim" not in name) or value in widths:
+                    rules["per_rank", f'attribute("{where}", per_rank),'] = None
+        return list(rules)
+
+
+def _one(name: str) -> str:
+    return f'"{name}"' if name else ""
+
+
+def _all(names: list[str]) -> str:
+    return names_in([_one(name) for name in names])
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,0 +1,248 @@
+"""The sections of the conformance kit: what runs on the ranks in one call, and the checks that it makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from shardcore.comm import norms, strided
+from shardcore.errors import PlanError
+from shardcore_testing import (
+    checks_calls,
+    checks_data,
+    checks_experts,
+    checks_inside,
+    checks_loading,
+    checks_logits,
+    checks_pipeline,
+    checks_plan,
+    checks_random,
+    checks_ranks,
+    checks_resume,
+    checks_sequence,
+    checks_state,
+    checks_training,
+)
+from shardcore_testing.cases import Case
+from shardcore_testing.families import News, quick_size
+from shardcore_testing.findings import Finding, Ledger, worst
+from shardcore_testing.islands import no_float32_islands
+from shardcore_testing.pool import WorkerError, WorkerPool, WorkerTimeout, place
+from shardcore_testing.subject import Subject
+
+__all__ = ["CHECKS", "SECTIONS", "Section", "examine", "sections_for"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """What runs on all ranks in one call.
+
+    Attributes:
+        run: compares and writes down.
+        checks: the names of the checks that it makes.
+        alone: it runs on one rank too.
+        several: it runs on several ranks too.
+        mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at each
+            size for the first case of a pack, and at the smallest size of several ranks for the others.
+        family: what it checks is the same for all models of a family. With ``--families`` it is left to the first case
+            of each; see `shardcore_testing.families`.
+        quick: the cases for which it runs with ``--quick``: those whose numbers are compared, or those whose plans show
+            a new signature, a new kind of step, behaviour or layout (which is enough for a mechanism), or a new kind of
+            layout (for what is saved and read). See `shardcore_testing.families`.
+        claim: the capability that it is about: it runs for the cases that claim it, and for the first of a pack.
+        replicas: how many replicas of that many ranks it runs on. Several replicas run alone for every case, and of two
+            ranks each for the first.
+    """
+
+    run: Callable[[Subject, Ledger], None]
+    checks: tuple[str, ...]
+    alone: bool = False
+    several: bool = True
+    mechanical: bool = False
+    family: bool = False
+    quick: Literal["numbers", "signature", "kind", "layout"] = "kind"
+    claim: str = ""
+    replicas: int = 1
+
+    def sizes(self, case: Case, *, first: bool, stands: bool = True) -> list[int]:
+        """Return the sizes at which a conformance test runs it for a case.
+
+        Args:
+            case: the case.
+            first: it is the first of its pack.
+            stands: it stands for its family, or no case does.
+        """
+        if self.family and not stands:
+            return []
+        if self.claim and not (first or getattr(case.supports, self.claim)):
+            return []
+        of_several = sorted(size for size in case.supports.tensor_parallel if size > 1) if self.several else []
+        if self.replicas > 1:
+            return [1, *(size for size in of_several if size == 2 and (first or self.claim))]
+        if self.mechanical and not first:
+            del of_several[1:]
+        # On one rank nothing is split: what a family's other models differ in shows on several.
+        return [1, *of_several] if self.alone and (stands or not of_several) else of_several
+
+    def quick_sizes(self, case: Case, news: News) -> list[int]:
+        """Return the sizes at which a conformance test runs it for a case with ``--quick``; replicas have one rank."""
+        if not getattr(news, self.quick):
+            return []
+        if self.claim and not getattr(case.supports, self.claim):
+            return []
+        size = quick_size(case)
+        if self.replicas > 1:
+            return [1]
+        if not self.several or size == 1:
+            return [1] if self.alone else []
+        return [1, size] if self.alone and news.kind else [size]
+
+
+SECTIONS: Mapping[str, Section] = {
+    "case": Section(run=checks_plan.case, checks=("case",), alone=True, several=False, quick="numbers"),
+    "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True, quick="numbers"),
+    "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
+    "pipeline": Section(run=checks_pipeline.pipeline, checks=("pipeline",), alone=True, several=False),
+    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), mechanical=True, family=True),
+    "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
+    "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True, quick="numbers"),
+    "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True, family=True),
+    "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True, family=True),
+    "inside": Section(run=checks_inside.inside, checks=("inside",), mechanical=True),
+    "data parallel": Section(
+        run=checks_data.data_parallel, checks=("data parallel",), alone=True, family=True, replicas=2
+    ),
+    "experts": Section(
+        run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts", quick="signature"
+    ),
+    "default experts": Section(
+        run=checks_experts.default_experts,
+        checks=("default experts",),
+        mechanical=True,
+        claim="experts",
+        quick="signature",
+    ),
+    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True, family=True),
+    "options": Section(run=checks_training.options, checks=("options",), mechanical=True, family=True),
+    "checkpointing": Section(
+        run=checks_training.recomputation, checks=("checkpointing",), mechanical=True, family=True
+    ),
+    "communication": Section(
+        run=checks_training.communication, checks=("communication",), mechanical=True, family=True
+    ),
+    "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True, family=True),
+    "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True, family=True),
+    "state": Section(run=checks_state.state, checks=("state dict",), mechanical=True, quick="layout"),
+    "checkpoint": Section(
+        run=checks_state.checkpoint, checks=("checkpoint",), mechanical=True, family=True, quick="layout"
+    ),
+    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True, family=True, quick="layout"),
+    "loading": Section(run=checks_loading.loading, checks=("loading",), mechanical=True),
+    "initialisation": Section(
+        run=checks_loading.initialisation, checks=("initialisation",), mechanical=True, family=True, quick="layout"
+    ),
+    "saving": Section(run=checks_state.saving, checks=("save_pretrained",), quick="layout"),
+    "captured": Section(run=checks_state.captured, checks=("captured",), quick="signature"),
+    "generation": Section(run=checks_random.generation, checks=("generation",), quick="signature"),
+    "sequence": Section(run=checks_sequence.sequence, checks=("sequence",), mechanical=True),
+    "sequence modes": Section(
+        run=checks_sequence.sequence_modes, checks=("sequence modes",), mechanical=True, family=True
+    ),
+    "split logits": Section(run=checks_logits.split_logits, checks=("split logits",), mechanical=True),
+    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed"), mechanical=True),
+}
+
+#: Name of a check -> its section.
+CHECKS: Mapping[str, str] = {check: name for name, section in SECTIONS.items() for check in section.checks}
+
+
+def sections_for(tp: int) -> list[str]:
+    """Return the names of the sections that run at a size; several replicas are ranks of at most two each."""
+    return [
+        name
+        for name, section in SECTIONS.items()
+        if (section.alone if tp == 1 else section.several) and (section.replicas == 1 or tp <= 2)
+    ]
+
+
+def examine(
+    pool: WorkerPool, subject: Subject, section: str, *, timeout: float = 120.0, notes: Path | None = None
+) -> list[Finding]:
+    """Run one section of one subject and return a finding for each of its checks.
+
+    A rank that raises, dies or hangs is a failure of the check that it was at. The first rank writes what it is
+    at into ``notes``, for whoever looks.
+    """
+    subject = replace(subject, dp=SECTIONS[section].replicas)
+    try:
+        return worst(pool.run(_on_rank, subject, section, notes, world=subject.tp * subject.dp, timeout=timeout))
+    except (WorkerError, WorkerTimeout) as error:
+        return _broken(section, error)
+
+
+def _on_rank(subject: Subject, name: str, notes: Path | None = None) -> list[Finding]:
+    section = SECTIONS[name]
+
+    def note(text: str) -> None:
+        if notes is not None:
+            notes.write_text(text)
+
+    watched = notes is not None and dist.get_rank() == 0
+    ledger = Ledger(section.checks, subject.case.tolerance, note if watched else None)
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice about the tiny models of tests
+    try:
+        with no_float32_islands():
+            section.run(subject, ledger)
+    except PlanError as error:
+        lacks = next((p.what for p in error.problems if p.what in (strided.torch_lacks(), norms.torch_lacks())), None)
+        if lacks is None or name == "plan":  # which says it once
+            raise SectionStopped(ledger.findings()) from error
+        return [Finding(check=check, state="closed", message=lacks) for check in section.checks]
+    except Exception as error:
+        raise SectionStopped(ledger.findings()) from error
+    return ledger.findings()
+
+
+class SectionStopped(Exception):  # noqa: N818  # named for what happened
+    """A section ended before its end on this rank; carries its findings as text."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        failed = [f"{_MARK}{f.check}\t{f.message!r}" for f in findings if f.state == "failed"]
+        super().__init__("\n".join(["a section of the conformance kit ended early", *failed]))
+
+
+_MARK = "conformance-check: "
+
+
+def _broken(name: str, error: WorkerError | WorkerTimeout) -> list[Finding]:
+    """Return the findings of a section that did not come to its end."""
+    import ast
+
+    said: dict[str, dict[str, str]] = {}  # of each check, what a rank said, by that: what several said is shown once
+    for failure in getattr(error, "failures", ()):
+        for line in failure.details.splitlines():
+            if line.startswith(_MARK):
+                check, _, text = line.removeprefix(_MARK).partition("\t")
+                words = ast.literal_eval(text)
+                unknown = words.startswith("not reached")
+                said.setdefault(check, {}).setdefault(words, words if unknown else f"rank {failure.rank}: {words}")
+    # Where the others were tells why one of them waited in vain.
+    places = [f"rank {rank} was in {place(stacks)}" for rank, stacks in error.stacks.items()]
+    messages: dict[str, str] = {}
+    for check, of_ranks in said.items():
+        # Who knows more than that it did not get there is heard alone.
+        knows = [line for words, line in of_ranks.items() if not words.startswith("not reached")]
+        messages[check] = "\n".join([*knows, *places] if knows else [*of_ranks.values()])
+    if not messages:  # it hung, or died without a word
+        messages = dict.fromkeys(SECTIONS[name].checks, f"not reached: {error}")
+    return [
+        Finding(check=check, state="failed", message=messages[check])
+        if check in messages
+        else Finding(check=check, state="passed", compared=1)
+        for check in SECTIONS[name].checks
+    ]

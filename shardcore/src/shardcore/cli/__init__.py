@@ -1,7 +1,0 @@
-"""The ``shardcore`` command. May import everything; each command imports what it needs when it runs."""
-
-from __future__ import annotations
-
-from shardcore.cli.app import main
-
-__all__ = ["main"]

@@ -1,0 +1,68 @@
+"""How large each room may be: a budget of lines, raised only by a commit that says why."""
+
+from __future__ import annotations
+
+import pytest
+from packages import AROUND, files_of
+
+#: Room of the core -> the most lines. Files beside the rooms are "others".
+ROOMS = {
+    "agree": 1250,
+    "apply": 1350,
+    "booster": 700,
+    "checkpoint": 2350,
+    "comm": 2050,
+    "compile": 1100,
+    "config": 900,
+    "hooks": 350,
+    "integrations": 6800,
+    "mesh": 1100,
+    "nn": 9050,
+    "others": 2850,
+    "pipeline": 2800,
+    "plan": 2000,
+    "plugins": 950,
+    "policy": 400,
+    "styles": 2350,
+    "weights": 2050,
+    "wrap": 650,
+}
+#: Package around the core -> the most lines.
+KITS = {
+    "shardcore_cli": 1100,
+    "shardcore_planner": 4000,
+    "shardcore_testing": 5450,
+    "shardcore_scaffold": 3300,
+}
+#: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
+CORE = 40550
+HOOKS = 21250
+OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
+
+
+def lines_by_room(package: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for module, file in files_of(package):
+        parts = module.split(".")[1:]
+        room = parts[0] if len(parts) > 1 or parts[0] in OF_THE_HOOKS else "others"
+        found[room] = found.get(room, 0) + len(file.read_text().splitlines())
+    return found
+
+
+def test_every_room_keeps_its_budget():
+    found = lines_by_room("shardcore")
+    assert found.keys() == ROOMS.keys()
+    assert {room: lines for room, lines in found.items() if lines > ROOMS[room]} == {}
+    assert sum(found.values()) <= CORE
+    assert sum(found[room] for room in OF_THE_HOOKS) <= HOOKS
+
+
+@pytest.mark.parametrize("package", AROUND)
+def test_what_is_around_keeps_its_budget(package):
+    assert sum(lines_by_room(package).values()) <= KITS[package]
+
+
+def test_budgets_are_near_what_is_there():
+    """A budget that is far from what is there holds nothing."""
+    found = lines_by_room("shardcore")
+    assert {room: ROOMS[room] for room in ROOMS if ROOMS[room] > found[room] + 100} == {}
