@@ -37,20 +37,22 @@ from environments import Environment  # noqa: E402
 from results import Results  # noqa: E402  # from tools/
 from room import lacking  # noqa: E402
 from suites import (  # noqa: E402
+    AROUND,
     CORE,
     ENV,
     ENVIRONMENT_OF,
     ENVIRONMENTS,
     EVERYTHING,
-    KIT,
     NEWEST,
     OWN,
     PACKS,
     RESULTS,
     SOURCES,
+    TESTS_AROUND,
     TORCH,
     Suite,
     check,
+    core_suite,
     everything,
     pip,
 )
@@ -111,7 +113,7 @@ def docs(session: nox.Session) -> None:
 
 def _ready(session: nox.Session, name: str, tests: Path, sources: list[Path], *options: str, **more: object) -> Suite:
     """Return a suite that runs where everything is installed."""
-    places = [CORE, KIT, ROOT / "tools", *sources]
+    places = [CORE, *AROUND, ROOT / "tools", *sources]
     return Suite(session, EVERYTHING, name, tests, [], places, ready=True, options=[*options], **more)  # type: ignore[arg-type]
 
 
@@ -122,7 +124,7 @@ def smoke(session: nox.Session) -> None:
     facts, *workspace = (ROOT / "tests" / f"test_{name}.py" for name in ("facts", "docs", "matrix", "environments"))
     alone = ["-p", "without_ranks", "--without-ranks", "--quick"]
     suites = [
-        _ready(session, "without-ranks", CORE / "tests", [], str(KIT), *alone, env=ALONE),
+        _ready(session, "without-ranks", CORE / "tests", [], *TESTS_AROUND, *alone, env=ALONE),
         _ready(session, "pages", facts, pages, *alone, *map(str, workspace)),
         _ready(session, "on-ranks", CORE / "tests" / "nn" / "test_region.py", [], "--quick", env=ALONE),
     ]
@@ -163,7 +165,7 @@ _shown = [
     ROOT / name for name in ("tests", "docs", "examples", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")
 ]
 add_quick("quick-packs", ROOT / "packs", _packs)
-add_quick("quick-core", CORE / "tests", [], str(KIT), "-p", "without_ranks", "--on-ranks", env=ALONE)
+add_quick("quick-core", CORE / "tests", [], *TESTS_AROUND, "-p", "without_ranks", "--on-ranks", env=ALONE)
 add_quick("quick-together", ROOT / "tests", [*_packs, *_shown, *ROOT.glob("*.md")], *_TOGETHER)
 add_quick("quick-clients", ROOT / "tests" / "clients", [*_packs, *_shown])
 
@@ -176,7 +178,7 @@ def oldest(session: nox.Session) -> None:
     first, *others = (pack.folder / "tests" / "test_conformance.py" for pack in packs)
     own = [*OWN, *(str(pack.folder) for pack in packs)]
     environment = Environment(release.replace("==", "-"), (TORCH,), (release,))
-    places = [CORE, KIT, *(pack.folder for pack in packs), ROOT / "tools"]
+    places = [CORE, *AROUND, *(pack.folder for pack in packs), ROOT / "tools"]
     options = ["--quick", "-p", "quick", "-k", "plan or gradients or generation", *map(str, others)]
     Suite(session, environment, "oldest", first, own, places, alone=False, options=options).run()
 
@@ -184,10 +186,7 @@ def oldest(session: nox.Session) -> None:
 @nox.session(venv_backend="none", tags=["tests"])
 def core(session: nox.Session) -> None:
     """Test the core without transformers; arguments go to pytest."""
-    suite = Suite(
-        session, Environment("core", (TORCH,)), "shardcore", CORE / "tests", OWN, [CORE, KIT], options=[str(KIT)]
-    )
-    suite.run()
+    core_suite(session, Environment("core", (TORCH,))).run()
 
 
 @nox.session(venv_backend="none", tags=["tests"])

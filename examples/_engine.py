@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, BertForSequenceClassification, set_seed
 from transformers.utils import logging
 
-from shardcore import Booster, HybridParallelPlugin, ShardFormer
+from shardcore import ShardFormer
+from shardcore_shardformer import Booster, HybridParallelPlugin
 
 KINDS = ("asyncio", "email", "http", "importlib", "logging", "xml")
 _TOGETHER = 16

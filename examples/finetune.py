@@ -7,7 +7,8 @@ it lacks is initialised as transformers does it. The texts are those of the inst
 Started again it goes on from the newest checkpoint below --output, on another number of ranks too. On SIGTERM it saves
 and ends. `examples/README.md` has the lines for several hosts and for SLURM.
 
-With a BERT it trains by the engine, `shardcore.Booster` (`_engine.py`); `--model-type bert --help` has its settings:
+With a BERT it trains by the engine, `shardcore_shardformer.Booster` (`_engine.py`), whose settings are shown by
+`--model-type bert --help`:
 
     torchrun --standalone --nproc-per-node 2 examples/finetune.py --plugin hybrid_parallel --model_type bert --pp_size 2
 """

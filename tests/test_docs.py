@@ -18,7 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 import shardcore
-from shardcore import compat, hooks, nn, styles
+import shardcore_shardformer as compat
+from shardcore import hooks, nn, styles
 from shardcore_cli import main
 from shardcore_testing import Case, Supports
 
@@ -90,7 +91,7 @@ def test_every_parallel_module_and_alias_is_in_the_reference():
         n for n, room in rooms.items() if f"| `{n}` | `{room}.{getattr(compat, n).__name__}` |" not in page
     } == set()
     own = set(compat.__all__) - aliases - elsewhere
-    assert {n for n in own if f"::: shardcore.compat.{n}\n" not in page} == set()
+    assert {n for n in own if f"::: shardcore_shardformer.{n}\n" not in page} == set()
 
 
 @pytest.mark.parametrize("name", shardcore.__all__)
@@ -101,7 +102,7 @@ def test_every_public_name_has_a_docstring(name):
 
 
 def test_no_docstring_only_says_where_to_look():
-    sources = [file for place in ("shardcore/src", "kit", "packs") for file in (ROOT / place).rglob("*.py")]
+    sources = [file for place in ("shardcore/src", "clients", "kit", "packs") for file in (ROOT / place).rglob("*.py")]
     texts = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in sources}
     assert any('"""' in text for text in texts.values())
     assert {name for name, text in texts.items() if re.search(r'"""See `[\w.]+`\.?"""', text)} == set()
@@ -269,7 +270,7 @@ def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
 
 
 #: Blocks of Python that `test_code_runs` leaves out: fragments, whose names are the reader's; files of a pack; and
-#: those of `compat.md`, which `shardcore/tests/test_compat.py` runs.
+#: those of `compat.md`, which `clients/shardcore-shardformer/tests/test_compat.py` runs.
 _SHOWN = {
     "compat.md": 8,
     "packs.md": 2,

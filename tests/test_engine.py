@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
-from shardcore import Booster, HybridParallelPlugin
 from shardcore.pipeline import SCHEDULES
 from shardcore.pipeline.batches import rows_of
+from shardcore_shardformer import Booster, HybridParallelPlugin
 from shardcore_testing.islands import no_float32_islands
 from shardcore_testing.parity import whole
 

@@ -12,9 +12,9 @@ from shardcore_testing.findings import Ledger
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "hazards.md").read_text(encoding="utf-8")
-ROOMS = ("shardcore/tests", "kit/*/tests", "packs/*/tests", "tests")
+ROOMS = ("shardcore/tests", "clients/*/tests", "kit/*/tests", "packs/*/tests", "tests")
 SOURCES = [
-    *(file for room in ("shardcore", "kit", "packs", "tests") for file in (ROOT / room).rglob("*.py")),
+    *(file for room in ("shardcore", "clients", "kit", "packs", "tests") for file in (ROOT / room).rglob("*.py")),
     *(ROOT / "docs").rglob("*.md"), *ROOT.glob("packs/*/README.md"), ROOT / "README.md", ROOT / "tests" / "README.md",
 ]  # fmt: skip
 

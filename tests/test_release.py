@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "RELEASING", "SECURITY")]
 PACKS = sorted(ROOT.glob("packs/*/pyproject.toml"))
 KITS = sorted(ROOT.glob("kit/*/pyproject.toml"))
+CLIENTS = sorted(ROOT.glob("clients/*/pyproject.toml"))
 # The last one writes a workflow for new packs.
 WORKFLOWS = [*sorted(ROOT.glob(".github/workflows/*.yml")), *ROOT.glob("kit/**/shardcore_scaffold/files.py")]
 
@@ -48,15 +49,18 @@ def test_each_pack_is_an_extra_of_the_core_and_all_are_one():
     extras = {name: set(needs) for name, needs in CORE["optional-dependencies"].items()}
     around = {f"{file.parent.name}>=0.1,<0.2" for file in KITS}
     assert (extras.pop("testing"), extras.pop("tools")) == ({"shardcore-testing>=0.1,<0.2"}, around)
+    for client in CLIENTS:
+        name = client.parent.name
+        assert extras.pop(name.removeprefix("shardcore-")) == {f"{name}>=0.1,<0.2"}
     everything = extras.pop("all")
     assert extras == {file.parent.name.removeprefix("shard-"): {f"{file.parent.name}>=0.1,<0.2"} for file in PACKS}
     assert everything == set().union(*extras.values())
-    for file in (*PACKS, *KITS):
+    for file in (*PACKS, *KITS, *CLIENTS):
         needs = Requirement(f"{file.parent.name}>=0.1,<0.2")
         assert needs.specifier.contains(project(file)["version"]), file
 
 
-@pytest.mark.parametrize("file", [*PACKS, *KITS], ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", [*PACKS, *KITS, *CLIENTS], ids=lambda file: file.parent.name)
 def test_metadata_says_who_and_for_what(file):
     found = project(file)
     assert found["authors"] == CORE["authors"] == [{"name": "The shardcore authors"}]

@@ -72,7 +72,7 @@ def expand(markdown: str) -> str:
 def tree(module: str) -> ast.Module:
     """Parse a module of shardcore by its dotted name."""
     root, *rest = module.split(".")
-    source = SOURCE if root == SOURCE.parent.name else ROOT / "kit" / root.replace("_", "-") / "src"
+    source = SOURCE if root == SOURCE.parent.name else next(ROOT.glob(f"*/{root.replace('_', '-')}/src"))
     path = source.joinpath(root, *rest)
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from typing import Any
 
 __all__ = ["DoesNotApplyError", "Edit", "Mutation", "load"]
 
-SOURCES = ("shardcore/src/**/*.py", "kit/*/src/**/*.py", "packs/*/src/**/*.py")
+SOURCES = ("shardcore/src/**/*.py", "kit/*/src/**/*.py", "clients/*/src/**/*.py", "packs/*/src/**/*.py")
 # When a file with a mistake was written, in seconds of 1970: no two are alike, so that bytecode is never taken for that
 # of another text. Without bytecode every process would compile all sources.
 _TIMES = itertools.count(1)

@@ -215,7 +215,8 @@ class _Runs:
             root: the copy.
             forked: its ranks are forked too.
         """
-        sources = [root / "shardcore" / "src", *sorted(root.glob("kit/*/src")), *sorted(root.glob("packs/*/src"))]
+        rooms = ("shardcore", "clients/*", "kit/*", "packs/*")
+        sources = [source for room in rooms for source in sorted(root.glob(f"{room}/src"))]
         command = ["-q", "-x", "-p", "no:cacheprovider", *self._options, *tests]
         env = {**_env(), "PYTHONPATH": os.pathsep.join(map(str, sources))}
         with tempfile.TemporaryFile("w+") as file:

@@ -20,14 +20,15 @@ from suites import (
     ENV,
     ENVIRONMENT_OF,
     ENVIRONMENTS,
-    KIT,
     NEWEST,
     OWN,
     PACKS,
     SOURCES,
+    SOURCES_AROUND,
     TORCH,
     Suite,
     check,
+    core_suite,
     everything,
     pip,
     suite_of,
@@ -47,7 +48,7 @@ def add_python(version: str) -> None:
             session.skip(f"this machine has no Python {version}; install it, or name it by pyenv")
         environment = Environment("core", (TORCH,), python=python)
         against = f"Python {version}"
-        Suite(session, environment, "shardcore", CORE / "tests", OWN, [CORE, KIT], against=against).run()
+        core_suite(session, environment, against).run()
 
     test.__doc__ = f"Test the core with Python {version}, where this machine has it."
     nox.session(venv_backend="none", name=f"core-python-{version}", tags=["pythons"], default=False)(test)
@@ -85,7 +86,7 @@ def add_clients(stack: str, environment: Environment) -> None:
         shown = [ROOT / "docs", ROOT / "examples", ROOT / "tests" / "test_docs.py"]
         places = [
             CORE / "src",
-            *KIT.glob("*/src"),
+            *SOURCES_AROUND,
             ROOT / "tests" / "clients",
             *shown,
             *(folder / "src" for folder in packs),
@@ -112,7 +113,7 @@ def minimums(session: nox.Session) -> None:
     core, alike = floors_of(own), {}
     for pack in PACKS:
         alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
-    suites = [Suite(session, core, "shardcore", CORE / "tests", OWN, [CORE, KIT], against=core.name)]
+    suites = [core_suite(session, core, core.name)]
     for floors, packs in alike.items():
         suites.append(suite_of(session, packs, floors, floors.name))
         suites[-1].result = f"{session.name}-{floors.name}"

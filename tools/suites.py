@@ -19,22 +19,25 @@ from environments import Environment
 from results import Result, Results, digest_of
 
 __all__ = [
+    "AROUND",
     "CLIENTS",
     "CORE",
     "ENV",
     "ENVIRONMENTS",
     "ENVIRONMENT_OF",
     "EVERYTHING",
-    "KIT",
     "NEWEST",
     "OWN",
     "PACKS",
     "RESULTS",
     "SNIPPETS",
     "SOURCES",
+    "SOURCES_AROUND",
+    "TESTS_AROUND",
     "TORCH",
     "Suite",
     "check",
+    "core_suite",
     "everything",
     "pip",
     "suite_of",
@@ -42,9 +45,14 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-CORE, KIT = ROOT / "shardcore", ROOT / "kit"
+CORE = ROOT / "shardcore"
+#: Folders of distributions around the core.
+AROUND = (ROOT / "clients", ROOT / "kit")
 #: What is installed for tests besides packs: the core, and the distributions around it.
-OWN = [str(CORE), *(str(file.parent) for file in sorted(KIT.glob("*/pyproject.toml")))]
+OWN = [str(CORE), *(str(file.parent) for room in AROUND for file in sorted(room.glob("*/pyproject.toml")))]
+SOURCES_AROUND = [source for room in AROUND for source in sorted(room.glob("*/src"))]
+#: Their tests, which run with the core's.
+TESTS_AROUND = [str(room) for room in AROUND]
 PACKS = find_packs(ROOT)
 ENVIRONMENTS = ROOT / ".nox" / "environments"
 RESULTS = Results(ROOT / ".nox" / "results")
@@ -88,9 +96,9 @@ CLIENTS: Mapping[str, Environment] = {
 #: Session -> the environment that it installs into: of those with one, no two run at a time.
 ENVIRONMENT_OF: dict[str, str] = {}
 #: What the outcome of everything that calls packs depends on.
-SOURCES = [CORE, KIT, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT / "tools"]
+SOURCES = [CORE, *AROUND, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT / "tools"]
 # What the checks read.
-_CHECKED = ("shardcore", "kit", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py",
+_CHECKED = ("shardcore", "clients", "kit", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py",
             "pyproject.toml", "mkdocs.yml")  # fmt: skip
 # What of the conformance kit runs where not everything does.
 _SIZES_1_AND_2 = ("--families", "--ranks=2")
@@ -304,6 +312,12 @@ def _uv() -> str | None:
     return str(beside) if beside.exists() else shutil.which("uv")
 
 
+def core_suite(session: nox.Session, environment: Environment, against: str = "") -> Suite:
+    """Return the suite of the core and of what is around it."""
+    places = [CORE, *AROUND]
+    return Suite(session, environment, "shardcore", CORE / "tests", OWN, places, against=against, options=TESTS_AROUND)
+
+
 def suite_of(
     session: nox.Session,
     packs: Sequence[Pack],
@@ -334,7 +348,7 @@ def suite_of(
         packs[0].name if len(packs) == 1 else f"{len(packs)} packs",
         first,
         [*OWN, *map(str, folders)],
-        [CORE / "src", *KIT.glob("*/src"), ROOT / "packs" / "conftest.py", *folders],
+        [CORE / "src", *SOURCES_AROUND, ROOT / "packs" / "conftest.py", *folders],
         against=against,
         data=sorted({name for pack in packs for name in pack.data}),
         options=[*map(str, tests), *(() if whole else _SIZES_1_AND_2), *options],

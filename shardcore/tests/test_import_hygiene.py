@@ -98,19 +98,6 @@ ROOMS = {
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
     "wrap": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
     "pipeline": {"wrap", "agree", "plan", "nn", "config", "comm", "mesh", "errors", "_torch"},
-    "booster": {
-        "former",
-        "checkpoint",
-        "pipeline",
-        "agree",
-        "policy",
-        "nn",
-        "config",
-        "comm",
-        "mesh",
-        "errors",
-        "_env",
-    },
 }
 
 

@@ -9,7 +9,6 @@ from packages import AROUND, files_of
 ROOMS = {
     "agree": 1250,
     "apply": 1350,
-    "booster": 700,
     "checkpoint": 2350,
     "comm": 2050,
     "compile": 1100,
@@ -17,8 +16,8 @@ ROOMS = {
     "hooks": 350,
     "integrations": 6800,
     "mesh": 1100,
-    "nn": 9050,
-    "others": 2850,
+    "nn": 8900,
+    "others": 2800,
     "pipeline": 2800,
     "plan": 2000,
     "plugins": 950,
@@ -29,14 +28,15 @@ ROOMS = {
 }
 #: Package around the core -> the most lines.
 KITS = {
-    "shardcore_cli": 1100,
+    "shardcore_shardformer": 950,
+    "shardcore_cli": 900,
     "shardcore_planner": 4000,
     "shardcore_testing": 5450,
     "shardcore_scaffold": 3300,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 40550
-HOOKS = 21250
+CORE = 39600
+HOOKS = 21100
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardcore
-from shardcore import Booster, HybridParallelPlugin
+from shardcore_shardformer import Booster, HybridParallelPlugin
 from training import Sharded, criterion_of
 
 __all__ = ["Boosted", "Pipelined"]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardcore.apply.launch import launch_from_torch
     from shardcore.apply.sharder import ModelSharder
-    from shardcore.booster import Booster, HybridParallelPlugin
     from shardcore.checkpoint import Loaded, latest, load_checkpoint, save_checkpoint, wait_for_checkpoint
     from shardcore.compile import compile_plan
     from shardcore.config import (
@@ -68,13 +67,11 @@ __all__ = [
     "AgreementError",
     "AlreadyShardedError",
     "AmbiguousPolicyError",
-    "Booster",
     "BrokenPackWarning",
     "CheckpointError",
     "ConfigError",
     "GradientCheckpointConfig",
     "Heads",
-    "HybridParallelPlugin",
     "Loaded",
     "MissingRanksError",
     "ModelSharder",
@@ -132,13 +129,11 @@ _HOME = {
     "AgreementError": "shardcore.errors",
     "AlreadyShardedError": "shardcore.errors",
     "AmbiguousPolicyError": "shardcore.errors",
-    "Booster": "shardcore.booster",
     "BrokenPackWarning": "shardcore.errors",
     "CheckpointError": "shardcore.errors",
     "ConfigError": "shardcore.errors",
     "GradientCheckpointConfig": "shardcore.config",
     "Heads": "shardcore.policy",
-    "HybridParallelPlugin": "shardcore.booster",
     "Loaded": "shardcore.checkpoint",
     "MissingRanksError": "shardcore.errors",
     "ModelSharder": "shardcore.apply.sharder",

@@ -1,4 +1,4 @@
-"""What later releases are to bring: the one table that the configuration, `shardcore.compat`, ``doctor`` and docs read.
+"""What later releases are to bring: one table for configuration, Shardformer's names, ``doctor`` and docs.
 
 A release number is written nowhere else, but where a test compares it with this table. Imports nothing, so that the
 documentation can read it without torch.
@@ -62,7 +62,7 @@ FIELDS = {
     ),
 }
 
-#: By a name that people know from Shardformer; see `shardcore.compat`.
+#: By a name that people know from Shardformer; see `shardcore_shardformer`.
 NAMES = {
     "Embedding1D": Planned("0.5", "VocabParallelEmbedding1D, which splits the vocabulary instead of the features"),
     "FusedLinear1D_Row": Planned("0.3", "Linear1D_Row after FusedLinear1D_Col"),

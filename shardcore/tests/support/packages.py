@@ -8,6 +8,7 @@ from pathlib import Path
 
 #: Around the core: package -> those that it may import. Arrows go down: the core imports none of them.
 AROUND = {
+    "shardcore_shardformer": {"shardcore"},
     "shardcore_cli": {"shardcore"},
     "shardcore_planner": {"shardcore", "shardcore_cli"},
     "shardcore_testing": {"shardcore", "shardcore_cli", "shardcore_planner"},

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm import Channel, copy_to_tp, gather_from_tp
-from shardcore.compat import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D
 from shardcore.mesh import context_of
 from shardcore.nn import ParallelModule
 from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardcore.styles import norm
+from shardcore_shardformer import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D
 
 # --- a plain model, and a policy as people wrote them for Shardformer ---
 

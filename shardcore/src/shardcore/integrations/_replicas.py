@@ -80,7 +80,7 @@ class Replicas:
             raise NotSupportedError(
                 f"Trainer and Accelerate call a model and its backward by themselves, and this {name} is divided among "
                 "the ranks of a pipeline, which runs both by its schedule. Leave pp= out of shard(), or train it with "
-                "model.train_step or shardcore.Booster"
+                "model.train_step or shardcore_shardformer.Booster"
             )
         if context.mesh.size() != dist.get_world_size():
             raise NotSupportedError(

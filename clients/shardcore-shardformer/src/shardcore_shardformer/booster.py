@@ -16,9 +16,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shardcore.agree.agreement import Report, agree
-from shardcore.booster.outputs import joined
-from shardcore.booster.plugin import HybridParallelPlugin
-from shardcore.booster.stepping import Stepping
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.former import shard
@@ -28,6 +25,9 @@ from shardcore.pipeline.batches import rows_of, with_labels
 from shardcore.pipeline.items import LossCalls, forms_of, shares_of
 from shardcore.pipeline.marks import pipeline_of
 from shardcore.pipeline.steps import Scaled, own_loss, wide
+from shardcore_shardformer.outputs import joined
+from shardcore_shardformer.plugin import HybridParallelPlugin
+from shardcore_shardformer.stepping import Stepping
 
 __all__ = ["Boosted", "Booster"]
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from boosted import batches, criterion, for_each, labelled, whole
 from tiny import TinyPolicy, build
 
-from shardcore.booster import Booster, HybridParallelPlugin
 from shardcore.errors import NotSupportedError
+from shardcore_shardformer import Booster, HybridParallelPlugin
 
 
 def overflows(axes: dict[str, Any]) -> None:

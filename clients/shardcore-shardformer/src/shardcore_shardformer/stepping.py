@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardcore.booster.plugin import HybridParallelPlugin
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.norms import clip_grads, grad_norm
+from shardcore_shardformer.plugin import HybridParallelPlugin
 
 __all__ = ["Stepping"]
 
@@ -33,7 +33,7 @@ class Stepping:
         scale: what losses are multiplied with.
         norm: that of the gradients before the last step; None before the first, and where nobody asks for it.
         skipped: how many steps were skipped.
-        accumulates: gradients of replicas are left alone for now; `shardcore.booster.Booster.no_sync` sets it.
+        accumulates: gradients of replicas are left alone for now; `shardcore_shardformer.Booster.no_sync` sets it.
     """
 
     def __init__(self, plugin: HybridParallelPlugin, model: nn.Module) -> None:

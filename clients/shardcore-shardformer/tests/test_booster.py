@@ -17,8 +17,8 @@ from tiny import TinyLM, TinyPolicy, batch, build
 from torch.utils.data import DataLoader
 
 from shardcore import PipelineGradientCheckpointConfig, ShardFormer
-from shardcore.booster import Booster, HybridParallelPlugin
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError, PlanError
+from shardcore_shardformer import Booster, HybridParallelPlugin
 
 
 def made(model: Any) -> tuple[torch.optim.Optimizer, Any]:

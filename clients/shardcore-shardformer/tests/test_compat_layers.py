@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardcore
-from shardcore import ModulePolicyDescription, Policy, ShardConfig, SubModuleReplacementDescription, _planned, compat
+import shardcore_shardformer as compat
+from shardcore import ModulePolicyDescription, Policy, ShardConfig, SubModuleReplacementDescription, _planned
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore_testing.parity import assert_close
 
@@ -215,7 +216,7 @@ def test_losses_of_split_logits(pool):
 
 def test_the_import_line_of_the_quick_start():
     space = {}
-    exec("from shardcore.compat import ShardConfig, Shard", space)
+    exec("from shardcore_shardformer import ShardConfig, Shard", space)
     assert space["Shard"] is shardcore.ShardFormer
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs" / "compat.md"
+DOCS = Path(__file__).parents[3] / "docs" / "compat.md"
 
 # Every name of the documents that the page answers; what is not here is prose.
 NAMES = re.findall(

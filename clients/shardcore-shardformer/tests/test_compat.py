@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import TensorDataset
 
 import shardcore
-from shardcore import compat
+import shardcore_shardformer as compat
 from shardcore.errors import NotSupportedError
 from shardcore_testing.parity import assert_close
 
-DOCS = Path(__file__).parents[2] / "docs" / "compat.md"
+DOCS = Path(__file__).parents[3] / "docs" / "compat.md"
 
 
 class Block(nn.Module):
@@ -54,7 +54,7 @@ from typing import Any, Callable, Dict, List
 import shardcore as colossalai
 from shardcore import ShardConfig, ShardFormer, Policy, ParallelModule, ModelSharder
 from shardcore import ModulePolicyDescription, SubModuleReplacementDescription
-from shardcore.compat import Linear1D_Col, Linear1D_Row
+from shardcore_shardformer import Linear1D_Col, Linear1D_Row
 """
 
 
@@ -366,4 +366,4 @@ def test_names_of_later_releases_say_so(name):
         getattr(compat, name)
     assert f"`{name}`" in DOCS.read_text()
     with pytest.raises(ImportError):
-        from shardcore.compat import NoSuchName  # noqa: F401
+        from shardcore_shardformer import NoSuchName  # noqa: F401

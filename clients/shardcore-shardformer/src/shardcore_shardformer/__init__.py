@@ -1,4 +1,6 @@
-"""The names that people know from Shardformer (ColossalAI), as aliases of what shardcore calls them.
+"""What people know from Shardformer (ColossalAI): its training engine, and its names for what shardcore has.
+
+`Booster` and `HybridParallelPlugin` are a thin layer over `shardcore.shard`, FSDP2 and torch's optimizers.
 
 ``docs/compat.md`` lists every name with what became of it. One that comes with a later release raises
 `NotSupportedError` when it is imported from here.
@@ -12,7 +14,6 @@ import shardcore
 from shardcore import _planned
 from shardcore.apply.launch import launch_from_torch
 from shardcore.apply.sharder import ModelSharder
-from shardcore.booster import Booster, HybridParallelPlugin
 from shardcore.config import (
     GradientCheckpointConfig,
     PipelineGradientCheckpointConfig,
@@ -22,11 +23,14 @@ from shardcore.config import (
 from shardcore.errors import NotSupportedError
 from shardcore.former import ShardFormer
 from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelModule, RowLinear, VocabEmbedding
-from shardcore.nn.loss.split_losses import cross_entropy_1d, dist_log_prob_1d
-from shardcore.nn.randomness.rank_dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardcore_shardformer.booster import Boosted, Booster
+from shardcore_shardformer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
+from shardcore_shardformer.losses import cross_entropy_1d, dist_log_prob_1d
+from shardcore_shardformer.plugin import HybridParallelPlugin
 
 __all__ = [
+    "Boosted",
     "Booster",
     "DropoutForParallelInput",
     "DropoutForReplicatedInput",

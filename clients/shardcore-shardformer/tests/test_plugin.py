@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from shardcore import ShardConfig
-from shardcore.booster import HybridParallelPlugin
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore_shardformer import HybridParallelPlugin
 
 
 @pytest.mark.parametrize(
