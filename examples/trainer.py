@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import shardcore
-from shardcore.integrations.trainer import Trainer  # in place of transformers'
+from shardcore_trainer import Trainer  # in place of transformers'
 
 LENGTH = 64  # bytes in a row
 

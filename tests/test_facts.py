@@ -13,15 +13,18 @@ import pytest
 from packaging.requirements import Requirement
 
 import shardcore
-from shardcore import _planned
+from shardcore import _planned, clients
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
 from shardcore.hooks import PolicySpec
 from shardcore.plugins.registry import GROUP
 from shardcore.plugins.unserved import first_party
+from shardcore_cli import app
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shardcore" / "src" / "shardcore"
+#: Groups of entry points, whose names look like those of modules.
+GROUPS = (GROUP, clients.GROUP, app.GROUP)
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("packs/*/README.md"))]
 PAGES = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
 RELEASE = re.compile(r"\b(?:0\.[3-9]|1\.0)\b(?!\.\d| ?%)")
@@ -254,7 +257,7 @@ def _named() -> list[tuple[str, str]]:
     """Return (file, name) for every name of ours in backticks that begins with ``shardcore.``."""
     files = [*PAGES, *sorted(SOURCE.rglob("*.py"))]
     found = [(name(f), n) for f in files for n in re.findall(r"`(shardcore(?:\.\w+)+)`", f.read_text())]
-    return sorted({(file, text) for file, text in found if text != GROUP})
+    return sorted({(file, text) for file, text in found if text not in GROUPS})
 
 
 def _exists(text: str) -> bool:

@@ -9,8 +9,8 @@ import types
 import pytest
 from click.testing import CliRunner
 
-from shardcore.integrations import models
 from shardcore_cli import main
+from shardcore_transformers import models
 
 transformers = pytest.importorskip("transformers")
 

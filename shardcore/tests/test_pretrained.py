@@ -12,6 +12,7 @@ from shardcore.errors import ConfigError
 
 def test_without_transformers(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "shardcore.integrations.loading", raising=False)
+    for module in ("client", "loading"):
+        monkeypatch.delitem(sys.modules, f"shardcore_transformers.{module}", raising=False)
     with pytest.raises(ConfigError, match=r"transformers, which is not installed .* install the model's pack"):
         shardcore.from_pretrained("LlamaForCausalLM", tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packages import EVERY, files_of
+from packages import EVERY, files_of, root_of
 from packaging.version import Version
 
 import shardcore
@@ -77,7 +77,7 @@ def unlisted(file: str, tree: ast.Module, own: set[str], listed: set[str]) -> li
 def listed_names() -> set[str]:
     # Read, not imported: the core's tests run without transformers.
     paths = [row.path for row in TORCH]
-    tables = [ROOT / "integrations" / "_private.py"]
+    tables = [root_of("shardcore_transformers") / "_private.py"]
     texts = [n.value for f in tables for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Constant)]
     return {part for text in (*paths, *map(str, texts)) for part in text.split(".") if is_private(part)}
 

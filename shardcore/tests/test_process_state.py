@@ -92,8 +92,9 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
     # They set attributes of torch, of TRL and of sys.
     elsewhere = {
         "shardcore.apply.uncaught.tell_once",
-        "shardcore.integrations._rewards.gathering_over",
-        "shardcore.integrations.holders.HOLDERS_SAVE",
+        "shardcore_trainer._rewards.gathering_over",
+        "shardcore_transformers.holders.CHANGES",
+        "shardcore_peft.client.CHANGES",
         "shardcore.comm.strided.install",
         "shardcore.nn.assigned_data.refuse_dropped_data",
         "shardcore.nn.ddp.refuse_ddp_around_sharded",

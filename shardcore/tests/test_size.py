@@ -8,35 +8,37 @@ from packages import AROUND, files_of
 #: Room of the core -> the most lines. Files beside the rooms are "others".
 ROOMS = {
     "agree": 1250,
-    "apply": 1350,
+    "apply": 1250,
     "checkpoint": 2350,
     "comm": 2050,
     "compile": 1100,
     "config": 900,
     "hooks": 350,
-    "integrations": 6800,
     "mesh": 1100,
     "nn": 8900,
-    "others": 2800,
+    "others": 2900,
     "pipeline": 2800,
     "plan": 2000,
     "plugins": 950,
     "policy": 400,
     "styles": 2350,
-    "weights": 2050,
+    "weights": 2200,
     "wrap": 650,
 }
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 950,
+    "shardcore_transformers": 2200,
+    "shardcore_peft": 2300,
+    "shardcore_trainer": 2050,
     "shardcore_cli": 900,
     "shardcore_planner": 4000,
     "shardcore_testing": 5450,
     "shardcore_scaffold": 3300,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 39600
-HOOKS = 21100
+CORE = 33000
+HOOKS = 21050
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def trainer(folder: str) -> Any:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     return Trainer(model=shardcore.shard(llama(), tp=2), args=arguments(folder), train_dataset=words(20))
 
@@ -44,7 +44,7 @@ def training(folder: str) -> Callable[[], Any]:
 
 
 def whole_state(folder: str) -> Callable[[], Any]:
-    from shardcore.integrations.accelerate import Accelerator
+    from shardcore_trainer.accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(shardcore.shard(llama(), tp=2))

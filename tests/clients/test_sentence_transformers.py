@@ -120,7 +120,7 @@ def test_a_whole_pipeline_is_refused_and_says_what_to_shard(pool, tmp_path):
         assert "shardcore.shard(model[0].auto_model" in message
         assert "sharded(SentenceTransformerTrainer)" in message
     for message in pool.run(refused, str(tmp_path), crossed, world=2):
-        assert "which predicts, trains (shardcore.integrations.trainer.sharded(CrossEncoderTrainer))" in message
+        assert "which predicts, trains (shardcore_trainer.sharded(CrossEncoderTrainer))" in message
 
 
 #: (loss, mesh, rows to evaluate, words)

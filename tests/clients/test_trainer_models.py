@@ -84,7 +84,7 @@ def without_labels() -> Rows:
 
 def in_order(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
     """Train and evaluate on rows in their order, on batches of two."""
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any) -> Any:
@@ -126,7 +126,7 @@ def test_a_replica_without_labels_and_evaluation(pool, tmp_path, mesh):
 
 
 def speaks(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
-    from shardcore.integrations.trainer import Seq2SeqTrainer
+    from shardcore_trainer import Seq2SeqTrainer
 
     case = case_of("whisper", "speech_to_text")
     model = case.build().double()
@@ -171,7 +171,7 @@ class Own(torch.nn.Module):
 
 
 def own(folder: str, mesh: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     body = llama().model
     model = Own(shardcore.shard(body, **mesh) if mesh else body)
@@ -198,7 +198,7 @@ def test_a_sharded_body_with_a_head_that_is_not(pool, tmp_path, mesh):
 
 
 def a_head_of_transformers(folder: str) -> dict[str, torch.Tensor]:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = llama()
     model.model = shardcore.shard(model.model, tp=2)
@@ -216,7 +216,7 @@ def test_the_model_of_transformers_around_a_sharded_body_is_saved_whole(pool, tm
 
 
 def keeps(folder: str) -> None:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = Own(shardcore.shard(llama().model, tp=2))
     Trainer(model=model, args=arguments(folder, save_strategy="steps"), train_dataset=words(20))
@@ -228,7 +228,7 @@ def test_a_head_that_no_checkpoint_would_have_is_refused_before_the_first_step(p
 
 
 def from_scratch(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     args = arguments(folder, per_device_train_batch_size=2 if mesh else 4)
 

@@ -35,7 +35,7 @@ def test_a_trainer_that_knows_no_sharded_models_is_refused_by_all_ranks(pool, tm
 
 
 def adafactor(folder: str) -> None:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     args = arguments(folder, optim="adafactor", optim_args=None)
     Trainer(model=shardcore.shard(llama(), tp=2), args=args, train_dataset=words(20)).train()
@@ -49,7 +49,7 @@ def test_an_optimizer_that_knows_no_dtensors_is_refused_before_its_first_step(po
 def watched(folder: str) -> None:
     import transformers
 
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     callback = type("WandbCallback", (transformers.TrainerCallback,), {})  # of what is not installed here
     trainer = Trainer(
@@ -71,7 +71,7 @@ def test_gradients_are_not_watched_on_one_rank(pool, tmp_path):
 
 
 def in_a_pipeline(folder: str) -> None:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     Trainer(model=shardcore.shard(llama(), pp=2), args=arguments(folder), train_dataset=words(20))
 
@@ -82,7 +82,7 @@ def test_pipelines_are_refused(pool, tmp_path):
 
 
 def sharded_too_late(folder: str) -> None:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = llama()
     trainer = Trainer(model=model, args=arguments(folder), train_dataset=words(20))
@@ -91,13 +91,13 @@ def sharded_too_late(folder: str) -> None:
 
 
 def shards_twice(folder: str) -> None:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     Trainer(model=shardcore.shard(llama(), tp=2), args=arguments(folder, fsdp="full_shard"), train_dataset=words(20))
 
 
 def steps_what_was(folder: str) -> None:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())

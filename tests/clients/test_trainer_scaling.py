@@ -33,7 +33,7 @@ def scaled(folder: str, mesh: dict[str, Any] | None) -> dict[str, Any]:
     """Train with a scaler; after the second backward one value of the last rank's gradients is infinite."""
     from accelerate.utils import AutocastKwargs
 
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = shardcore.shard(llama(), **mesh) if mesh else llama()
     args = arguments(

@@ -126,7 +126,7 @@ def padded(count: int) -> Rows:
 
 def counts_tokens(folder: str, mesh: dict[str, Any] | None, kind: str) -> dict[str, Any]:
     """What a training and an evaluation count: totals, and what they say in a second times the seconds."""
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = shardcore.shard(llama(), **mesh) if mesh else llama()
     size = 4 // (mesh or {}).get("dp", 1)
@@ -237,7 +237,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def reads(folder: str, mesh: dict[str, Any], kind: str, settings: dict[str, Any]) -> list[list[int]]:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = shardcore.shard(llama(), **mesh)
     data = Stream() if kind == "stream" else Drawn(words(20).columns)
@@ -268,7 +268,7 @@ def test_ranks_of_a_replica_read_the_same(pool, tmp_path, kind, settings):
 
 
 def seeds_of_workers(folder: str) -> int:
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     trainer = Trainer(model=shardcore.shard(llama(), **TP2DP2), args=arguments(folder), train_dataset=words(20))
     return trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
@@ -284,7 +284,7 @@ def test_workers_are_seeded_by_their_replica(pool, tmp_path):
 def wishes_on_one_rank(folder: str) -> tuple[int, list[str], list[int]]:
     from transformers import TrainerCallback
 
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     evaluated: list[int] = []
 
@@ -325,7 +325,7 @@ def test_what_a_callback_of_one_rank_asks_for_is_done_by_all(pool, tmp_path):
 
 
 def not_sharded(folder: str) -> dict[str, Any]:
-    from shardcore.integrations.trainer import Trainer, sharded
+    from shardcore_trainer import Trainer, sharded
 
     assert sharded(Trainer) is Trainer
     trainer = Trainer(model=llama(), args=arguments(folder), train_dataset=words(20))

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import shardcore
+import shardcore_peft as sharded_peft
 from draws import Draw
 from models import build
-from shardcore.integrations import peft as sharded_peft
 from training import Sharded, Whole
 
 __all__ = ["Adapted", "AdaptedWhole", "with_adapters"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from click.testing import CliRunner
-from given_packs import install_commands
+from given_packs import install_entries
 
 from shardcore_cli import app, main
 
@@ -23,7 +23,7 @@ def run(*arguments: str):
 
 
 def test_a_command_of_somebody_else(target):
-    install_commands(target, "their-tools", {"count": "their_tools:count"}, {"their_tools": COUNT})
+    install_entries(target, "their-tools", app.GROUP, {"count": "their_tools:count"}, {"their_tools": COUNT})
     assert run("count", "Llama").output == "Llama has some\n"
     assert "Count parameters." in run("--help").output
 
@@ -37,7 +37,7 @@ def test_a_command_of_somebody_else(target):
     ],
 )
 def test_a_broken_command_says_why_and_hurts_no_other(target, name, source, why):
-    install_commands(target, "their-tools", {"count": f"{name}:count"}, {name: source})
+    install_entries(target, "their-tools", app.GROUP, {"count": f"{name}:count"}, {name: source})
     done = run("count", "Llama", "--deep")
     assert done.exit_code == 1
     assert "'count' of their-tools cannot be loaded: " in done.output

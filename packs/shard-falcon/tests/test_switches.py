@@ -12,7 +12,7 @@ from shard_falcon.policy import FalconForCausalLMPolicy
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
-from shardcore.integrations import _attention
+from shardcore_transformers import _attention
 
 
 def _plan(model, switch):

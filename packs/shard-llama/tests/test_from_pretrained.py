@@ -280,9 +280,9 @@ def test_experts_are_merged(pool, tmp_path):
 
 
 def merged(folder):
-    from shardcore.integrations.loading import load_empty
     from shardcore.weights.boxes import Reader
     from shardcore.weights.recipes import slices
+    from shardcore_transformers.loading import load_empty
 
     native = transformers.MixtralForCausalLM.from_pretrained(folder)
     _, weights, _ = load_empty(AutoModelForCausalLM, folder)

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore.comm.parts import check_parts
 from shardcore.comm.strided import torch_lacks
-from shardcore.integrations._gathering import Transport
 from shardcore.nn import FusedColumnLinear
+from shardcore.weights.gathering import Transport
 from shardcore_shardformer import Linear1D_Col
 from shardcore_testing.parity import assert_same_gradients, assert_same_parameters
 

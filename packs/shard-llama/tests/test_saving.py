@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardcore import AgreementError, ConfigError, MissingRanksError, NotSupportedError
 from shardcore.agree import meeting
 from shardcore.comm.parts import place_of
-from shardcore.integrations import _saving
 from shardcore_testing.parity import whole
+from shardcore_transformers import _saving
 
 pytestmark = pytest.mark.newest
 

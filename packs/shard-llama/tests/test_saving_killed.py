@@ -152,7 +152,7 @@ from llama_cases import build, shard
 from test_saving_killed import _MANY, _filled
 
 import shardcore
-from shardcore.integrations import _saving
+from shardcore_transformers import _saving
 
 root = Path(sys.argv[1])
 

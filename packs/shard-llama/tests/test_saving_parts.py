@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from shardcore import AgreementError, MissingRanksError, NotSupportedError
 from shardcore._private import PrivateName
 from shardcore.agree import meeting
-from shardcore.integrations import _private
 from shardcore_testing.parity import whole
+from shardcore_transformers import _private
 
 pytestmark = pytest.mark.newest
 

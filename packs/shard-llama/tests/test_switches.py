@@ -16,11 +16,11 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import PlanError
-from shardcore.integrations import _attention
-from shardcore.integrations._attention import ChooseAttention
-from shardcore.integrations._checkpointing import RecomputeLayer
 from shardcore.nn import FusedRMSNorm
 from shardcore_testing.parity import assert_close, assert_same_gradients
+from shardcore_transformers import _attention
+from shardcore_transformers._attention import ChooseAttention
+from shardcore_transformers._checkpointing import RecomputeLayer
 
 
 def _plan(model, device="cuda", **fields):

@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 from shardcore.agree.agreement import Report, agree
 from shardcore.agree.fingerprint import Item
 from shardcore.agree.received import receive
-from shardcore.apply.attached import attached_to
 from shardcore.apply.launch import start_process_group, world_size
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
+from shardcore.clients import attached_to
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
 from shardcore.errors import ConfigError

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
+from shardcore.clients import client_of
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.inferred import Inference
-from shardcore.plugins.isolation import in_one_line
+from shardcore.plugins.unserved import installing
 from shardcore.policy import Policy
 from shardcore.weights.reading import Reading
 from shardcore.wrap.wrapping import Wrap
 
 __all__ = ["from_pretrained"]
+
+#: The library whose client loads.
+_LIBRARY = "transformers"
 
 
 def from_pretrained(
@@ -65,13 +69,17 @@ def from_pretrained(
         ShardcoreError: what `shardcore.shard` raises.
     """
     try:
-        from shardcore.integrations.loading import from_pretrained as load
-    except ImportError as error:
+        client = client_of(_LIBRARY)
+    except ConfigError as error:
         raise ConfigError(
-            f"shardcore.from_pretrained reads checkpoints of transformers, which is not installed or does not work "
-            f"({in_one_line(error)}); install the model's pack, which brings it. Other models: "
+            f"shardcore.from_pretrained reads checkpoints of {_LIBRARY}, which is not installed or does not work "
+            f"({error}); install the model's pack, which brings it. Other models: "
             "shardcore.shard(model, weights=...)"
         ) from error
+    if client is None:
+        name = f"shardcore-{_LIBRARY}"
+        raise ConfigError(f"shardcore.from_pretrained is of {name}, which is not installed{installing(name)}")
+    load = client.from_pretrained
     loaded: Any = load(
         model_class,
         path,

@@ -60,11 +60,13 @@ def install_library(target: Path, name: str, version: str) -> None:
     _install_wheel(target, name, version, {f"{name.replace('-', '_')}.py": ""})
 
 
-def install_commands(target: Path, name: str, commands: Mapping[str, str], modules: Mapping[str, str]) -> None:
-    """Install a distribution with commands; each is given as the value of its entry point."""
-    lines = "".join(f"{command} = {value}\n" for command, value in commands.items())
+def install_entries(
+    target: Path, name: str, group: str, entries: Mapping[str, str], modules: Mapping[str, str]
+) -> None:
+    """Install a distribution with entry points of one group, each given as its value, and modules, as their sources."""
+    lines = "".join(f"{entry} = {value}\n" for entry, value in entries.items())
     files = {f"{module}.py": source for module, source in modules.items()}
-    _install_wheel(target, name, "1.0", files, entry_points=f"[shardcore.commands]\n{lines}")
+    _install_wheel(target, name, "1.0", files, entry_points=f"[{group}]\n{lines}")
 
 
 def _install_wheel(

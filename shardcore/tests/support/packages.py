@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 #: Around the core: package -> those that it may import. Arrows go down: the core imports none of them.
+_MODELS = {"shardcore", "shardcore_transformers"}
 AROUND = {
     "shardcore_shardformer": {"shardcore"},
-    "shardcore_cli": {"shardcore"},
-    "shardcore_planner": {"shardcore", "shardcore_cli"},
-    "shardcore_testing": {"shardcore", "shardcore_cli", "shardcore_planner"},
-    "shardcore_scaffold": {"shardcore", "shardcore_cli", "shardcore_planner", "shardcore_testing"},
+    "shardcore_transformers": {"shardcore"},
+    "shardcore_peft": _MODELS,
+    "shardcore_trainer": {*_MODELS, "shardcore_peft"},
+    "shardcore_cli": _MODELS,
+    "shardcore_planner": {*_MODELS, "shardcore_cli"},
+    "shardcore_testing": {*_MODELS, "shardcore_cli", "shardcore_planner"},
+    "shardcore_scaffold": {*_MODELS, "shardcore_cli", "shardcore_planner", "shardcore_testing"},
 }
 EVERY = ("shardcore", *AROUND)
 

@@ -150,7 +150,7 @@ def broadcast(tensor: Tensor) -> Tensor:
 
 
 def peft_room() -> Any:
-    return importlib.import_module("shardcore.integrations.peft")
+    return importlib.import_module("shardcore_peft")
 
 
 def trains_after(

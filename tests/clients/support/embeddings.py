@@ -112,7 +112,7 @@ def trainer_of(
     **options: Any,
 ) -> Any:
     """Return a trainer by pairs of sentences, for a loss of `LOSSES`; on wish the library's own."""
-    from shardcore.integrations.trainer import sharded
+    from shardcore_trainer import sharded
 
     trainer = sentence_transformers.SentenceTransformerTrainer
     model = built(folder, mesh)
@@ -205,7 +205,7 @@ def trained_across(folder: str, mesh: Mapping[str, Any] | None, **options: Any) 
     """Train a cross-encoder by pairs that belong together or do not, and return what it predicts, too."""
     from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
-    from shardcore.integrations.trainer import sharded
+    from shardcore_trainer import sharded
 
     model = crossed(folder, mesh)
     rows = {"one": sentences(16, 1), "other": sentences(16, 2), "label": [at % 2 for at in range(16)]}

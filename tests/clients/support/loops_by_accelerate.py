@@ -38,7 +38,7 @@ def fresh(**settings: Any) -> Any:
     """An Accelerator of a process in which no other was made."""
     from accelerate.state import AcceleratorState, GradientState
 
-    from shardcore.integrations.accelerate import Accelerator
+    from shardcore_trainer.accelerate import Accelerator
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

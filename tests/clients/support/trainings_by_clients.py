@@ -122,7 +122,7 @@ def trained(
     **more: Any,
 ) -> dict[str, Any]:
     """Train, and return what it logged and the parameters after it."""
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     model = build()
     if mesh:
@@ -165,7 +165,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def evaluated(folder: str, mesh: Mapping[str, Any] | None, settings: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Evaluate and predict without a training before it."""
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     options = dict(mesh or {})
     model = shardcore.shard(llama(), **options) if options else llama()
@@ -181,7 +181,7 @@ def resumed(
     """Train with evaluations and checkpoints, and return what it knows in the end."""
     import transformers
 
-    from shardcore.integrations.trainer import Trainer
+    from shardcore_trainer import Trainer
 
     class Generators(transformers.TrainerCallback):
         """Writes down the state of the generator that data are drawn from: after saves, and before the first step."""

@@ -158,7 +158,7 @@ def trained(
         answers: let the model give those of `answering`, instead of drawing its own.
         evaluate: so many rows after the training.
     """
-    from shardcore.integrations.trainer import sharded
+    from shardcore_trainer import sharded
 
     def build(factor: float = 1.0) -> Any:
         model = llama(max_position_embeddings=64)

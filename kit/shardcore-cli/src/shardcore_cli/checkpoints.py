@@ -119,7 +119,7 @@ def convert(path: Path, out: Path, dtype: str | None, max_shard_size: str) -> li
         ConfigError: a library that writes such files is missing.
     """
     try:
-        from shardcore.integrations.exporting import export
+        from shardcore_transformers.exporting import export
     except ImportError as error:
         raise ConfigError(
             f"standard checkpoints are written by safetensors and huggingface_hub, which are not installed or do not "

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore.integrations.models import meta_model, named_module
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore_scaffold import Draft, Example, write_pack
 from shardcore_scaffold.small import small_model
 from shardcore_testing.tiny_models import text_batch
+from shardcore_transformers.models import meta_model, named_module
 
 __all__ = ["new_pack", "unseen"]
 

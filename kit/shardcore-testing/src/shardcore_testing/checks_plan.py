@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.errors import AlreadyShardedError, PlanError
-from shardcore.integrations.holders import STANDS_FOR
 from shardcore.nn.layout import ReplicatedLayout
 from shardcore.plan import ShardPlan
 from shardcore_testing.checks_pipeline import refuses_pipeline
 from shardcore_testing.findings import Ledger
 from shardcore_testing.subject import Subject, checkpointing, flat, meta_copy
+from shardcore_transformers.holders import STANDS_FOR
 
 __all__ = ["case", "identity", "plan", "refusals", "sizes"]
 

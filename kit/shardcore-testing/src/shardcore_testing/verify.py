@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore.integrations.models import meta_model
 from shardcore.mesh import accelerator
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.plugins.registry import Pack, default_registry
@@ -25,6 +24,7 @@ from shardcore_testing.checks import SECTIONS, examine, sections_for
 from shardcore_testing.findings import Finding
 from shardcore_testing.pool import WorkerPool
 from shardcore_testing.subject import Subject, cases_of
+from shardcore_transformers.models import meta_model
 
 __all__ = ["Job", "build_given", "check_device", "jobs_for", "passed", "show", "summary", "to_json", "verify"]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import norm, outputs, region, replicate, vocab
+from shardcore_transformers import PretrainedPolicy
 
 
 class AlbertModelPolicy(PretrainedPolicy):

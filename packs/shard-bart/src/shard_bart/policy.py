@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
@@ -18,6 +17,7 @@ from shardcore.styles import (
     sequence,
     vocab,
 )
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["BartDecoderPolicy", "BartModelPolicy"]
 

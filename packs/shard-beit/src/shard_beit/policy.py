@@ -7,9 +7,9 @@ from typing import ClassVar
 from transformers.models.beit import modeling_beit
 
 from shard_beit import early
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import by_heads, norm, outputs, region, replicate
+from shardcore_transformers import PretrainedPolicy
 
 #: In early releases of transformers layers have other names, and attention makes its bias by itself.
 IS_EARLY = hasattr(modeling_beit, "BeitSelfAttention")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequence, vocab
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["TOKENS", "BertModelPolicy"]
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from shard_blip2.parts import QFORMER, VISION
 from shard_blip2.policy import BETWEEN, BLOCKS
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import calls, delegate, replicate
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["Blip2ForConditionalGenerationPolicy", "Blip2ModelPolicy"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shard_blip2.parts import QFORMER, QFORMER_STAGES, TEXT, VISION, VISION_STAGES
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import replicate
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = [
     "BETWEEN",

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from torch import nn
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import (
     attribute,
@@ -25,6 +24,7 @@ from shardcore.styles import (
     slice_arg,
     vocab,
 )
+from shardcore_transformers import PretrainedPolicy
 
 _SLOW = "slow_but_exact with pretraining_tp above 1 multiplies by slices of the whole weights of the row linears"
 

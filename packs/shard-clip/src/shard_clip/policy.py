@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shard_clip.towers import TEXT, TEXT_STAGES, VISION, VISION_STAGES, WRAPPED
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import calls, replicate
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = [
     "CLIPForImageClassificationPolicy",

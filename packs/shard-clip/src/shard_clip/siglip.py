@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers.models.siglip import modeling_siglip
 
 from shard_clip.towers import LAYER, captured
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import calls, norm, region, replicate, sequence, vocab
+from shardcore_transformers import PretrainedPolicy
 
 #: Early releases wrap each tower once more where it is used alone, and capture outputs there.
 _WRAPPED = hasattr(modeling_siglip, "SiglipTextTransformer")

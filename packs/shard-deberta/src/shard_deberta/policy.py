@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
@@ -22,6 +21,7 @@ from shardcore.styles import (
     shared_rng,
     vocab,
 )
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["DebertaV2ModelPolicy"]
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 from transformers.models.dinov2 import modeling_dinov2
 
 from shard_dinov2 import early
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import norm, outputs, region, replicate, sequence, shared_rng
+from shardcore_transformers import PretrainedPolicy
 
 #: In early releases of transformers blocks have other names.
 IS_EARLY = hasattr(modeling_dinov2, "Dinov2SelfAttention")

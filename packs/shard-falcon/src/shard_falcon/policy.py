@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Stages
 from shardcore.styles import (
     attribute,
@@ -24,6 +23,7 @@ from shardcore.styles import (
     slice_arg,
     vocab,
 )
+from shardcore_transformers import PretrainedPolicy
 
 
 class _GroupedHeads(Heads):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import head, norm, outputs, region, replicate, segments, sequence, vocab
+from shardcore_transformers import PretrainedPolicy
 
 #: The linear that scores words: its name today, and that of older releases of transformers.
 _WORDS = ("lm_head", "embed_out")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import attribute, norm, outputs, per_rank, region, replicate, sequence, vocab
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["GPTJModelPolicy", "GPTNeoModelPolicy"]
 

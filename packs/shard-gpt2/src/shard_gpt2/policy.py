@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
@@ -22,6 +21,7 @@ from shardcore.styles import (
     sequence,
     vocab,
 )
+from shardcore_transformers import PretrainedPolicy
 
 
 class GPT2ModelPolicy(PretrainedPolicy):

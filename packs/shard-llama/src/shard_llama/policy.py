@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, sequence, vocab
+from shardcore_transformers import PretrainedPolicy
 
 
 class LlamaModelPolicy(PretrainedPolicy):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import head, norm, outputs, region, replicate, segments, sequence, vocab
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = [
     "ModernBertForMaskedLMPolicy",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import (
     attribute,
@@ -17,6 +16,7 @@ from shardcore.styles import (
     replicate,
     vocab,
 )
+from shardcore_transformers import PretrainedPolicy
 
 
 class OPTModelPolicy(PretrainedPolicy):

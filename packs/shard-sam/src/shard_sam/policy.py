@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import attribute, norm, partial, per_rank, region, replicate, segments
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["SamModelPolicy", "SamVisionModelPolicy"]
 

@@ -8,9 +8,9 @@ from transformers.models.swin import modeling_swin
 
 from shard_swin import early
 from shard_swin.stages import HeadsOfStages, shared
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, by_heads, norm, per_rank, region, replicate, stage_attentions
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = [
     "IS_EARLY",

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from shard_swin.early import HEADS, layer
 from shard_swin.stages import HeadsOfStages
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import bias_net, by_heads, norm, replicate, stage_attentions
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = [
     "Swinv2BackbonePolicy",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import norm, outputs, region, replicate, sequence
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = [
     "ViTForImageClassificationPolicy",

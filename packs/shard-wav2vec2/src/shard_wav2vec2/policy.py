@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shard_wav2vec2.layerdrop import layer_drop_of_config
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import attribute, local_heads, norm, outputs, region, replicate, sequence, shared_numpy
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["Wav2Vec2ModelPolicy"]
 

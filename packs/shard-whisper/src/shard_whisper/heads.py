@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shard_whisper.policy import DECODER, ENCODER, WhisperModelPolicy
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import head, replicate
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = [
     "WhisperForAudioClassificationPolicy",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardcore.integrations.transformers import PretrainedPolicy
 from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
@@ -19,6 +18,7 @@ from shardcore.styles import (
     shared_numpy,
     vocab,
 )
+from shardcore_transformers import PretrainedPolicy
 
 __all__ = ["DECODER", "ENCODER", "WhisperModelPolicy"]
 

@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroup
 from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.agree.received import check_source, receive, set_modes
-from shardcore.apply.attached import changes_of_libraries
 from shardcore.apply.changes import Changes
 from shardcore.apply.judging import compare_calls, follow_seeds
 from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_packed, refuse_sharded
 from shardcore.apply.together import out_of_inference_mode, together
+from shardcore.clients import changes_of_libraries
 from shardcore.compile import compile_plan
 from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig

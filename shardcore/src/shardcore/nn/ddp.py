@@ -62,8 +62,8 @@ def _look(module: nn.Module) -> None:
             raise WrapError(
                 f"DistributedDataParallel cannot wrap a {type(module).__name__} that holds a sharded "
                 f"{type(part).__name__}: its parameters are DTensors, and each rank would get other batches. Where a "
-                "trainer does it, change one line: from shardcore.integrations.trainer import Trainer; for any other "
+                "trainer does it, change one line: from shardcore_trainer import Trainer; for any other "
                 "class of trainers sharded(SentenceTransformerTrainer), sharded(CrossEncoderTrainer) and the like from "
-                "the same module; for Accelerate: from shardcore.integrations.accelerate import Accelerator. In a loop "
+                "the same module; for Accelerate: from shardcore_trainer.accelerate import Accelerator. In a loop "
                 "of your own leave DDP out, and give shard() a data axis (dp=...)"
             )

@@ -32,7 +32,7 @@ _OF_SEVERAL = frozenset({"GLU", "LogSoftmax", "MultiheadAttention", "RReLU", "So
 
 _WAY_OUT = (
     "Adapters of PEFT are attached before shard(), as shard(get_peft_model(model, config)), or after it by "
-    "shardcore.integrations.peft.get_peft_model(model, config), which takes what PEFT's own function takes. To go on "
+    "shardcore_peft.get_peft_model(model, config), which takes what PEFT's own function takes. To go on "
     "with this model, put back what was there."
 )
 

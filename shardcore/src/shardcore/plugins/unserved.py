@@ -21,6 +21,9 @@ __all__ = ["FIRST_PARTY", "first_party", "for_a_shell", "full_name", "installing
 
 _IN_PYTHON = "  way out in Python: "
 
+#: What this project has for libraries, besides packs.
+CLIENTS = ("shardcore-peft", "shardcore-shardformer", "shardcore-trainer", "shardcore-transformers")
+
 #: Start of a class's full name -> the pack of this project that serves the family.
 FIRST_PARTY = {
     "transformers.models.llama.": "shard-llama",
@@ -142,7 +145,8 @@ def installing(name: str) -> str:
 
     What is around the core is installed together: some of it needs the rest.
     """
-    folder, sources = f"packs/{name}" if name.startswith("shard-") else "kit/shardcore-*", _sources()
+    room = "packs" if name.startswith("shard-") else "clients" if name in CLIENTS else "kit"
+    folder, sources = f"{room}/{name if room != 'kit' else 'shardcore-*'}", _sources()
     if sources is not None and next(sources.glob(folder), None) is not None:
         return f": python -m pip install {sources / folder}"
     return f", from a checkout of shardcore: python -m pip install ./{folder}"

@@ -16,7 +16,6 @@ from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError
 from shardcore.inferred import inferred
-from shardcore.integrations.models import meta_model
 from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
 from shardcore.plan.render import heading, modules
@@ -26,6 +25,7 @@ from shardcore_planner.cli.pipelines import show_stages, stages_to_json
 from shardcore_planner.cli.summary import step_of, summary
 from shardcore_planner.preparing import planned
 from shardcore_planner.stages import parameter_bytes_by_stage
+from shardcore_transformers.models import meta_model
 
 __all__ = ["Explained", "difference", "explain", "in_short", "parse_settings", "read_plan", "show"]
 
@@ -75,7 +75,7 @@ def explain(
     step: bool = False,
     infer: bool = False,
 ) -> Explained:
-    """Compile the plan for ``model`` (see `shardcore.integrations.models.meta_model`).
+    """Compile the plan for ``model`` (see `shardcore_transformers.models.meta_model`).
 
     Args:
         model: the model.

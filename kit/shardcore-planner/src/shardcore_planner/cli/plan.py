@@ -14,7 +14,6 @@ from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.inferred import inferred
-from shardcore.integrations.models import meta_model
 from shardcore.mesh import Sizes
 from shardcore.plan import ShardPlan
 from shardcore.policy import Policy
@@ -28,6 +27,7 @@ from shardcore_planner.cli.pipelines import pipeline_to_json, show_pipeline, tra
 from shardcore_planner.preparing import planned
 from shardcore_planner.search import Found, cost, ordered
 from shardcore_planner.search import search as meshes_of
+from shardcore_transformers.models import meta_model
 
 __all__ = [
     "alone",

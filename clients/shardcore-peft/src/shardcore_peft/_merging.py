@@ -1,0 +1,87 @@
+"""Merging adapters into a base of which each rank has a part: on whole tensors, one layer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardcore.agree.assembly import assemble
+from shardcore.comm.parts import part_of
+from shardcore.mesh import ShardContext
+from shardcore.nn import SwappedModule
+from shardcore.nn.units import unit_of
+from shardcore_peft._sites import nested
+
+__all__ = ["Merging", "let_go", "let_merge", "of_whole_tensors"]
+
+
+class Merging(SwappedModule):
+    """A layer of PEFT that merges its adapters, and takes them out again; every rank calls it.
+
+    PEFT sets ``weight.data``, which torch ignores for a DTensor without a word. So while it works the parameters of the
+    layer are whole and plain, and each rank copies its part back.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    _shard_context: ShardContext
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Merge adapters into the base; takes what PEFT's own takes."""
+        assemble(self._shard_context, "a merge of adapters")
+        with of_whole_tensors(self):
+            super().merge(*args, **kwargs)  # type: ignore[misc]  # of the native class
+
+    def unmerge(self, *args: Any, **kwargs: Any) -> None:
+        """Take merged adapters out of the base."""
+        assemble(self._shard_context, "an unmerge of adapters")
+        with of_whole_tensors(self):
+            super().unmerge(*args, **kwargs)  # type: ignore[misc]  # of the native class
+
+
+def let_merge(layer: nn.Module, context: ShardContext) -> None:
+    """Let ``layer``, whose adapters and base data parallelism alone divides, merge on whole tensors."""
+    for one in nested(layer):
+        if isinstance(one, BaseTunerLayer):
+            Merging.swap_class(one, context)
+
+
+@contextlib.contextmanager
+def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
+    """Put whole plain tensors in the places of the parameters of ``layer``; each rank copies back its part of the base.
+
+    Every rank of the mesh calls it. What is changed beside the base is forgotten.
+    """
+    let_go(layer)
+    there: list[tuple[dict[str, Any], str, Any]] = [
+        (module._parameters, name, parameter)
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    whole = {parameter: nn.Parameter(parameter.detach().full_tensor(), requires_grad=False) for *_, parameter in there}
+    for held, name, parameter in there:
+        held[name] = whole[parameter]
+    try:
+        yield
+        base: Any = layer.get_base_layer()  # type: ignore[operator]  # of the native class
+        changed = {id(parameter) for parameter in base.parameters()}
+        with torch.no_grad():
+            for parameter, full in whole.items():
+                if id(full) in changed:
+                    parameter.copy_(part_of(full.detach(), parameter))
+    finally:
+        for held, name, parameter in there:
+            held[name] = parameter
+
+
+def let_go(layer: nn.Module) -> None:
+    """Let FSDP2 put its DTensors back in ``layer``: after a forward with gradients, some are gathered still."""
+    for unit in {unit for module in layer.modules() if (unit := unit_of(module)) is not None}:
+        unit.module.reshard()  # type: ignore[operator]  # of FSDPModule

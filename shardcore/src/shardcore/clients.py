@@ -1,0 +1,107 @@
+"""What libraries are to the core: found through entry points of ``shardcore.clients``, known by none of its code.
+
+An entry point has the name by which the library is imported, and names a module. Of that is used what it has:
+
+``attached_to(model)``
+    what the library has put around the layers of a model, an `Attached` or None; asked by `shardcore.shard` where the
+    model has modules of the library
+``CHANGES``
+    what is changed in the library as long as a sharded model lives; see `shardcore.nn.process.Change`
+``from_pretrained(...)``
+    loads a checkpoint of the library into a sharded model, for `shardcore.from_pretrained`
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Protocol, cast
+
+from importlib_metadata import EntryPoint, entry_points
+from torch import nn
+
+from shardcore.agree.fingerprint import Item
+from shardcore.errors import ConfigError
+from shardcore.mesh import ShardContext
+from shardcore.nn.process import Change
+from shardcore.plan import ShardPlan
+from shardcore.plugins.isolation import attempt, in_one_line
+
+__all__ = ["GROUP", "Attached", "attached_to", "changes_of_libraries", "client_of"]
+
+#: The group of entry points that name clients.
+GROUP = "shardcore.clients"
+
+
+class Attached(Protocol):
+    """What a library has put around the layers of a model (adapters), between the call of `shard` and its end.
+
+    A policy names the modules of the class that it serves: what is around them is taken off while the model is sharded,
+    and put back after.
+
+    Attributes:
+        model: what is sharded: the model without what is attached.
+    """
+
+    model: nn.Module
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse what is known to have no sharded form, before anything is changed."""
+
+    def items(self, *, values: bool) -> Iterator[Item]:
+        """Yield what has to be the same on every rank; with ``values``, those of parameters too."""
+
+    def take_off(self) -> None:
+        """Leave the native modules alone in the model."""
+
+    def put_back(self) -> None:
+        """Undo `take_off`: the model was not sharded."""
+
+    def attach(self, context: ShardContext, receive: Callable[[nn.Module], None] | None) -> None:
+        """Put back what was taken off, on the sharded model; ``receive`` gives a module the values of one rank.
+
+        Raises:
+            NotSupportedError: something cannot be attached where it was.
+        """
+
+
+@functools.cache
+def _offered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def client_of(library: str) -> ModuleType | None:
+    """Return the module of the client for a library, None if none is installed.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    entry = _offered().get(library)
+    if entry is None:
+        return None
+    try:
+        return cast("ModuleType", attempt(entry.load, f"importing {entry.value}"))
+    except Exception as error:
+        home = entry.dist.name if entry.dist else entry.value
+        raise ConfigError(f"{home}, the client for {library}, cannot be imported: {in_one_line(error)}") from error
+
+
+def attached_to(model: nn.Module) -> Attached | None:
+    """Return what a library has attached to ``model`` whose client is installed, or None.
+
+    Raises:
+        NotSupportedError: it is nothing that can be sharded.
+    """
+    for library in dict.fromkeys(type(module).__module__.partition(".")[0] for module in model.modules()):
+        ask = getattr(client_of(library), "attached_to", None)
+        if ask is not None and (found := ask(model)) is not None:
+            return cast("Attached", found)
+    return None
+
+
+def changes_of_libraries() -> tuple[Change, ...]:
+    """Return what is changed in the libraries that are imported here as long as a sharded model lives."""
+    clients = [client_of(library) for library in _offered() if library in sys.modules]
+    return tuple(change for client in clients for change in getattr(client, "CHANGES", ()))

@@ -1,1 +1,0 @@
-"""Rooms that know one foreign library each; packs and the command line import them, the rest of the core never does."""

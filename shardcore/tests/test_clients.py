@@ -1,0 +1,76 @@
+"""A library is known through an entry point: what its client says is asked where classes of the library are."""
+
+from __future__ import annotations
+
+import pytest
+from given_packs import install_entries
+from tiny import TinyPolicy, build
+from torch import nn
+
+import shardcore
+from shardcore import clients
+from shardcore.errors import ConfigError
+
+LIBRARY = """
+from torch import nn
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+"""
+CLIENT = """
+import their_library
+
+seen = []
+
+class Attached:
+    def __init__(self, model):
+        self.model = model
+
+    def check(self, plan): seen.append("check")
+    def items(self, *, values): return iter(())
+    def take_off(self): seen.append("take_off")
+    def put_back(self): seen.append("put_back")
+    def attach(self, context, receive): seen.append("attach")
+
+def attached_to(model):
+    return Attached(model.inner) if isinstance(model, their_library.Around) else None
+
+def change():
+    seen.append("changed")
+    return lambda: seen.append("changed back")
+
+CHANGES = (change,)
+"""
+
+
+@pytest.fixture
+def fresh(target, monkeypatch):
+    monkeypatch.setattr(clients, "_offered", clients._offered.__wrapped__)
+    return target
+
+
+def test_what_a_library_has_around_a_model_is_taken_off_and_put_back(fresh):
+    sources = {"their_client": CLIENT, "their_library": LIBRARY}
+    install_entries(fresh, "their-client", clients.GROUP, {"their_library": "their_client"}, sources)
+    import their_client
+    import their_library
+
+    model = their_library.Around(build())
+    assert shardcore.shard(model, tp=1, policy=TinyPolicy) is model
+    assert their_client.seen == ["take_off", "check", "put_back"]  # one rank has nothing to share
+    assert their_client.change in clients.changes_of_libraries()
+    assert clients.attached_to(nn.Linear(2, 2)) is None
+
+
+def test_a_client_that_cannot_be_imported_is_named(fresh):
+    install_entries(fresh, "their-client", clients.GROUP, {"torch": "not_there_at_all"}, {})
+    with pytest.raises(ConfigError, match=r"their-client, the client for torch, cannot be imported: .*not_there"):
+        clients.attached_to(nn.Linear(2, 2))
+
+
+def test_what_is_not_installed_is_named_with_its_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(clients, "_offered", dict)
+    with pytest.raises(ConfigError, match=r"is of shardcore-transformers, which is not installed.*pip install"):
+        shardcore.from_pretrained("LlamaForCausalLM", tmp_path)
