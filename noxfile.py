@@ -253,7 +253,7 @@ def demo(session: nox.Session) -> None:
     )
     # What pip does is shown: a download of torch may take longer than everything else.
     session.install("--progress-bar", "on", TORCH, silent=False)
-    own = [str(CORE), *(str(pack.folder) for pack in PACKS if pack.name == "shard-llama")]
+    own = [str(CORE), str(ROOT / "clients" / "shardcore-transformers"), str(ROOT / "packs" / "shard-llama")]
     session.install("--progress-bar", "on", *NEWEST.pins, *own, silent=False)
     session.log("Trains now; the first line comes when both ranks have imported torch, some ten seconds.")
     session.run("torchrun", "--standalone", "--nproc-per-node", "2", "examples/train_llama.py", env=ENV)

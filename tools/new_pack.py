@@ -66,7 +66,9 @@ def common_files(distribution: Distribution) -> dict[str, str]:
     package = distribution.package
     what = distribution.description.removesuffix(" for shardcore")
     needs = [Requirement(text).name for text in distribution.dependencies]
-    folders = [f"./packs/{name}" for name in (*needs, distribution.name) if name.startswith("shard-")]
+    rooms = {"shardcore": "clients", "shard": "packs"}
+    ours = [name for name in (*needs, distribution.name) if name.startswith(("shardcore-", "shard-"))]
+    folders = [f"./{rooms[name.partition('-')[0]]}/{name}" for name in ours]
     title = "".join(part.capitalize() for part in distribution.short.split("-"))
     return {
         "pyproject.toml": distribution.pyproject(),

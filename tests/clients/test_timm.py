@@ -85,7 +85,7 @@ def clips_adaptively() -> None:
     """Norms of whole rows need whole tensors: torch refuses parts."""
     from timm.utils import NativeScaler, dispatch_clip_grad
 
-    from shard_vit import timm as ours
+    from shard_vit import timm_training as ours
 
     reference, model = twins()
     clipped = []
@@ -161,7 +161,7 @@ def saves_and_resumes(mesh: dict[str, int], folder: str) -> None:
     from timm.models import load_checkpoint, resume_checkpoint
     from timm.utils import CheckpointSaver
 
-    from shard_vit import timm as ours
+    from shard_vit import timm_training as ours
 
     runs = []
     for kind, each in ((CheckpointSaver, build()), (ours.CheckpointSaver, shardcore.shard(build(), **mesh))):
@@ -211,7 +211,7 @@ def test_saves_and_resumes_as_unsharded(pool, tmp_path, world, mesh):
 
 
 def fails_to_save(folder: str) -> None:
-    from shard_vit.timm import CheckpointSaver
+    from shard_vit.timm_training import CheckpointSaver
 
     model = shardcore.shard(build(), tp=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -87,15 +87,15 @@ def lines(draft: Draft) -> Iterator[str]:
 def source(model_class: type[nn.Module], draft: Draft) -> str:
     """Return the module of a policy."""
     transformers = model_class.__module__.partition(".")[0] == "transformers"
-    base, home = ("PretrainedPolicy", "integrations.transformers") if transformers else ("Policy", "policy")
+    base = "PretrainedPolicy" if transformers else "Policy"
     words = ["ModulePolicy", *(["Stages"] if draft.stages else []), *(["Heads"] if draft.checks else [])]
     words += [] if transformers else ["Policy"]
     body = "\n".join(f"        {line}" for line in lines(draft))
     return (
         f'"""How {model_class.__name__} is sharded."""\n\nfrom __future__ import annotations\n\n'
-        + (f"from shardcore.{home} import {base}\n" if transformers else "")
-        + f"from shardcore.policy import {', '.join(sorted(words))}\n"
-        + f"{_imports('shardcore.styles', sorted(draft.words))}\n\n"
+        f"from shardcore.policy import {', '.join(sorted(words))}\n"
+        f"{_imports('shardcore.styles', sorted(draft.words))}\n"
+        + ("from shardcore_transformers import PretrainedPolicy\n\n" if transformers else "\n")
         + _doubts(draft)
         + f"\nclass {model_class.__name__}Policy({base}):\n"
         + f'    """Drafted from what a small {model_class.__name__} computes."""\n\n'

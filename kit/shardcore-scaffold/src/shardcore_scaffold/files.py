@@ -112,10 +112,12 @@ def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:
 
 def _distribution(values: dict[str, str]) -> Distribution:
     library, version = values["library"], values["version"]
+    ours = ["shardcore", *(["shardcore-transformers"] if library == "transformers" else [])]
+    series = f">={values['series']},<{values['next']}"
     return Distribution(
         name=values["name"],
         description=f"The {values['short']} family of {library} for shardcore",
-        dependencies=[f"shardcore>={values['series']},<{values['next']}", f"{library}{values['floor']}"],
+        dependencies=[*(f"{name}{series}" for name in ours), f"{library}{values['floor']}"],
         extras={"tested": [f"{library}=={version}"], "testing": ["shardcore-testing>=0.1,<0.2"]},
         matrix={library: [version]},
         pytest={"addopts": ["-p", "shardcore_testing.plugin"], "pythonpath": ["src"], "timeout": 600},

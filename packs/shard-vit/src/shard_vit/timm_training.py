@@ -2,7 +2,7 @@
 
 | in place of | write |
 |---|---|
-| `from timm.utils import CheckpointSaver, NativeScaler, ...` | `from shard_vit.timm import ...` |
+| `from timm.utils import CheckpointSaver, NativeScaler, ...` | `from shard_vit.timm_training import ...` |
 
 They do with a model that is not sharded what the native ones do. What is not here needs nothing: timm's own
 `resume_checkpoint` and `load_checkpoint` give each rank its part of the whole tensors that the files have.
