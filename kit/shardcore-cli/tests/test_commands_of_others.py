@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 from given_packs import install_entries
 
 from shardcore_cli import app, main
 
-COUNT = """
-import click
+MODEL = """
+from torch import nn
 
-@click.command(short_help="Count parameters.")
-@click.argument("model")
-def count(model):
-    click.echo(f"{model} has some")
+class Small(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
 """
+PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
 def run(*arguments: str):
     return CliRunner().invoke(main, arguments)
 
 
-def test_a_command_of_somebody_else(target):
-    install_entries(target, "their-tools", app.GROUP, {"count": "their_tools:count"}, {"their_tools": COUNT})
-    assert run("count", "Llama").output == "Llama has some\n"
-    assert "Count parameters." in run("--help").output
+def test_the_command_that_the_page_shows(target):
+    (source,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    install_entries(
+        target, "their-tools", app.GROUP, {"count": "their_tools:count"}, {"their_tools": source, "their_model": MODEL}
+    )
+    assert run("count", "their_model.Small").output == "8\n"
+    assert "Count the parameters of a model." in run("--help").output
 
 
 @pytest.mark.parametrize(
