@@ -195,7 +195,7 @@ def plain(cpu: bool) -> None:
 
 @pytest.mark.parametrize("cpu", [False, True])
 def test_an_accelerator_that_knows_no_sharded_models_is_refused_by_all_ranks(pool, cpu):
-    with pytest.raises(Exception, match=r"shardcore\.integrations\.accelerate") as caught:
+    with pytest.raises(Exception, match=r"shardcore_trainer\.accelerate") as caught:
         pool.run(plain, cpu, world=2)
     assert len(caught.value.failures) == 2
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 def script(tp: int) -> str:
     """The first block of the page, and that of Accelerate, which prints its losses."""
     code = [code for language, code, _ in _blocks(DOCS / "trainer.md") if language == "python"]
-    (loop,) = (block for block in code if "integrations.accelerate import Accelerator" in block)
+    (loop,) = (block for block in code if "shardcore_trainer.accelerate import Accelerator" in block)
     assert loop.count("tp=2") == 1
     loop = loop.replace("tp=2", f"tp={tp}").replace("shuffle=True", "shuffle=False")
     said = "        accelerator.backward(loss)\n"

@@ -193,13 +193,13 @@ def test_mixed_models_are_refused(pool):
 
 def attaches_by_itself() -> None:
     model = shardcore.shard(base(), tp=2)
-    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+    with pytest.raises(shardcore.WrapError, match=r"shardcore_peft\.get_peft_model"):
         peft.get_peft_model(model, lora())
     inputs = batch("llama", "causal_lm", base())(0, 0)
-    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+    with pytest.raises(shardcore.WrapError, match=r"shardcore_peft\.get_peft_model"):
         model(**inputs)
     data = shardcore.shard(base(), tp=1, dp=2)
-    with pytest.raises(shardcore.WrapError, match=r"shardcore\.integrations\.peft\.get_peft_model"):
+    with pytest.raises(shardcore.WrapError, match=r"shardcore_peft\.get_peft_model"):
         peft.get_peft_model(data, lora())(**inputs)
 
 
