@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from new_pack import common_files  # noqa: E402  # from tools/
 
+import pack_index  # noqa: E402  # from tools/
 from cells import find_packs  # noqa: E402  # from tools/
 from shardcore_scaffold.distribution import Distribution  # noqa: E402
 
@@ -65,3 +66,8 @@ def test_every_part_of_the_metadata_is_kept():
     assert read.pyproject() == written.pyproject()
     for name in Distribution.__slots__:
         assert getattr(read, name) == getattr(written, name), name
+
+
+def test_the_index_that_the_command_line_brings_is_of_these_packs():
+    """After a change of a pack's targets or requirements: ``python tools/pack_index.py --write``."""
+    assert pack_index.FILE.read_text() == pack_index.index()

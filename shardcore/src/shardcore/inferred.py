@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from shardcore import _env
 from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.mesh import time_limit
-from shardcore.plugins.unserved import installing
+from shardcore.plugins.unserved import KIT, installing
 from shardcore.policy import Policy
 
 __all__ = ["Inference", "inferred"]
@@ -76,7 +76,7 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
         }
     if importlib.util.find_spec(_PROGRAM.partition(".")[0]) is None:
         name = "shardcore-scaffold"
-        return {"error": f"policy='infer' is of {name}, which is not installed{installing(name)}"}
+        return {"error": f"policy='infer' is of {name}, which is not installed{installing(*KIT)}"}
     try:
         return _answer(cls, config, limit, proved=how == "proved")
     except subprocess.TimeoutExpired:

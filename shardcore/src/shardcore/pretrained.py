@@ -78,7 +78,9 @@ def from_pretrained(
         ) from error
     if client is None:
         name = f"shardcore-{_LIBRARY}"
-        raise ConfigError(f"shardcore.from_pretrained is of {name}, which is not installed{installing(name)}")
+        raise ConfigError(
+            f"shardcore.from_pretrained is of {name}, which is not installed{installing(f'clients/{name}')}"
+        )
     load = client.from_pretrained
     loaded: Any = load(
         model_class,

@@ -10,7 +10,7 @@ from sites import Site, model, plugin, serves, status
 
 from shardcore.errors import AmbiguousPolicyError, NoPolicyError, PackError
 from shardcore.plugins.registry import Registry
-from shardcore.plugins.unserved import FIRST_PARTY, for_a_shell, installing
+from shardcore.plugins.unserved import families, for_a_shell, installing
 
 
 def test_the_policy_is_imported_by_load_only(site: Site) -> None:
@@ -129,7 +129,7 @@ def test_no_policy_without_any_pack() -> None:
     assert len(for_a_shell(str(caught.value)).splitlines()) == 4
 
 
-@pytest.mark.parametrize(("start", "pack"), FIRST_PARTY.items())
+@pytest.mark.parametrize(("start", "pack"), families().items())
 def test_no_policy_names_the_first_party_pack(start: str, pack: str) -> None:
     served = model("Model", f"{start}modeling")
     with pytest.raises(NoPolicyError) as caught:
@@ -157,7 +157,7 @@ def test_the_line_that_installs_a_pack_names_the_sources_that_are_here(tmp_path,
     monkeypatch.setattr(
         importlib_metadata.PathDistribution, "read_text", lambda self, name: f'{{"url": "{url.format(here=tmp_path)}"}}'
     )
-    assert installing("shard-bert") == line.format(here=tmp_path)
+    assert installing("packs/shard-bert") == line.format(here=tmp_path)
 
 
 def test_no_policy_says_what_is_the_matter_with_the_first_party_pack(site: Site, monkeypatch) -> None:

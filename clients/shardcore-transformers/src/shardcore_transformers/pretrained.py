@@ -172,7 +172,9 @@ def _adapters() -> Any:
     client = client_of("peft")
     if client is None:
         name = "shardcore-peft"
-        raise NotSupportedError(f"adapters on a sharded model are of {name}, which is not installed{installing(name)}")
+        raise NotSupportedError(
+            f"adapters on a sharded model are of {name}, which is not installed{installing(f'clients/{name}')}"
+        )
     return client
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -17,70 +20,33 @@ from shardcore.plugins.isolation import in_one_line
 from shardcore.plugins.loading import Pack
 from shardcore.plugins.versions import installed
 
-__all__ = ["FIRST_PARTY", "first_party", "for_a_shell", "full_name", "installing", "unserved"]
+__all__ = ["KIT", "families", "first_party", "folders_of", "for_a_shell", "full_name", "installing", "unserved"]
 
 _IN_PYTHON = "  way out in Python: "
 
-#: What this project has for libraries, besides packs.
-CLIENTS = ("shardcore-peft", "shardcore-shardformer", "shardcore-trainer", "shardcore-transformers")
+#: What is installed for the tools around the core: some of them need the rest.
+KIT = ("clients/shardcore-transformers", "kit/shardcore-*")
 
-#: Start of a class's full name -> the pack of this project that serves the family.
-FIRST_PARTY = {
-    "transformers.models.llama.": "shard-llama",
-    "transformers.models.mistral.": "shard-mistral",
-    "transformers.models.mixtral.": "shard-mistral",
-    "transformers.models.bert.": "shard-bert",
-    "transformers.models.gpt2.": "shard-gpt2",
-    "transformers.models.vit.": "shard-vit",
-    "transformers.models.beit.": "shard-beit",
-    "transformers.models.dinov2.": "shard-dinov2",
-    "transformers.models.dinov2_with_registers.": "shard-dinov2",
-    "transformers.models.swin.": "shard-swin",
-    "transformers.models.swinv2.": "shard-swin",
-    "transformers.models.whisper.": "shard-whisper",
-    "transformers.models.t5.": "shard-t5",
-    "transformers.models.mt5.": "shard-t5",
-    "transformers.models.umt5.": "shard-t5",
-    "transformers.models.bart.": "shard-bart",
-    "transformers.models.mbart.": "shard-bart",
-    "transformers.models.marian.": "shard-bart",
-    "transformers.models.pegasus.": "shard-bart",
-    "transformers.models.qwen2.": "shard-qwen",
-    "transformers.models.qwen3.": "shard-qwen",
-    "transformers.models.qwen2_moe.": "shard-qwen",
-    "transformers.models.qwen3_moe.": "shard-qwen",
-    "transformers.models.gemma.": "shard-gemma",
-    "transformers.models.gemma2.": "shard-gemma",
-    "transformers.models.gemma3.": "shard-gemma",
-    "transformers.models.phi.": "shard-phi",
-    "transformers.models.phi3.": "shard-phi",
-    "transformers.models.glm.": "shard-glm",
-    "transformers.models.glm4.": "shard-glm",
-    "transformers.models.opt.": "shard-opt",
-    "transformers.models.gpt_neo.": "shard-gpt-neo",
-    "transformers.models.gptj.": "shard-gpt-neo",
-    "transformers.models.gpt_neox.": "shard-gpt-neo",
-    "transformers.models.gpt_neox_japanese.": "shard-gpt-neo",
-    "transformers.models.roberta.": "shard-roberta",
-    "transformers.models.xlm_roberta.": "shard-roberta",
-    "transformers.models.modernbert.": "shard-modernbert",
-    "transformers.models.albert.": "shard-albert",
-    "transformers.models.ernie.": "shard-ernie",
-    "transformers.models.deberta.": "shard-deberta",
-    "transformers.models.deberta_v2.": "shard-deberta",
-    "transformers.models.deepseek_v2.": "shard-deepseek",
-    "transformers.models.deepseek_v3.": "shard-deepseek",
-    "transformers.models.bloom.": "shard-bloom",
-    "transformers.models.falcon.": "shard-falcon",
-    "transformers.models.clip.": "shard-clip",
-    "transformers.models.siglip.": "shard-clip",
-    "transformers.models.sam.": "shard-sam",
-    "transformers.models.blip_2.": "shard-blip2",
-    "transformers.models.wav2vec2.": "shard-wav2vec2",
-    "timm.": "shard-vit",
-    "torch.nn.modules.transformer.": "shard-torch",
-    "torch.nn.modules.activation.MultiheadAttention": "shard-torch",
-}
+#: The distribution that has the index of this project's packs, if it is installed.
+_INDEX = "shardcore_cli"
+
+
+@functools.cache
+def _index() -> Mapping[str, Any]:
+    spec = importlib.util.find_spec(_INDEX)
+    if spec is None or spec.origin is None:
+        return {"families": {}, "folders": {}}
+    found: Mapping[str, Any] = json.loads(Path(spec.origin).with_name("index.json").read_text())
+    return found
+
+
+def families() -> Mapping[str, str]:
+    """Return start of a class's full name -> the pack of this project that serves the family.
+
+    Packs publish it: ``tools/pack_index.py`` writes the file, which the command line brings.
+    """
+    found: Mapping[str, str] = _index()["families"]
+    return found
 
 
 def full_name(cls: type) -> str:
@@ -121,11 +87,11 @@ def for_a_shell(text: str) -> str:
 
 def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
     """Say which pack to install or to write."""
-    starts = (pack for name in names for start, pack in FIRST_PARTY.items() if name.startswith(start))
+    starts = (pack for name in names for start, pack in families().items() if name.startswith(start))
     family = next(starts, None)
     here = next((pack for pack in packs if pack.distribution == family), None)
     if family and here is None:
-        yield f"  way out: install {family}, the first-party pack for this family{installing(family)}"
+        yield f"  way out: install {family}, the first-party pack for this family{installing(*folders_of(family))}"
         return
     if here is not None and here.status == "blocked":
         yield f"  the first-party pack for this family, {family}, is installed and blocked"
@@ -140,16 +106,18 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
         yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
 
 
-def installing(name: str) -> str:
-    """Return the end of a sentence with the line that installs a distribution of this project; no index has any yet.
+def folders_of(pack: str) -> Sequence[str]:
+    """Return the folders of this project that are installed for one of its packs."""
+    found: Sequence[str] = _index()["folders"].get(pack, [f"packs/{pack}"])
+    return found
 
-    What is around the core is installed together: some of it needs the rest.
-    """
-    room = "packs" if name.startswith("shard-") else "clients" if name in CLIENTS else "kit"
-    folder, sources = f"{room}/{name if room != 'kit' else 'shardcore-*'}", _sources()
-    if sources is not None and next(sources.glob(folder), None) is not None:
-        return f": python -m pip install {sources / folder}"
-    return f", from a checkout of shardcore: python -m pip install ./{folder}"
+
+def installing(*folders: str) -> str:
+    """Return the end of a sentence with the line that installs distributions of this project; no index has any yet."""
+    sources = _sources()
+    if sources is not None and all(next(sources.glob(folder), None) is not None for folder in folders):
+        return f": python -m pip install {' '.join(str(sources / folder) for folder in folders)}"
+    return f", from a checkout of shardcore: python -m pip install {' '.join(f'./{folder}' for folder in folders)}"
 
 
 def _sources() -> Path | None:
@@ -164,7 +132,7 @@ def _sources() -> Path | None:
 
 def first_party() -> frozenset[str]:
     """Return the names of the packs of this project."""
-    return frozenset(FIRST_PARTY.values())
+    return frozenset(families().values())
 
 
 def _is_of_a_model(name: str) -> bool:
