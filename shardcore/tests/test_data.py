@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, IterableDataset
 
 import shardcore
+from shardcore.api import ShardFormer
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
-from shardcore.former import ShardFormer
 
 
 class Numbers(Dataset):

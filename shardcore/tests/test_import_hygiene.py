@@ -96,7 +96,7 @@ ROOMS = {
     "plugins": {"hooks", "policy", "errors", "_env"},
     "agree": {"plan", "comm", "mesh", "errors"},
     "apply": {"clients", "plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
-    "weights": {"comm", "mesh", "errors", "_progress", "_private", "_torch"},
+    "weights": {"plan", "comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
     "wrap": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
     "pipeline": {"wrap", "agree", "plan", "nn", "config", "comm", "mesh", "errors", "_torch"},

@@ -53,7 +53,10 @@ def test_no_pack_at_all_is_said_with_what_to_do(monkeypatch):
     done = run("packs")
     assert done.exit_code == 0
     assert "no pack is installed" in done.output
-    assert re.search(r"python -m pip install \S+/clients/shardcore-transformers \S+/packs/shard-llama; others: shard-albert, ", done.output)
+    assert re.search(
+        r"python -m pip install \S+/clients/shardcore-transformers \S+/packs/shard-llama; others: shard-albert, ",
+        done.output,
+    )
     assert "shardcore new-pack" in done.output
 
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardcore.api import ShardFormer, shard
     from shardcore.apply.launch import launch_from_torch
     from shardcore.apply.sharder import ModelSharder
     from shardcore.checkpoint import Loaded, latest, load_checkpoint, save_checkpoint, wait_for_checkpoint
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         VocabParallelLogitsError,
         WrapError,
     )
-    from shardcore.former import ShardFormer, shard
     from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
     from shardcore.initialization import initialize, on_meta
     from shardcore.mesh import ProcessGroupManager, ShardContext
@@ -156,7 +156,7 @@ _HOME = {
     "RegistryError": "shardcore.errors",
     "ShardConfig": "shardcore.config",
     "ShardContext": "shardcore.mesh",
-    "ShardFormer": "shardcore.former",
+    "ShardFormer": "shardcore.api",
     "ShardPlan": "shardcore.plan",
     "ShardcoreDeprecationWarning": "shardcore.errors",
     "ShardcoreError": "shardcore.errors",
@@ -182,7 +182,7 @@ _HOME = {
     "reduce_partial_gradients": "shardcore.nn",
     "save_checkpoint": "shardcore.checkpoint",
     "set_rng_state": "shardcore.random",
-    "shard": "shardcore.former",
+    "shard": "shardcore.api",
     "wait_for_checkpoint": "shardcore.checkpoint",
 }
 

@@ -21,15 +21,18 @@ from typing import Protocol, cast
 
 from importlib_metadata import EntryPoint, entry_points
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from shardcore.agree.fingerprint import Item
+from shardcore.agree.received import receive
 from shardcore.errors import ConfigError
 from shardcore.mesh import ShardContext
 from shardcore.nn.process import Change
 from shardcore.plan import ShardPlan
+from shardcore.plan.phases import ModelPhase
 from shardcore.plugins.isolation import attempt, in_one_line
 
-__all__ = ["GROUP", "Attached", "attached_to", "changes_of_libraries", "client_of"]
+__all__ = ["GROUP", "Attached", "Attaching", "attached_to", "changes_of_libraries", "client_of"]
 
 #: The group of entry points that name clients.
 GROUP = "shardcore.clients"
@@ -105,3 +108,45 @@ def changes_of_libraries() -> tuple[Change, ...]:
     """Return what is changed in the libraries that are imported here as long as a sharded model lives."""
     clients = [client_of(library) for library in _offered() if library in sys.modules]
     return tuple(change for client in clients for change in getattr(client, "CHANGES", ()))
+
+
+class Attaching(ModelPhase):
+    """What a library has around the layers of a model: taken off, and put back on what they have become.
+
+    Args:
+        attached: that.
+        sync_from: as given to `shardcore.shard`.
+        group: the ranks that shard the model together.
+    """
+
+    def __init__(self, attached: Attached, sync_from: int | None, group: Callable[[], ProcessGroup | None]) -> None:
+        self._attached, self._sync_from, self._group = attached, sync_from, group
+
+    def begin(self) -> None:
+        """Leave the native modules alone in the model."""
+        self._attached.take_off()
+
+    def give_up(self) -> None:
+        """Put everything back."""
+        self._attached.put_back()
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse what has no sharded form."""
+        self._attached.check(plan)
+
+    def items(self) -> Iterator[Item]:
+        """Yield what is attached, with its values where they are not those of one rank."""
+        yield from self._attached.items(values=self._sync_from is None)
+
+    def runs(self, context: ShardContext | None) -> bool:
+        """Also where nothing was sharded: it is put back."""
+        return True
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Put it on the sharded model."""
+        if context is None:
+            self._attached.put_back()
+        else:
+            source = self._sync_from
+            received = None if source is None else functools.partial(receive, source=source, group=self._group())
+            self._attached.attach(context, received)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardcore
+from shardcore.api import ShardFormer
 from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
-from shardcore.former import ShardFormer
 from shardcore.mesh import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.api import shard
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.former import shard
 from shardcore.pipeline import SCHEDULES, micro_batches
 from shardcore.plan import Stages
 from shardcore.policy import Policy

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tiny import TinyPolicy, batch
 from torch import Tensor, nn
 
-from shardcore.former import shard
+from shardcore.api import shard
 from shardcore.pipeline import Pipeline
 from shardcore.pipeline.marks import pipeline_of
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import shardcore
 from shardcore import _planned
+from shardcore.api import ShardFormer
 from shardcore.apply.launch import launch_from_torch
 from shardcore.apply.sharder import ModelSharder
 from shardcore.config import (
@@ -21,7 +22,6 @@ from shardcore.config import (
     ShardConfig,
 )
 from shardcore.errors import NotSupportedError
-from shardcore.former import ShardFormer
 from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelModule, RowLinear, VocabEmbedding
 from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardcore_shardformer.booster import Boosted, Booster

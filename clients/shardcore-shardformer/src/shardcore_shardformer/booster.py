@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shardcore.agree.agreement import Report, agree
+from shardcore.api import shard
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.former import shard
 from shardcore.mesh import context_of, device_type_here
 from shardcore.pipeline import micro_batches
 from shardcore.pipeline.batches import rows_of, with_labels

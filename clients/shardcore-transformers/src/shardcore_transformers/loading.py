@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from shardcore._env import setting
+from shardcore.api import failing_together, shard_new
 from shardcore.apply.launch import start_process_group
 from shardcore.config import ShardConfig
 from shardcore.config.shard_config import SHORT_NAMES
 from shardcore.errors import ConfigError, ShardcoreWarning
-from shardcore.former import failing_together, shard_new
 from shardcore.inferred import Inference
 from shardcore.policy import Policy
 from shardcore.weights.emptying import emptied

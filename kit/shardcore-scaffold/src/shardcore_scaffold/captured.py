@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardcore.api import shard
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.former import shard
 from shardcore.plan.steps import Step
 from shardcore_planner.simulation import simulated_ranks
 from shardcore_scaffold.draft import Draft, policy_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardcore.former import shard
+from shardcore.api import shard
 from shardcore.policy import Policy
 from shardcore_planner.simulation import simulated_ranks
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardcore._torch import CAN_PIPELINE
+from shardcore.api import shard
 from shardcore.errors import ConfigError, ShardcoreError
-from shardcore.former import shard
 from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
 from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import whole

@@ -7,7 +7,7 @@ that a failure on any rank is an error on all of them with nothing changed; the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ from shardcore.nn.process import watch_torch
 from shardcore.nn.root import ShardedModel
 from shardcore.plan import ShardPlan
 from shardcore.plan.digest import to_data
+from shardcore.plan.phases import ModelPhase
 from shardcore.plugins.registry import Registry, default_registry
 from shardcore.policy import Policy
 
@@ -61,8 +62,7 @@ class ModelSharder:
         policy: a policy or its class; None looks for one among the installed packs.
         shard_config: the configuration. It and ``policy`` may come in either order, as both were published.
         sync_from: take the weights of this global rank instead of requiring equal ones.
-        check: called with the plan before the ranks agree; an error that it raises becomes one on all ranks.
-        told: called after ``check``; further (name, value) pairs that have to be the same on every rank.
+        phases: what is done to the model besides, in this order.
 
     Raises:
         ConfigError: an argument is of the wrong kind.
@@ -75,8 +75,7 @@ class ModelSharder:
         shard_config: ShardConfig | Policy | type[Policy] | None = None,
         *,
         sync_from: int | None = None,
-        check: Callable[[ShardPlan], None] | None = None,
-        told: Callable[[], Iterable[Item]] | None = None,
+        phases: Sequence[ModelPhase] = (),
     ) -> None:
         config: Any = shard_config
         if isinstance(policy, ShardConfig) or not isinstance(shard_config, ShardConfig | None):
@@ -99,8 +98,7 @@ class ModelSharder:
         self._origin = ""
         self._registry: Registry | None = None  # where the policy was found; None for one that was given
         self._sync_from = sync_from
-        self._check = check
-        self._told = told
+        self._phases = phases
 
     @functools.cached_property
     def group(self) -> ProcessGroup | None:
@@ -134,8 +132,8 @@ class ModelSharder:
         refuse_packed(self.model)
         policy = self.policy
         plan = self._compile(policy, self.config.resolve(world_size(self.config)))
-        if self._check is not None:
-            self._check(plan)
+        for phase in self._phases:
+            phase.check(plan)
         return plan
 
     def shard(self) -> nn.Module:
@@ -146,20 +144,22 @@ class ModelSharder:
             PartlyShardedError: the code of the policy or of a pack failed while the model was being changed.
         """
         with out_of_inference_mode():
-            context = self.agree()
-            self._observe("before")
-            self._apply(context)
-            self._observe("after")
+            for phase in self._phases:
+                phase.begin()
+            try:
+                context = self.agree()
+                self._observe("before")
+                self._apply(context)
+                self._observe("after")
+            except BaseException:
+                for phase in self._phases:
+                    phase.give_up()  # as it was, unless it is broken
+                raise
+            assert self.plan is not None  # they have agreed on one
+            for phase in self._phases:
+                if phase.runs(context):
+                    self._together(functools.partial(phase.apply, context, self.plan), changing=True)
         return self.model
-
-    def finish(self, work: Callable[[], Result]) -> Result:
-        """Change the sharded model further, on every rank, and return what ``work`` does.
-
-        Raises:
-            PartlyShardedError: it failed on a rank; the model is unusable on all of them.
-        """
-        with out_of_inference_mode():
-            return self._together(work, changing=True)
 
     def _apply(self, context: ShardContext | None) -> None:
         if context is None:
@@ -232,7 +232,8 @@ class ModelSharder:
         yield "the packs that bring modules or observe", self._active_packs()
         yield from ((f"ShardConfig.{name}", str(value)) for name, value in to_data(plan.config).items())
         yield "the argument sync_from", str(self._sync_from)
-        yield from () if self._told is None else self._told()
+        for phase in self._phases:
+            yield from phase.items()
         yield from others
         if self._sync_from is None:
             yield from training_modes(self.model)

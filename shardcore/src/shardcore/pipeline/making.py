@@ -12,20 +12,22 @@ from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
+from shardcore.plan.phases import ModelPhase
 
-__all__ = ["Pipelining"]
+__all__ = ["Pipelining", "Stepping"]
 
 
-class Pipelining:
+class Pipelining(ModelPhase):
     """The division of one model among the ranks of a pipeline.
 
     Args:
         model: the model, unsharded yet.
+        dtype: in which it will compute, where FSDP2 will cast.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._pipeline: Pipeline | None = None
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        self._model, self._dtype = model, dtype
+        self.pipeline: Pipeline | None = None
 
     def check(self, plan: ShardPlan) -> None:
         """Refuse what cannot be cut as the configuration says.
@@ -43,18 +45,28 @@ class Pipelining:
                 )
             Cut.by(plan.config, self._model, plan.stages)
 
-    def divide(self, context: ShardContext, plan: ShardPlan, dtype: torch.dtype | None) -> None:
-        """Keep this rank's stages of the model, which is sharded along ``tp`` by now.
+    def runs(self, context: ShardContext | None) -> bool:
+        """Where there is a pipeline."""
+        return context is not None and context.sizes.pp > 1
 
-        Args:
-            context: that of the model.
-            plan: that of the whole model.
-            dtype: in which it will compute, where FSDP2 will cast.
-        """
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Keep this rank's stages of the model, which is sharded along ``tp`` by now."""
+        assert context is not None  # or else it does not run
         cut = Cut.by(plan.config, self._model, plan.stages)
-        self._pipeline = Pipeline(self._model, cut, context, plan.config, dtype=dtype)
+        self.pipeline = Pipeline(self._model, cut, context, plan.config, dtype=self._dtype)
 
-    def finish(self) -> None:
-        """Give the model its steps, when everything else was done to it."""
-        if self._pipeline is not None:
-            PipelinedModel.of(self._model, self._pipeline)
+
+class Stepping(ModelPhase):
+    """The steps of a model in a pipeline, which it gets when everything else was done to it."""
+
+    def __init__(self, model: nn.Module, pipelining: Pipelining) -> None:
+        self._model, self._pipelining = model, pipelining
+
+    def runs(self, context: ShardContext | None) -> bool:
+        """Where there is a pipeline."""
+        return self._pipelining.runs(context)
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Give the model ``train_step`` and ``eval_step``."""
+        assert self._pipelining.pipeline is not None  # it was divided
+        PipelinedModel.of(self._model, self._pipelining.pipeline)

@@ -12,6 +12,8 @@ from torch import nn
 from shardcore._progress import Progress
 from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.mesh import ShardContext, device_type_here, group_of
+from shardcore.plan import ShardPlan
+from shardcore.plan.phases import ModelPhase
 from shardcore.weights.filling import fill, needs_of, part_bytes
 from shardcore.weights.reading import Reading, check_reading, neighbours_on_host, scatters
 from shardcore.weights.scattering import Scatter, Slices
@@ -22,7 +24,7 @@ __all__ = ["Filling"]
 _SHOWN = 8  # names in one warning
 
 
-class Filling:
+class Filling(ModelPhase):
     """What is to be read into a model after it was sharded, and what has to hold for it before.
 
     Args:
@@ -53,7 +55,11 @@ class Filling:
         yield from self._weights.items()
         yield "the argument reading", self._reading
 
-    def apply(self, context: ShardContext | None) -> None:
+    def runs(self, context: ShardContext | None) -> bool:
+        """Also of a model that was not sharded."""
+        return True
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
         """Read this rank's part of every tensor."""
         device = torch.device(device_type_here()) if context is None else context.device
         files = self._weights.files

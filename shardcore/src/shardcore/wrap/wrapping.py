@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +16,7 @@ from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, NotSupportedError, PlanError
 from shardcore.mesh import DATA_AXES, ShardContext, axis_name
 from shardcore.plan import ShardPlan
-from shardcore.policy import Stages
+from shardcore.plan.phases import ModelPhase
 from shardcore.wrap.data_parallel import apply_data_parallel, unwrappable
 from shardcore.wrap.optimizers import check_optimizer, repoint, tied_outside
 
@@ -35,7 +34,7 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
 }
 
 
-class Wrapping:
+class Wrapping(ModelPhase):
     """What is to be done to a model after it was sharded, and what has to hold for it before.
 
     Args:
@@ -123,23 +122,18 @@ class Wrapping:
         if self._optimizer is not None:
             yield from optimizer_items(self._optimizer, self._names)
 
-    def apply(
-        self, context: ShardContext, stages: Stages | None, *, together: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """Wrap the sharded model and re-point the optimizer.
-
-        Args:
-            context: that of the sharded model.
-            stages: those of its plan.
-            together: calls a function on every rank, and raises on all of them if it fails on one.
-        """
+    def runs(self, context: ShardContext | None) -> bool:
+        """Where there are replicas, options of FSDP2, or an optimizer."""
+        if context is None:
+            return False
         wraps = bool(self._options) or (self._wrap and context.mesh.size() > context.size)
-        if wraps or self._optimizer is not None:
-            together(functools.partial(self._change, context, stages))
+        return wraps or self._optimizer is not None
 
-    def _change(self, context: ShardContext, stages: Stages | None) -> None:
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Wrap the sharded model and re-point the optimizer."""
+        assert context is not None  # or else it does not run
         if self._wrap:
-            apply_data_parallel(self._model, context, stages, **self._options)
+            apply_data_parallel(self._model, context, plan.stages, **self._options)
         if self._optimizer is not None:
             held = self._outer.named_parameters(remove_duplicate=False)
             new = {self._first.get(name, name): parameter for name, parameter in held}

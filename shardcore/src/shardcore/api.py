@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -15,20 +14,18 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from shardcore.agree.agreement import Report, agree
-from shardcore.agree.fingerprint import Item
-from shardcore.agree.received import receive
 from shardcore.apply.launch import start_process_group, world_size
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
-from shardcore.clients import attached_to
+from shardcore.clients import Attaching, attached_to
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
 from shardcore.errors import ConfigError
 from shardcore.inferred import Inference, inferred
 from shardcore.mesh import group_of
 from shardcore.mesh.groups import ProcessGroupManager
-from shardcore.pipeline.making import Pipelining
-from shardcore.plan import ShardPlan
+from shardcore.pipeline.making import Pipelining, Stepping
+from shardcore.plan.phases import ModelPhase
 from shardcore.policy import Policy
 from shardcore.weights.loading import Filling
 from shardcore.weights.reading import Reading
@@ -135,49 +132,26 @@ def shard_new(
         inner = model if attached is None else attached.model
         if weights is None and reading != "auto":
             raise ConfigError(f"reading={reading!r} says who reads weights=, which are not given")
-        wrapping, pipelining = Wrapping(model, optimizer, wrap=wrap, inner=inner), Pipelining(inner)
-        filling = None if weights is None else Filling(inner, weights, sync_from, reading)
         if isinstance(policy, str) and policy != "infer":
             raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
+        # The order in which a model becomes a sharded one, after its layers.
+        wrapping = Wrapping(model, optimizer, wrap=wrap, inner=inner)
+        pipelining = Pipelining(inner, wrapping.dtype)
+        phases: list[ModelPhase] = [
+            *([] if attached is None else [Attaching(attached, sync_from, config.group)]),  # adapters
+            pipelining,  # this rank keeps its stages
+            wrapping,  # FSDP2, and the optimizer
+            *([] if weights is None else [Filling(inner, weights, sync_from, reading)]),  # values
+            Stepping(inner, pipelining),  # train_step
+        ]
     if policy == "infer":
         start_process_group(config)
         agree(Report(), group=config.group())  # with a rank on which something of the above has failed
         policy = inferred(inner, infer, config.group())  # one rank for all
     with failing_together(config, fields):
-
-        def check(plan: ShardPlan) -> None:
-            pipelining.check(plan)
-            wrapping.check(plan)
-            if attached is not None:
-                attached.check(plan)
-
-        def told() -> Iterator[Item]:
-            yield from wrapping.items()
-            yield from () if filling is None else filling.items()
-            yield from () if attached is None else attached.items(values=sync_from is None)
-
-        sharder = ModelSharder(inner, policy, config, sync_from=sync_from, check=check, told=told)
+        sharder = ModelSharder(inner, policy, config, sync_from=sync_from, phases=phases)
     start_process_group(config)
-    if attached is not None:
-        attached.take_off()
-    try:
-        sharder.shard()  # discover, resolve, compile, agree, apply
-    except BaseException:
-        if attached is not None:
-            attached.put_back()  # as it was, unless it is broken
-        raise
-    if attached is not None and sharder.context is not None:
-        received = None if sync_from is None else functools.partial(receive, source=sync_from, group=sharder.group)
-        sharder.finish(functools.partial(attached.attach, sharder.context, received))
-    elif attached is not None:
-        attached.put_back()
-    if sharder.context is not None and sharder.plan is not None:
-        if sharder.context.sizes.pp > 1:
-            sharder.finish(functools.partial(pipelining.divide, sharder.context, sharder.plan, wrapping.dtype))
-        wrapping.apply(sharder.context, sharder.plan.stages, together=sharder.finish)
-    if filling is not None:
-        sharder.finish(functools.partial(filling.apply, sharder.context))
-    pipelining.finish()
+    sharder.shard()  # discover, resolve, compile, agree, apply; then the phases
     return model
 
 
