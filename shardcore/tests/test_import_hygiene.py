@@ -98,8 +98,8 @@ ROOMS = {
     "apply": {"clients", "plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
     "weights": {"plan", "comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
-    "wrap": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
-    "pipeline": {"wrap", "agree", "plan", "nn", "config", "comm", "mesh", "errors", "_torch"},
+    "fsdp": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
+    "pipeline": {"fsdp", "agree", "plan", "nn", "config", "comm", "mesh", "errors", "_torch"},
 }
 
 

@@ -13,6 +13,7 @@ ROOMS = {
     "comm": 2050,
     "compile": 1100,
     "config": 900,
+    "fsdp": 650,
     "hooks": 350,
     "mesh": 1100,
     "nn": 8900,
@@ -23,7 +24,6 @@ ROOMS = {
     "policy": 400,
     "styles": 2350,
     "weights": 2200,
-    "wrap": 650,
 }
 #: Package around the core -> the most lines.
 KITS = {

@@ -21,6 +21,8 @@ from shardcore.clients import Attaching, attached_to
 from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
 from shardcore.errors import ConfigError
+from shardcore.fsdp.optimizers import held_elsewhere, warn_of_stale_optimizers
+from shardcore.fsdp.phase import Fsdp, Wrap
 from shardcore.inferred import Inference, inferred
 from shardcore.mesh import group_of
 from shardcore.mesh.groups import ProcessGroupManager
@@ -30,8 +32,6 @@ from shardcore.policy import Policy
 from shardcore.weights.loading import Filling
 from shardcore.weights.reading import Reading
 from shardcore.weights.weights import Place, Weights
-from shardcore.wrap.optimizers import held_elsewhere, warn_of_stale_optimizers
-from shardcore.wrap.wrapping import Wrap, Wrapping
 
 __all__ = ["ShardFormer", "failing_together", "shard", "shard_new"]
 
@@ -135,12 +135,12 @@ def shard_new(
         if isinstance(policy, str) and policy != "infer":
             raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
         # The order in which a model becomes a sharded one, after its layers.
-        wrapping = Wrapping(model, optimizer, wrap=wrap, inner=inner)
-        pipelining = Pipelining(inner, wrapping.dtype)
+        fsdp = Fsdp(model, optimizer, wrap=wrap, inner=inner)
+        pipelining = Pipelining(inner, fsdp.dtype)
         phases: list[ModelPhase] = [
             *([] if attached is None else [Attaching(attached, sync_from, config.group)]),  # adapters
             pipelining,  # this rank keeps its stages
-            wrapping,  # FSDP2, and the optimizer
+            fsdp,  # FSDP2, and the optimizer
             *([] if weights is None else [Filling(inner, weights, sync_from, reading)]),  # values
             Stepping(inner, pipelining),  # train_step
         ]

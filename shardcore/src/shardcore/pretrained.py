@@ -8,11 +8,11 @@ from typing import Any, Literal
 from shardcore.clients import client_of
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
+from shardcore.fsdp.phase import Wrap
 from shardcore.inferred import Inference
 from shardcore.plugins.unserved import installing
 from shardcore.policy import Policy
 from shardcore.weights.reading import Reading
-from shardcore.wrap.wrapping import Wrap
 
 __all__ = ["from_pretrained"]
 

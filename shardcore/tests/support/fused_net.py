@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.fsdp.data_parallel import apply_data_parallel
 from shardcore.mesh import ShardContext, Sizes, build_mesh, set_context
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.region import Region
-from shardcore.wrap.data_parallel import apply_data_parallel
 
 IN, BATCH = 8, 4
 STEP_NAMES = ("exp_avg", "exp_avg_sq")

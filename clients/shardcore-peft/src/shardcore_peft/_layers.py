@@ -9,13 +9,13 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.fsdp.data_parallel import data_axes
+from shardcore.fsdp.scalars import on_replicas
 from shardcore.mesh import ShardContext
 from shardcore.nn import HeadParameters, Replicated
 from shardcore.nn.intact import AROUND
 from shardcore.nn.layout import distribute
 from shardcore.nn.loading import take_full_tensors
-from shardcore.wrap.data_parallel import data_axes
-from shardcore.wrap.scalars import on_replicas
 from shardcore_peft._around import Finishing
 from shardcore_peft._checks import check_layer
 from shardcore_peft._copies import Tied, place_copies

@@ -16,13 +16,13 @@ from torch.distributed import ProcessGroup
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.errors import NotSupportedError
+from shardcore.fsdp.data_parallel import data_axes
+from shardcore.fsdp.scalars import on_replicas
 from shardcore.mesh import ShardContext
 from shardcore.nn import Replicated, ReplicatedLayout, SwappedModule
 from shardcore.nn.layout import distribute
 from shardcore.nn.loading import take_full_tensors
 from shardcore.policy import HeadCounts
-from shardcore.wrap.data_parallel import data_axes
-from shardcore.wrap.scalars import on_replicas
 from shardcore_peft._checks import trains_beside
 
 __all__ = ["keep_own_heads", "place_prompts"]

@@ -32,6 +32,7 @@ from shardcore.apply.launch import start_process_group
 from shardcore.config import ShardConfig
 from shardcore.config.shard_config import SHORT_NAMES
 from shardcore.errors import ConfigError, ShardcoreWarning
+from shardcore.fsdp.phase import Wrap
 from shardcore.inferred import Inference
 from shardcore.policy import Policy
 from shardcore.weights.emptying import emptied
@@ -40,7 +41,6 @@ from shardcore.weights.lazy import LazyTensor, recording
 from shardcore.weights.reading import Reading
 from shardcore.weights.recipes import Source, slices
 from shardcore.weights.weights import Weights
-from shardcore.wrap.wrapping import Wrap
 from shardcore_transformers import _private
 
 __all__ = ["from_pretrained"]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardcore.fsdp.accumulation import Accumulation
 from shardcore.mesh import context_of
 from shardcore.pipeline import Script, Stage, Value, micro_batches
 from shardcore.pipeline.marks import pipeline_of
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.pipeline.safe import Chunk
-from shardcore.wrap.accumulation import Accumulation
 from shardcore_planner.simulation import Certain
 from shardcore_planner.step import Places, by_axis, follow, still, sum_partial, to_fake
 from shardcore_planner.watch import KINDS, Numbers, Watch

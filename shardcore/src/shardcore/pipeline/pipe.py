@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
+from shardcore.fsdp.accumulation import Accumulation
 from shardcore.mesh import Division, ShardContext, set_division
 from shardcore.mesh.random_stream import mix
 from shardcore.nn.partial import reduce_partial_gradients
@@ -29,7 +30,6 @@ from shardcore.pipeline.shared import shared_parameters
 from shardcore.pipeline.stage import Holding, Stage
 from shardcore.pipeline.steps import Fed, Loss, Run, Step, Weight, own_loss
 from shardcore.plan.cut import Cut
-from shardcore.wrap.accumulation import Accumulation
 
 __all__ = ["Batch", "Pipeline"]
 

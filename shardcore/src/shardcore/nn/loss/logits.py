@@ -301,7 +301,7 @@ class LazyLogits(VocabParallelLogits):
 
 
 class VocabParallelLossModel(SwappedModule):
-    """A model whose head keeps its logits split in calls with labels; without labels they are gathered (hazard H37).
+    """A model whose head keeps its logits split in calls with labels; without labels they are gathered.
 
     Options:
         labels: name and position of the argument with labels.

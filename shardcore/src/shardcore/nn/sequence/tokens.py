@@ -5,7 +5,7 @@ regions gather them at their entry and scatter the sum at their exit (`shardcore
 al. 2022, https://arxiv.org/abs/2205.05198. The number of tokens of the running call is set once, where they are split;
 regions, row linears, and the norms between them read it from the same `SequenceShard`. Each block passes the number to
 its own forward as an argument, so that a checkpoint which recomputes the block later, perhaps after another call,
-recomputes it for the same number (hazard H38).
+recomputes it for the same number.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import shardcore
+from shardcore.fsdp.data_parallel import apply_data_parallel
 from shardcore.mesh import context_of
-from shardcore.wrap.data_parallel import apply_data_parallel
 from shardcore_testing.parity import assert_same_gradients
 
 

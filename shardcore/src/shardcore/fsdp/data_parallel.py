@@ -13,13 +13,13 @@ from torch.distributed.tensor import Shard
 
 from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import NotSupportedError, Problem
+from shardcore.fsdp.scalars import replicate_scalars
 from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn import SegmentedLayout
 from shardcore.nn.experts.whole import WholeExperts
 from shardcore.nn.units import prepare_units, require_known_fsdp
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
-from shardcore.wrap.scalars import replicate_scalars
 
 __all__ = ["apply_data_parallel", "data_axes", "unwrappable"]
 
@@ -52,7 +52,7 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     lists = stages.lists if stages else ()
     blocks = [block for name in lists for block in model.get_submodule(name).children() if _holds_any(block)]
     if sizes.pp > 1 and wrap is fully_shard:
-        options.setdefault("reshard_after_forward", False)  # see `shardcore.wrap.accumulation`
+        options.setdefault("reshard_after_forward", False)  # see `shardcore.fsdp.accumulation`
     reshards = options.get("reshard_after_forward") is not False
     experts = [module for module in model.modules() if isinstance(module, WholeExperts)]
     for unit in prepare_units(model, [*experts, *blocks], reshards=reshards):

@@ -14,13 +14,13 @@ from shardcore._private import PIPELINES, require
 from shardcore.agree.fingerprint import Item, optimizer_items
 from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, NotSupportedError, PlanError
+from shardcore.fsdp.data_parallel import apply_data_parallel, unwrappable
+from shardcore.fsdp.optimizers import check_optimizer, repoint, tied_outside
 from shardcore.mesh import DATA_AXES, ShardContext, axis_name
 from shardcore.plan import ShardPlan
 from shardcore.plan.phases import ModelPhase
-from shardcore.wrap.data_parallel import apply_data_parallel, unwrappable
-from shardcore.wrap.optimizers import check_optimizer, repoint, tied_outside
 
-__all__ = ["Wrap", "Wrapping"]
+__all__ = ["Fsdp", "Wrap"]
 
 
 #: Whether FSDP2 is applied over the data axes, or with which of its options.
@@ -34,7 +34,7 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
 }
 
 
-class Wrapping(ModelPhase):
+class Fsdp(ModelPhase):
     """What is to be done to a model after it was sharded, and what has to hold for it before.
 
     Args:
