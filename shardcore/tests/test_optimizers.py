@@ -18,6 +18,7 @@ import shardcore
 from shardcore import ConfigError, NotSupportedError
 from shardcore._torch import SCALES_PARTIAL
 from shardcore.mesh import context_of
+from shardcore.nn import libraries
 from shardcore.optimizers import LocalParts, WholeTensors
 from shardcore_testing.parity import assert_close, assert_same_parameters
 
@@ -232,8 +233,10 @@ def looks_at_more():
     """Optimizers that look at whole tensors say nothing of parts, so that the known ones are refused."""
     model = shardcore.shard(build(), policy=TinyPolicy, tp=2)
     thick = [p for p in model.parameters() if p.ndim > 1]
-    named = {"__module__": "transformers.optimization"}  # which is not installed here
-    theirs = type("Adafactor", (torch.optim.SGD,), named)
+    answer = libraries._State.answer
+    known = {"needs_of_optimizer": lambda optimizer: ("WholeTensors", "")}
+    libraries.answered_by(lambda library, what: known.get(what) if library == "their_library" else None)
+    theirs = type("Theirs", (torch.optim.SGD,), {"__module__": "their_library.optimizers"})
     kinds = [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, theirs]
     for kind in kinds:
         for made in (kind, lambda groups, kind=kind: kind(groups)):  # a function that makes one, too
@@ -241,6 +244,7 @@ def looks_at_more():
                 LocalParts(made, thick)
     LocalParts(torch.optim.LBFGS, [model.model.norm.weight])  # a part that is the whole
     LocalParts(Rows, thick)  # nobody knows
+    libraries.answered_by(answer)
 
 
 def test_parts_are_not_given_to_who_looks_at_more(pool):

@@ -7,6 +7,11 @@ An entry point has the name by which the library is imported, and names a module
     model has modules of the library
 ``CHANGES``
     what is changed in the library as long as a sharded model lives; see `shardcore.nn.process.Change`
+``needs_of_optimizer(optimizer)``, ``OPTIMIZERS_AT_WHOLES``
+    which of `shardcore.optimizers` has to step an optimizer of the library, or None, and the option that needs it; and
+    the names of its classes that look at more than single elements
+``INSTEAD_OF_CHANGING``, ``INSTEAD_OF_WRAPPING``
+    what to do instead of putting modules of the library into a sharded model, and of wrapping one by DDP, in words
 ``from_pretrained(...)``
     loads a checkpoint of the library into a sharded model, for `shardcore.from_pretrained`
 """
@@ -17,7 +22,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from importlib_metadata import EntryPoint, entry_points
 from torch import nn
@@ -27,6 +32,7 @@ from shardcore.agree.fingerprint import Item
 from shardcore.agree.received import receive
 from shardcore.errors import ConfigError
 from shardcore.mesh import ShardContext
+from shardcore.nn import libraries
 from shardcore.nn.process import Change
 from shardcore.plan import ShardPlan
 from shardcore.plan.phases import ModelPhase
@@ -102,6 +108,16 @@ def attached_to(model: nn.Module) -> Attached | None:
         if ask is not None and (found := ask(model)) is not None:
             return cast("Attached", found)
     return None
+
+
+def _answer(library: str, what: str) -> Any:
+    if library:
+        return getattr(client_of(library), what, None)
+    imported = (each for each in _offered() if each in sys.modules)
+    return [said for each in imported if (said := getattr(client_of(each), what, None)) is not None]
+
+
+libraries.answered_by(_answer)
 
 
 def changes_of_libraries() -> tuple[Change, ...]:

@@ -97,7 +97,7 @@ def _refused(name: str, policy: Any) -> None:
     broken = copy.deepcopy(model)
     change(broken)
     for _ in range(2):
-        with pytest.raises(WrapError, match=f"{place} .*Adapters of PEFT are attached before shard") as caught:
+        with pytest.raises(WrapError, match=f"{place} .*put back what was there") as caught:
             broken(ids)
     assert "TinyLM" in str(caught.value)
     assert_close(wanted, model(ids), "the model that was copied", 1e-12)

@@ -12,7 +12,15 @@ from shardcore_peft._saving import save_adapters
 from shardcore_peft.attaching import attached_to
 from shardcore_transformers.holders import let_save
 
-__all__ = ["CHANGES", "adding", "attached_to", "load_into", "refuse_unplaced"]
+__all__ = [
+    "CHANGES",
+    "INSTEAD_OF_CHANGING",
+    "adding",
+    "attached_to",
+    "load_into",
+    "needs_of_optimizer",
+    "refuse_unplaced",
+]
 
 
 def _save_adapters(model: Any, *rest: Any, **kwargs: Any) -> None:
@@ -22,6 +30,17 @@ def _save_adapters(model: Any, *rest: Any, **kwargs: Any) -> None:
         save_adapters(model, *rest, **kwargs)
     finally:
         model.__class__ = own
+
+
+INSTEAD_OF_CHANGING = (
+    "Adapters of PEFT are attached before shard(), as shard(get_peft_model(model, config)), or after it by "
+    "shardcore_peft.get_peft_model(model, config), which takes what PEFT's own function takes."
+)
+
+
+def needs_of_optimizer(optimizer: Any) -> tuple[str | None, str]:
+    """Return which of `shardcore.optimizers` has to step an optimizer of PEFT, and the option that needs it."""
+    return ("WholeTensors" if type(optimizer).__name__ == "LoraFAOptimizer" else None), ""
 
 
 CHANGES: tuple[Change, ...] = (functools.partial(let_save, "peft.peft_model", "PeftModel", _save_adapters),)

@@ -1,6 +1,15 @@
 """What the core asks about transformers; see `shardcore.clients`."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from shardcore_transformers.holders import CHANGES
 from shardcore_transformers.loading import from_pretrained
 
-__all__ = ["CHANGES", "from_pretrained"]
+__all__ = ["CHANGES", "from_pretrained", "needs_of_optimizer"]
+
+
+def needs_of_optimizer(optimizer: Any) -> tuple[str | None, str]:
+    """Return which of `shardcore.optimizers` has to step an optimizer of transformers, and the option that needs it."""
+    return ("WholeTensors" if type(optimizer).__name__ == "Adafactor" else None), ""

@@ -54,7 +54,7 @@ _OF_THE_SOURCE = frozenset(
     | {"uuid", "version"}
 )
 
-# What transformers writes into a configuration when it saves one; the tensors themselves are compared.
+# What is written into a configuration when it is saved; the tensors themselves are compared.
 _METADATA = frozenset({"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "_from_model_config"})
 
 _PATH = re.compile(r"^([a-z]+://|~|\.{0,2}/|[A-Za-z]:\\)")

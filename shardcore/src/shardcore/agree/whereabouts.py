@@ -17,7 +17,7 @@ import torch.distributed as dist
 __all__ = ["A_MODEL", "Whereabouts"]
 
 #: Packages whose lines tell a user little.
-_LIBRARIES = ("torch", "transformers", "accelerate", "threading", "queue")
+_LIBRARIES = ("torch", "threading", "queue")
 #: Those of shardcore are told by their files: what stands beside the package may bear its name.
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 #: What was installed: a line of the user's is told rather than one of these.

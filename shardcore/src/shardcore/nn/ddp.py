@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardcore.errors import WrapError
 from shardcore.nn.handlers import Undo
+from shardcore.nn.libraries import ask
 from shardcore.nn.living import is_living
 
 __all__ = ["refuse_ddp_around_sharded"]
@@ -59,11 +60,9 @@ def _look(module: nn.Module) -> None:
         ignored = set(getattr(module, _IGNORED, ()))
         names = (f"{path}.{name}" for name, p in part.named_parameters() if isinstance(p, DTensor))
         if not ignored.issuperset(names):
+            instead = "".join(f"{words} " for words in ask("", "INSTEAD_OF_WRAPPING") or ())
             raise WrapError(
                 f"DistributedDataParallel cannot wrap a {type(module).__name__} that holds a sharded "
-                f"{type(part).__name__}: its parameters are DTensors, and each rank would get other batches. Where a "
-                "trainer does it, change one line: from shardcore_trainer import Trainer; for any other "
-                "class of trainers sharded(SentenceTransformerTrainer), sharded(CrossEncoderTrainer) and the like from "
-                "the same module; for Accelerate: from shardcore_trainer.accelerate import Accelerator. In a loop "
-                "of your own leave DDP out, and give shard() a data axis (dp=...)"
+                f"{type(part).__name__}: its parameters are DTensors, and each rank would get other batches. "
+                f"{instead}In a loop of your own leave DDP out, and give shard() a data axis (dp=...)"
             )

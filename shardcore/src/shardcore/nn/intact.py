@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardcore.errors import WrapError
 from shardcore.nn.base import ReplacedMethods
 from shardcore.nn.behaviour import behaviours
+from shardcore.nn.libraries import ask, library_of
 from shardcore.nn.linear.embedding import VocabEmbedding
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.randomness.dropout import is_dropout
@@ -27,14 +28,10 @@ __all__ = ["AROUND", "Intact"]
 AROUND = "_shard_around"
 
 #: Where functions of single elements are, by which others may be replaced, and what is there too.
-_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_ACTIVATIONS = ("activation", "activations")
 _OF_SEVERAL = frozenset({"GLU", "LogSoftmax", "MultiheadAttention", "RReLU", "Softmax", "Softmax2d", "Softmin"})
 
-_WAY_OUT = (
-    "Adapters of PEFT are attached before shard(), as shard(get_peft_model(model, config)), or after it by "
-    "shardcore_peft.get_peft_model(model, config), which takes what PEFT's own function takes. To go on "
-    "with this model, put back what was there."
-)
+_WAY_OUT = "To go on with this model, put back what was there."
 
 
 class _Place(NamedTuple):
@@ -102,7 +99,7 @@ class Intact:
                 raise WrapError(
                     f"{path} of this sharded {type(model).__name__} is {_kind(found)} now, where shard() had made "
                     f"{_kind(module)}: it would compute with what one rank has, and gradients would be wrong. "
-                    f"{_WAY_OUT}"
+                    f"{_instead_of(found)}{_WAY_OUT}"
                 )
             if found is module and (name_of := _normed(module)):
                 raise WrapError(
@@ -116,7 +113,7 @@ class Intact:
             if trainable:
                 raise WrapError(
                     f"{path} is a parameter that this {type(model).__name__} did not have when it was sharded: {why}. "
-                    f"{_WAY_OUT}"
+                    f"{_instead_of(None)}{_WAY_OUT}"
                 )
         if not new:  # those that are frozen may be trained later
             self._remember(model)
@@ -142,12 +139,20 @@ class Intact:
         return None
 
 
+def _instead_of(found: nn.Module | None) -> str:
+    """Return what clients say is to be done instead of putting ``found``, or any module of theirs, into a model."""
+    said = ask("", "INSTEAD_OF_CHANGING") if found is None else [ask(library_of(found), "INSTEAD_OF_CHANGING")]
+    return "".join(f"{words} " for words in said or () if words)
+
+
 def _may_replace(found: nn.Module, module: nn.Module) -> bool:
     """Tell whether ``found`` computes with one rank's part what it would with the whole, in the place of ``module``."""
     if found.__dict__.get(AROUND) is module:
         return True
     kind = type(found)
-    activation = kind is nn.Identity or (kind.__module__ in _ACTIVATIONS and kind.__name__ not in _OF_SEVERAL)
+    activation = kind is nn.Identity or (
+        kind.__module__.rpartition(".")[2] in _ACTIVATIONS and kind.__name__ not in _OF_SEVERAL
+    )
     own = is_dropout(module) or not (_is_parallel(module) or _has_state(module))
     return activation and own and not _has_state(found)
 

@@ -22,6 +22,7 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import part_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.nn.handlers import Undo
+from shardcore.nn.libraries import ask, library_of
 from shardcore.nn.living import owns
 
 __all__ = ["STALE", "looks_at_wholes", "prepare_steps", "refuse_stale", "split_whole_state", "what_to_use"]
@@ -37,21 +38,13 @@ _UNABLE = {
     ("torch", "Adafactor"): _WHOLE,
     ("torch", "LBFGS"): _WHOLE,
     ("torch", "Rprop"): _PARTS,
-    ("peft", "LoraFAOptimizer"): _WHOLE,
-    ("transformers", "Adafactor"): _WHOLE,
-    ("timm", "Adafactor"): _WHOLE,
-    ("timm", "AdamP"): _WHOLE,
-    ("timm", "Kron"): _WHOLE,
-    ("timm", "Mars"): _WHOLE,
-    ("timm", "NvNovoGrad"): _WHOLE,
-    ("timm", "SGDP"): _WHOLE,
 }
 
 #: The classes of torch whose fused steps DTensors lack; they too treat every element by itself.
 _FUSED = frozenset({"Adagrad", "SGD"})
 
 #: What else looks at more than single elements; DTensors give these what they look at.
-_AT_WHOLES = {("torch", "Muon"), ("timm", "Muon"), ("timm", "AdafactorBigVision"), ("timm", "Lamb"), ("timm", "Lars")}
+_AT_WHOLES = {("torch", "Muon")}
 
 #: On an optimizer that was made before the model was sharded: the name of a parameter that the model had then.
 STALE = "_shardcore_stale"
@@ -88,7 +81,9 @@ def refuse_stale(optimizer: Any) -> None:
 
 def looks_at_wholes(optimizer: Any) -> bool:
     """Tell whether ``optimizer`` is known to look at more of a tensor than one element at a time."""
-    return _wanted(optimizer)[0] == _WHOLE or _name(optimizer) in _AT_WHOLES
+    library, name = _name(optimizer)
+    known = (library, name) in _AT_WHOLES or name in (ask(library, "OPTIMIZERS_AT_WHOLES") or ())
+    return known or _wanted(optimizer)[0] == _WHOLE
 
 
 def _wanted(optimizer: Any) -> tuple[str | None, str]:
@@ -99,18 +94,14 @@ def _wanted(optimizer: Any) -> tuple[str | None, str]:
         return _PARTS, "(fused=True)"
     if library == "bitsandbytes" and getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
         return _WHOLE, ""  # a state shares its scale with its neighbours, which are others in a part
-    if library == "timm":
-        # An update is taken where most of a whole tensor agrees with its gradient.
-        if any(group.get("caution") for group in options):
-            return _WHOLE, ""
-        if name == "Muon" and any(group.get("algo") == "adamuon" for group in options):
-            return _WHOLE, "(algo='adamuon')"
+    if (needs := ask(library, "needs_of_optimizer")) is not None:
+        found: tuple[str | None, str] = needs(optimizer)
+        return found
     return _UNABLE.get((library, name), _UNABLE.get((library, ""))), ""
 
 
 def _name(optimizer: Any) -> tuple[str, str]:
-    kind = type(optimizer)
-    return kind.__module__.partition(".")[0], kind.__name__
+    return library_of(optimizer), type(optimizer).__name__
 
 
 def prepare_steps() -> Undo:
