@@ -87,4 +87,4 @@ def test_pipelines_are_refused_by_an_older_torch(monkeypatch):
     model, config = build(), ShardConfig(tensor_parallel_size=1, pipeline_parallel_size=2)
     plan = compile_plan(TinyPolicy, model, config, device_type="cpu")
     with pytest.raises(NotSupportedError, match=r"pipeline_parallel_size=2 needs torch 2\.13 or newer, here is"):
-        Pipelining(model).check(plan)
+        Pipelining(model, None).check(plan)
