@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 
@@ -89,11 +88,3 @@ def test_pipelines_are_refused_by_an_older_torch(monkeypatch):
     plan = compile_plan(TinyPolicy, model, config, device_type="cpu")
     with pytest.raises(NotSupportedError, match=r"pipeline_parallel_size=2 needs torch 2\.13 or newer, here is"):
         Pipelining(model, None).check(plan)
-
-
-def test_a_schedule_in_which_shared_heads_were_wrong_is_refused():
-    for schedule, refused in (("interleaved_zero_bubble", True), ("zbv", False)):
-        config = ShardConfig(tensor_parallel_size=4, pipeline_parallel_size=2, pipeline_schedule=schedule)
-        plan = compile_plan(TinyPolicy, build(layers=4), config, device_type="cpu")
-        with pytest.raises(NotSupportedError, match="several ranks share") if refused else contextlib.nullcontext():
-            Pipelining(build(layers=4), None)._check_heads(plan)

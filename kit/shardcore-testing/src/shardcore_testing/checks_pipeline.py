@@ -68,8 +68,8 @@ def schedules(s: Subject, ledger: Ledger) -> None:
 
 def _trials(s: Subject, blocks: int) -> Iterator[dict[str, Any]]:
     """Yield how the model is divided: by the fields of its configuration."""
-    if blocks >= s.tp:
-        yield {"pp": s.tp, "pipeline_schedule": "1f1b"}
+    if blocks >= s.tp:  # several blocks in a stage, whose gradients of parameters are computed by themselves
+        yield {"pp": s.tp, "pipeline_schedule": "interleaved_zero_bubble", "num_model_chunks": 1}
     if blocks >= 2 * s.tp:
         yield {"pp": s.tp, "pipeline_schedule": "zbv"}
     supports = s.case.supports

@@ -8,7 +8,6 @@ from torch import nn
 from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.layout import GroupShardedLayout
 from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.pipe import Pipeline
 from shardcore.plan import ShardPlan
@@ -45,17 +44,6 @@ class Pipelining(ModelPhase):
                     "given, token ids too. Install a newer torch, or shard by tp= and dp= alone"
                 )
             Cut.by(plan.config, self._model, plan.stages)
-            self._check_heads(plan)
-
-    def _check_heads(self, plan: ShardPlan) -> None:
-        """Refuse the one schedule in which heads that ranks share have got wrong gradients."""
-        shared = [p.name for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)]
-        if shared and plan.config.pipeline_schedule == "interleaved_zero_bubble":
-            raise NotSupportedError(
-                "pipeline_schedule='interleaved_zero_bubble' with key and value heads that several ranks share "
-                f"({shared[0]} and {len(shared) - 1} more) is not supported: gradients would be wrong. Use 'zbv' or "
-                "'interleaved', or no more tensor-parallel ranks than there are such heads"
-            )
 
     def runs(self, context: ShardContext | None) -> bool:
         """Where there is a pipeline."""

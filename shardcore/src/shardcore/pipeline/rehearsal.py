@@ -266,7 +266,7 @@ class _Passing:
         start, end = self._cut.held(self._stage).start, self._cut.held(self._stage).stop
         leaves, _ = tree_flatten((args, kwargs))
         nowhere = [place for place, leaf in enumerate(leaves) if _is_nowhere(leaf)]
-        if index is not None and index == start and index:
+        if index is not None and index == start and index and self.crossing is None:  # the first call of several
             values = tuple(Value.of(leaves[place]) for place in nowhere)
             self.crossing = Crossing(block=name, places=tuple(nowhere), values=values)
             self._arrived = {id(leaves[place]): leaves[place] for place in nowhere}

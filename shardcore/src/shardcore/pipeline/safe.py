@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from shardcore.comm.flow import ELSEWHERE
+from shardcore.pipeline.divided import add_gradients
 from shardcore.pipeline.script import Value
 
 __all__ = ["Chunk", "SafeStage"]
@@ -122,6 +123,13 @@ class SafeStage(PipelineStage):
                 super().backward_weight_one_chunk(bwd_chunk_id, *more, **options)
             except BaseException as error:
                 self._failed(error)
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, *more: Any, **options: Any) -> Any:
+        """Run a backward of torch's, but for the one of parameters alone."""
+        if backward_type != "weight":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **options)
+        add_gradients(self.submod.parameters(), bwd_kwargs["param_groups"])
+        return (), None
 
     def _failed(self, error: BaseException) -> None:
         cause = error.__cause__

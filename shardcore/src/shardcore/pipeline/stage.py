@@ -58,16 +58,23 @@ class Holding:
         for name, module in modules_of_parts(model, cut):
             watched(module, self.names[name], self.watch)
 
-    def of(self, stage: int) -> set[str]:
-        """Return the parts that a stage holds, by the first of their names."""
-        return {self.names[name] for name in self.cut.parts() if self.cut.holder(name) in (stage, None)}
+    def of(self, stage: int) -> tuple[str, ...]:
+        """Return the parts that a stage holds, by the first of their names, in the order that every rank has them in.
+
+        A schedule that computes the gradients of parameters apart does so in the order of `Stage.parameters`, and some
+        of them are summed over ranks on their way.
+        """
+        held = (self.names[name] for name in self.cut.parts() if self.cut.holder(name) in (stage, None))
+        return tuple(dict.fromkeys(held))
 
 
 class Join(torch.autograd.Function):
     """A tensor as it is, which a graph takes to depend on what arrived.
 
-    A backward of parameters alone starts from what depends on both. What leaves a stage in the middle of a pipeline may
-    depend on parameters alone, such as an embedding of the decoder, which would get no gradient.
+    A backward of parameters alone starts from what depends on both. What depends on parameters alone, such as an
+    embedding of the decoder in the middle of a pipeline or a bias that many blocks are given, would get no gradient
+    where it leaves the stage, and inside of it would be gone back through from each block that reads it, by way of all
+    blocks between them.
     """
 
     @staticmethod
@@ -110,7 +117,7 @@ class Stage:
         return self.index == len(self.cut) - 1
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the stage, each once."""
+        """Return the parameters of the stage, each once, in one order on all ranks."""
         found: dict[int, nn.Parameter] = {}
         for name in self.here:
             for module, leaf in tensors_below(self.model, name):
@@ -158,11 +165,13 @@ class _Performance:
         held, blocks = stage.cut.held(stage.index), stage.cut.blocks
         self._first = blocks[held.start]
         self._next = None if stage.is_last else blocks[held.stop]
+        self._started = False
         self.leaving: tuple[Tensor, ...] = ()
         self._records = torch.is_grad_enabled()
 
     def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        starts, ends, blocks = name == self._first, name == self._next, self._stage.cut.blocks
+        ends, blocks = name == self._next, self._stage.cut.blocks
+        starts = name == self._first and not self._started  # the first call of several
         if name in blocks and self._in_reentrant_checkpoint():
             raise NotSupportedError(
                 f"{name} is called in a reentrant checkpoint, to which what arrives from the stage before it gives no "
@@ -172,10 +181,11 @@ class _Performance:
             return args, kwargs
         if self._arrived:  # or else nothing stands for it
             if starts:
+                self._started = True
                 self._stand_for(tree_flatten((args, kwargs))[0])
             args, kwargs = _arrived((args, kwargs))
             if self._stage.splits and name in blocks and not ends:
-                args, kwargs = self._dependent(args, kwargs)
+                args, kwargs = self._dependent(name, args, kwargs)
         if ends:
             leaves, _ = tree_flatten((args, kwargs))
             self.leaving = tuple(leaves[place] for place in self._script.crossings[self._stage.index].places)
@@ -195,14 +205,18 @@ class _Performance:
         for place, tensor in zip(crossing.places, self._arrived, strict=True):
             setattr(leaves[place], _ARRIVED, tensor)
 
-    def _dependent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Make what a block is called with first depend on what arrived, if it is the user's and needs no gradient."""
-        if not torch.is_grad_enabled() or (args and isinstance(args[0], Tensor) and not _may_depend(args[0])):
+    def _dependent(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Have what a block is called with depend on what arrived: all that has gradients, and its first tensor."""
+        if not torch.is_grad_enabled():
             return args, kwargs
         leaves, tree = tree_flatten((args, kwargs))
-        first = next(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        if _may_depend(leaves[first]):
-            leaves[first] = Join.apply(leaves[first], self._arrived[0])  # type: ignore[no-untyped-call]
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        follows = name == self._first or self._stage.cut.follows(name)
+        depend = {id(tensor) for tensor in (*self._arrived, *(leaves[n] for n in places[: int(follows)]))}
+        for place in places:
+            leaf = leaves[place]
+            if id(leaf) not in depend and (leaf.requires_grad or place == places[0]):
+                leaves[place] = Join.apply(leaf, self._arrived[0])  # type: ignore[no-untyped-call]
         args, kwargs = tree_unflatten(leaves, tree)
         return args, kwargs
 
@@ -236,10 +250,6 @@ class _Recomputing:
                 "through its stages"
             )
         return forward(*args, **kwargs)
-
-
-def _may_depend(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.requires_grad
 
 
 def _arrived(tree: Any) -> Any:

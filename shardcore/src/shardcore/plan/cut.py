@@ -116,6 +116,11 @@ class Cut:
         around = [name for part, name in self.stages.parts() if part != "blocks"]
         return (*self.blocks, *around)
 
+    def follows(self, block: str) -> bool:
+        """Tell whether a block is called with what the block before it returned: it is not the first of its list."""
+        number = self.blocks.index(block)
+        return number > 0 and block.rpartition(".")[0] == self.blocks[number - 1].rpartition(".")[0]
+
     def _of_block(self, number: int) -> int:
         return next(stage for stage in range(len(self)) if number in self.held(stage))
 
