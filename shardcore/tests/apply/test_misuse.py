@@ -180,16 +180,12 @@ def partial_backwards():
     handle.remove()
 
 
-def test_other_arguments_and_plain_weights(pool):
+def test_plain_weights(pool):
     pool.run(refused_at_run_time, world=2)
 
 
 def refused_at_run_time():
     reference, model = twins()
-    mask = torch.zeros(3, 8, requires_grad=True)
-    hidden = torch.randn(3, 8, 32, dtype=torch.float64)
-    with pytest.raises(NotSupportedError, match="the argument 'mask' needs a gradient"):
-        model.model.layers[0].attention(hidden, mask=mask)
     model.load_state_dict(reference.state_dict(), assign=True)
     with pytest.raises(WrapError, match="without assign splits whole tensors"):
         model(batch())

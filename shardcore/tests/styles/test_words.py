@@ -144,7 +144,7 @@ class ModelPolicy(Policy):
             "Decoder": [vocab("embed"), norm("norm"), *([enter_arg("", "states")] if self.lets_in else [])],
             "Layer": [
                 region(enter="itself", col=segments("itself.qkv", 3, by="head"), row="itself.out", heads=self.counts),
-                region(enter="cross", col=cross, row="cross.out", also="states", heads="cross.heads"),
+                region(enter="cross", col=cross, row="cross.out", heads="cross.heads"),
                 region(enter="up", col="up", row="down"),
                 attribute("itself.heads", per_rank),
                 attribute("cross.heads", per_rank),
@@ -254,8 +254,8 @@ def test_whole_samples_are_dropped_alike(pool):
 def test_plans_say_what_enters():
     plan = compile_plan(ModelPolicy, _model(), ShardConfig(tensor_parallel_size=2))
     assert EnterArgument(path="decoder", argument=("states", 1)) in plan.steps
-    (entry, *_) = [s for s in plan.steps if isinstance(s, EnterRegion) and s.also]
-    assert "enters with 'x' beside 'states' for cross.q, cross.k, cross.v, leaves at cross.out" in entry.describe()
+    entry = next(s for s in plan.steps if isinstance(s, EnterRegion) and "cross.q" in s.members[0])
+    assert "enters with 'x' for cross.q, cross.k, cross.v, leaves at cross.out" in entry.describe()
     for words in ("enters 'states' for all regions below", "loss of logits against labels after the forward"):
         assert words in plan.render()
     inference = compile_plan(ModelPolicy, _model(), ShardConfig(tensor_parallel_size=2, inference_only=True))
@@ -274,29 +274,18 @@ def test_inference_on_split_tokens_lets_states_in():
     assert [s.path for s in plan.steps if isinstance(s, EnterArgument)] == ["decoder"]
 
 
-def test_states_that_nothing_lets_in():
+def forgotten():
     class Forgotten(ModelPolicy):
         lets_in = False
 
-    assert any("'states' would arrive in the region without having entered it" in p for p in _problems(Forgotten))
-
-
-def undeclared():
-    class Undeclared(ModelPolicy):
-        def module_policy(self):
-            rows = super().module_policy()
-            cross = ("cross.q", "cross.k", "cross.v")
-            rows["Layer"][1] = region(enter="cross", col=cross, row="cross.out", heads="cross.heads")
-            return rows
-
-    sharded = shard(_model(), Undeclared)
+    sharded = shard(_model(), Forgotten)
     ids, states = _batch()
-    with pytest.raises(NotSupportedError, match="the argument at position 1 needs a gradient, but only 'x' enters"):
+    with pytest.raises(NotSupportedError, match="was called with a tensor that did not enter it"):
         sharded(ids, states.requires_grad_())
 
 
-def test_states_that_a_region_does_not_know_of(pool):
-    pool.run(undeclared, world=2)
+def test_states_that_nothing_lets_in(pool):
+    pool.run(forgotten, world=2)
 
 
 def test_heads_of_one_module():

@@ -223,7 +223,6 @@ class BiasedPolicy(ModelPolicy):
         region(
             enter="mixer",
             arg="x",
-            local=("slopes", "bias", "mask"),
             col=QKV,
             row="mixer.out",
             unit="head",
@@ -250,7 +249,7 @@ class SummingPolicy(BiasedPolicy):
 
 class HandingPolicy(ModelPolicy):
     block = (
-        region(enter="mixer", local="bias", col=QKV, row="mixer.out", unit="head"),
+        region(enter="mixer", col=QKV, row="mixer.out", unit="head"),
         per_head("mixer.table"),
     )
 

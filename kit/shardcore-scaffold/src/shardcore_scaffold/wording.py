@@ -43,13 +43,11 @@ class _Entry:
     Attributes:
         module: the module whose call enters it; empty where each column linear enters by itself.
         at: linears inside of it whose outputs enter in place of its argument.
-        local: arguments of it that hold local heads.
         after: what acts on the row linear's output inside of it.
     """
 
     module: str = ""
     at: list[str] = field(default_factory=list)
-    local: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
 
 
@@ -88,7 +86,7 @@ class _Wording:
         if not columns:
             return "it has keys and values only"
         cuts = self._cuts()
-        entry = self._entry({name for name, _ in cuts})
+        entry = self._entry()
         if region.past and not entry.at:
             return f"{self._short(region.past[0])} is read by all heads, past its column linears"
         found.partial = [name for name in region.partial if not name.startswith(f"{self.place}.")]
@@ -100,7 +98,6 @@ class _Wording:
                 called(
                     "region",
                     enter=_one(self._short(entry.module)),
-                    local=_all(entry.local),
                     at=_all(self._shorts(entry.at)),
                     col=names_in(columns),
                     kv=names_in(kv),
@@ -176,8 +173,8 @@ class _Wording:
                 fits = groups == 1 and equal and column.sizes[0] == width
                 return (f"segments({plain}, {column.runs})" if fits else ""), False
 
-    def _entry(self, cut: set[str]) -> _Entry:
-        """Return where the region is entered; ``cut`` are arguments that rules cut to local heads."""
+    def _entry(self) -> _Entry:
+        """Return where the region is entered."""
         region = self.region
         above = common([*self.names, *region.past])
         while above != self.place and isinstance(self.modules[above], LISTS):
@@ -185,10 +182,9 @@ class _Wording:
         alone = len(self.names) == 1 and not region.past and not (self.entered and self.by_heads)
         if alone or above == self.place or above in self.dependence.residual:
             return _Entry()
-        made = self._made_inside(above)
-        if made is None:
+        if not self._made_inside(above):
             return _Entry()
-        entry = _Entry(above, local=[*made, *sorted(cut)])
+        entry = _Entry(above)
         inside = [name for name in self.dependence.linears if name.startswith(f"{above}.")]
         if region.past:
             fed = {s for name in self.names for s in self.dependence.reads[name] if s in inside}
@@ -225,11 +221,10 @@ class _Wording:
                 if any(bool(pattern.any()) for pattern in patterns):
                     yield name, made_of(tensors, leaves), patterns
 
-    def _made_inside(self, module: str) -> list[str] | None:
-        """Return the arguments that are made of the region's own parameters, or None if one has to enter too."""
+    def _made_inside(self, module: str) -> bool:
+        """Tell whether what arrives beside is made of the region's own parameters, so that none of it has to enter."""
         own = {split.name for split in self.region.split}
-        found = [(name, made) for name, made, _ in self._arguments(module) if made]
-        return None if any(not made <= own for _, made in found) else [name for name, _ in found]
+        return all(made <= own for _, made, _ in self._arguments(module))
 
     def _cuts(self) -> list[tuple[str, str]]:
         """Return the arguments that hold all heads and are made of no parameters, with a rule that cuts each."""

@@ -38,7 +38,7 @@ class BartDecoderPolicy(PretrainedPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head."""
-        crossing = self.attention("encoder_attn", also="key_value_states")
+        crossing = self.attention("encoder_attn")
         return {
             f"{self.family}Decoder": [enter_arg("", "encoder_hidden_states"), *self.stack(cross_attentions="heads")],
             f"{self.family}DecoderLayer": [*self.block(), *crossing],
@@ -61,11 +61,11 @@ class BartDecoderPolicy(PretrainedPolicy):
         """Return the rules of what blocks of both stacks have."""
         return [*self.attention("self_attn"), region(col="fc1", row="fc2"), norm("final_layer_norm")]
 
-    def attention(self, name: str, also: str | tuple[str, ...] = ()) -> list[Rule]:
+    def attention(self, name: str) -> list[Rule]:
         """Return the rules of one attention; encoder and decoder may have different numbers of heads."""
         columns = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         return [
-            region(enter=name, also=also, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
+            region(enter=name, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
             norm(f"{name}_layer_norm"),
         ]
 

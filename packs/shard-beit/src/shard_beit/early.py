@@ -12,7 +12,6 @@ _SELF = "attention.attention"
 ATTENTION: list[Rule] = [
     region(
         enter=_SELF,
-        local=("relative_position_bias",),  # for the heads of this rank
         col=(f"{_SELF}.query", f"{_SELF}.key", f"{_SELF}.value"),
         row="attention.output.dense",
         unit="head",

@@ -18,7 +18,6 @@ _TABLE = "relative_position_bias_table"
 _ATTENTION: list[Rule] = [
     region(
         enter="attention",
-        local=("attention_mask",),  # with the bias for the heads of this rank
         col=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
         row="attention.o_proj",
         unit="head",

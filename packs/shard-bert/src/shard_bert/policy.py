@@ -17,7 +17,7 @@ __all__ = ["TOKENS", "BertModelPolicy"]
 TOKENS = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack="encoder")
 
 
-def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Rule]:
+def _attention(name: str, *, optional: bool = False) -> list[Rule]:
     """Return the rules of one attention of a block.
 
     It is entered below the residual connection, which is in its ``output``.
@@ -25,7 +25,6 @@ def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False)
     return [
         region(
             enter=f"{name}.self",
-            also=also,
             col=tuple(f"{name}.self.{projection}" for projection in ("query", "key", "value")),
             row=f"{name}.output.dense",
             unit="head",
@@ -61,7 +60,7 @@ class BertModelPolicy(PretrainedPolicy):
             f"{self.family}Encoder": [enter_arg("", "encoder_hidden_states")],
             f"{self.family}Layer": [
                 *_attention("attention"),
-                *_attention("crossattention", also=("encoder_hidden_states",), optional=True),
+                *_attention("crossattention", optional=True),
                 region(col="intermediate.dense", row="output.dense"),
                 norm("output.LayerNorm"),
             ],

@@ -41,12 +41,11 @@ VISION: ModulePolicy = {
 VISION_STAGES = Stages(first="embeddings", blocks="encoder.layers", last="post_layernorm")
 
 
-def _attention(name: str, *, also: tuple[str, ...] = (), optional: bool = False) -> list[Rule]:
+def _attention(name: str, *, optional: bool = False) -> list[Rule]:
     """Return the rules of one attention of a block, whose residual connection is in its ``output``."""
     return [
         region(
             enter=f"{name}.attention",
-            also=also,
             col=tuple(f"{name}.attention.{projection}" for projection in ("query", "key", "value")),
             row=f"{name}.output.dense",
             heads=f"{name}.attention.num_attention_heads",
@@ -71,7 +70,7 @@ QFORMER: ModulePolicy = {
     "Blip2QFormerEncoder": [enter_arg("", "encoder_hidden_states")],
     "Blip2QFormerLayer": [
         *_attention("attention"),
-        *_attention("crossattention", also=("encoder_hidden_states",), optional=True),
+        *_attention("crossattention", optional=True),
         region(col="intermediate_query.dense", row="output_query.dense"),
         norm("output_query.LayerNorm"),
         region(col="intermediate.dense", row="output.dense", optional=True),

@@ -35,7 +35,6 @@ class DebertaModelPolicy(policy.DebertaV2ModelPolicy):
             refuse(_mixes_heads, "talking_head mixes the scores of all heads", todo="set talking_head=False"),
             region(
                 enter="attention.self",
-                also="rel_embeddings",
                 col=(
                     segments("attention.self.in_proj", 3, by="head"),
                     *(f"attention.self.{linear}" for linear in linears),

@@ -74,7 +74,6 @@ class DebertaV2ModelPolicy(PretrainedPolicy):
         return [
             region(
                 enter="attention.self",
-                also="rel_embeddings",
                 col=tuple(f"attention.self.{linear}" for linear in linears),
                 row="attention.output.dense",
                 unit="head",

@@ -58,7 +58,6 @@ class FalconModelPolicy(PretrainedPolicy):
                 *(slice_arg("self_attention", name, -3) for name in by_heads if self.model.config.alibi),
                 region(
                     enter="self_attention",
-                    local=by_heads,
                     col=segments("self_attention.query_key_value", ("query", "key", "value"), by="group"),
                     row="self_attention.dense",
                     unit="head",

@@ -51,7 +51,6 @@ class GPT2ModelPolicy(PretrainedPolicy):
                 norm("ln_cross_attn", optional=True),
                 region(
                     enter="crossattention",
-                    also="encoder_hidden_states",
                     col=("crossattention.q_attn", segments("crossattention.c_attn", 2)),
                     row="crossattention.c_proj",
                     unit="head",

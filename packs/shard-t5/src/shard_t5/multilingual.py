@@ -37,13 +37,10 @@ class UMT5EncoderModelPolicy(policy.T5EncoderModelPolicy):
     """The encoder of umT5 alone."""
 
     family: ClassVar[str] = "UMT5"
-    handed: ClassVar[tuple[str, ...]] = ()
 
 
 class UMT5ModelPolicy(UMT5EncoderModelPolicy, policy.T5ModelPolicy):
     """Encoder and decoder of umT5."""
-
-    states: ClassVar[str] = "encoder_hidden_states"
 
 
 class UMT5ForConditionalGenerationPolicy(UMT5ModelPolicy, heads.T5ForConditionalGenerationPolicy):

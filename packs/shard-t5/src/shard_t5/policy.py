@@ -19,8 +19,6 @@ class T5EncoderModelPolicy(PretrainedPolicy):
 
     #: What the names of the model's classes begin with.
     family: ClassVar[str] = "T5"
-    #: What attention calls the bias that it is handed.
-    handed: ClassVar[tuple[str, ...]] = ("position_bias",)
     #: The class that holds the embedding, and what is beside it there.
     holder: ClassVar[str] = "EncoderModel"
     beside: ClassVar[tuple[Rule, ...]] = ()
@@ -45,14 +43,12 @@ class T5EncoderModelPolicy(PretrainedPolicy):
             **self.head(),
         }
 
-    def attention(self, name: str, *also: str) -> list[Rule]:
+    def attention(self, name: str) -> list[Rule]:
         """Return the rules of one attention and of the norm before it."""
         return [
             norm("layer_norm", rms="variance_epsilon"),
             region(
                 enter=name,
-                also=also,
-                local=self.handed,
                 col=(f"{name}.q", f"{name}.k", f"{name}.v"),
                 row=f"{name}.o",
                 unit="head",
@@ -70,8 +66,6 @@ class T5EncoderModelPolicy(PretrainedPolicy):
 class T5ModelPolicy(T5EncoderModelPolicy):
     """Encoder and decoder."""
 
-    #: What attention calls the encoder's states.
-    states: ClassVar[str] = "key_value_states"
     holder: ClassVar[str] = "Model"
     stages = Stages(
         first=("shared", "encoder.embed_tokens"),
@@ -82,5 +76,5 @@ class T5ModelPolicy(T5EncoderModelPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder, and those of the decoder's attention to it."""
-        crossing = self.attention("EncDecAttention", self.states)
+        crossing = self.attention("EncDecAttention")
         return {**super().module_policy(), f"{self.family}LayerCrossAttention": crossing}

@@ -23,11 +23,11 @@ from shardcore_transformers import PretrainedPolicy
 __all__ = ["DECODER", "ENCODER", "WhisperModelPolicy"]
 
 
-def _attention(name: str, *also: str) -> list[Rule]:
+def _attention(name: str) -> list[Rule]:
     """Return the rules of one attention; encoder and decoder may have different numbers of heads."""
     columns = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
     return [
-        region(enter=name, also=also, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
+        region(enter=name, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
         attribute(f"{name}.num_heads", per_rank),
         norm(f"{name}_layer_norm"),
     ]
@@ -55,7 +55,7 @@ DECODER: ModulePolicy = {
         enter_arg("", "encoder_hidden_states"),
         *_stack(cross_attentions="heads"),
     ],
-    "WhisperDecoderLayer": [*_LAYER, *_attention("encoder_attn", "key_value_states")],
+    "WhisperDecoderLayer": [*_LAYER, *_attention("encoder_attn")],
 }
 
 

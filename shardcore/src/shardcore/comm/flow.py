@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["ELSEWHERE", "ENTERS", "LEAVES", "PASSES", "SPLIT", "Flow", "State"]
+__all__ = ["ELSEWHERE", "ENTERS", "ENTERS_SPLIT", "LEAVES", "LEAVES_SPLIT", "PASSES", "SPLIT", "Flow", "State"]
 
 
 class State(enum.Enum):
@@ -41,6 +42,7 @@ class Flow:
             others of the group have got; such a node computes no gradient by itself.
         zeros: the gradient of the parameters is zero.
         of_tokens: what it does where the attribute ``length`` of the node is set: tokens are split outside.
+        edge: of a region, inside of which activations are split over the ranks, if it is one.
     """
 
     takes: State | None = None
@@ -50,15 +52,18 @@ class Flow:
     group: str = ""
     zeros: bool = False
     of_tokens: Flow | None = None
+    edge: Literal["enters", "leaves"] | None = None
 
 
 #: Nothing is sent, and nothing changes.
 PASSES = Flow()
 #: Into a region: each rank has a summand, which are summed. Or each has its part, which are put together.
-ENTERS = Flow(State.OWN, State.WHOLE)
+ENTERS = Flow(State.OWN, State.WHOLE, edge="enters")
 #: Out of a region: what follows is the same on all ranks, and each takes the gradient of what it brought.
-LEAVES = Flow(State.WHOLE, State.OWN)
-#: Between two ways to be split, such as heads inside and tokens outside.
+LEAVES = Flow(State.WHOLE, State.OWN, edge="leaves")
+#: Between two ways to be split: rows of parameters, or heads inside of a region and tokens outside.
 SPLIT = Flow(State.OWN, State.OWN)
+ENTERS_SPLIT = Flow(State.OWN, State.OWN, edge="enters")
+LEAVES_SPLIT = Flow(State.OWN, State.OWN, edge="leaves")
 #: Back to another rank, where what is there goes on with it.
 ELSEWHERE = Flow(gives=State.UNKNOWN)

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from shardcore.comm.channel import Channel, Pending
 from shardcore.comm.collectives import packed, refuse_double_backward
-from shardcore.comm.flow import ENTERS, LEAVES, SPLIT
+from shardcore.comm.flow import ENTERS, ENTERS_SPLIT, LEAVES, LEAVES_SPLIT
 
 __all__ = [
     "Gathering",
@@ -95,7 +95,7 @@ def own_tokens(x: Tensor, channel: Channel) -> Tensor:
 
 
 class _EnterFromSequence(Function):
-    flow = SPLIT
+    flow = ENTERS_SPLIT
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel, length: int) -> Tensor:
@@ -109,7 +109,7 @@ class _EnterFromSequence(Function):
 
 
 class _LeaveToSequence(Function):
-    flow = SPLIT
+    flow = LEAVES_SPLIT
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channel: Channel) -> Tensor:

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp
 from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows
@@ -34,7 +35,7 @@ from shardcore.nn.layout import ExchangedLayout, Layout, ReplicatedLayout, Segme
 from shardcore.nn.linear.parallel import RowLinear
 from shardcore.nn.linear.together import take_rows
 from shardcore.nn.masks import additive, of_keys, of_queries
-from shardcore.nn.region.summed import shared_source
+from shardcore.nn.region.flow import has_entered
 from shardcore.nn.sequence.tokens import SequenceShard
 
 __all__ = ["Of", "SplitAttention", "output_options"]
@@ -306,10 +307,10 @@ class SplitAttention(SwappedModule):
         """Enter with states that all ranks have whole, unless they have entered above."""
         if not self._has_entered:
             return self._whole(x)
-        if torch.is_grad_enabled() and (source := shared_source(x)) is not None:
+        if x.requires_grad and torch.is_grad_enabled() and backward_task() == -1 and not has_entered(x):
             raise NotSupportedError(
-                f"{type(self).__name__}: the gradient of its keys would reach {source} as this rank's summand, since "
-                "they enter where the decoder around it is called. Call the decoder, not a layer of it."
+                f"{type(self).__name__}: the gradient of its keys would be this rank's summand, since they enter where "
+                "the decoder around it is called. Call the decoder, not a layer of it."
             )
         return x
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shardcore._torch import backward_task
 from shardcore.errors import PlanError, Problem
@@ -72,9 +73,10 @@ class JudgedModel(SwappedModule):
             raise PlanError(f"the gradients of this {kind} would be wrong, though what it returns is right", found)
 
     def _problems(self, outputs: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Problem]:
-        graph = Graph(outputs)
-        arguments = {id(t): f"at position {i}" for i, t in enumerate(args) if isinstance(t, Tensor)}
-        arguments |= {id(t): repr(name) for name, t in kwargs.items() if isinstance(t, Tensor)}
+        given = {f"at position {i}": value for i, value in enumerate(args)} | {repr(n): v for n, v in kwargs.items()}
+        tensors = [(name, t) for name, value in given.items() for t in tree_leaves(value) if isinstance(t, Tensor)]
+        graph = Graph(outputs, [t for _, t in tensors])
+        arguments = {id(t): name for name, t in tensors}
         judged = arguments | {id(p): "" for p in self.parameters() if not isinstance(p, DTensor)}
         wrong = wrong_gradients(graph, judged)
         return problems(self, graph, wrong, arguments) if wrong else []
@@ -92,6 +94,8 @@ def _kind_of(value: Any, ranks: int) -> Any:
     if isinstance(value, Tensor):
         # Too few tokens are not split.
         return value.requires_grad, value.ndim, value.ndim > 1 and value.size(1) >= ranks
+    if isinstance(value, tuple | list | dict):
+        return type(value), any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
     return value if value is None or isinstance(value, bool) else type(value)
 
 

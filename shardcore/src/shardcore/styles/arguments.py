@@ -19,8 +19,7 @@ def slice_arg(
 ) -> Rule:
     """Cut an argument that has all heads to the heads of the rank: ALiBi, a mask by heads, a bias of positions.
 
-    Its gradient, if it needs one, is put together from all ranks. Where the same module is named by ``enter=`` of a
-    region, the region names the argument in ``local=``.
+    Its gradient, if it needs one, is put together from all ranks.
 
     Args:
         module: the module whose ``forward`` takes the tensor (``""`` for the one that the rule is listed under).

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from shardcore.nn import Replicated
 from shardcore.nn.linear.bias import BiasLinear
-from shardcore.plan.steps import RefuseGradients
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import number_of
 from shardcore.styles._text import written
@@ -55,4 +54,3 @@ class BiasNetRule(Rule):
         for below, module in network.named_modules():
             if module is not last and any(p is not None for p in module._parameters.values()):
                 scope.swap(f"{self.name}.{below}" if below else self.name, Replicated, partial=True)
-        scope.add(RefuseGradients(path=scope.name(self.name)))

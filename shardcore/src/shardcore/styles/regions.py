@@ -31,8 +31,6 @@ def region(
     row: str,
     enter: str | None = None,
     arg: str | None = None,
-    also: str | tuple[str, ...] = (),
-    local: str | tuple[str, ...] = (),
     at: str | tuple[str, ...] = (),
     inside: str | tuple[str, ...] = (),
     after: str | tuple[str, ...] = (),
@@ -51,10 +49,6 @@ def region(
             for all column linears. It must not contain the residual connection. ``None``: each column linear enters by
             itself, with an all-reduce of its own.
         arg: the argument of that module's ``forward`` that enters; by default the first.
-        also: further arguments that the region uses, and that an `enter_arg` of a module above has entered.
-        local: further arguments that hold this rank's heads when they arrive: a `slice_arg` at the same module has cut
-            them, or they were made inside of a region, of parameters that are split by heads. Their gradient stays on
-            the rank.
         at: modules inside of the module ``enter`` whose outputs enter, in place of its argument: replicated linears
             from which several ways lead to the heads, as the low-rank projections of latent attention do. What runs
             before them is computed alike on all ranks and needs no `partial`. A linear of ``col`` enters with its
@@ -75,8 +69,6 @@ def region(
         "region",
         enter=enter,
         arg=arg,
-        also=also or None,
-        local=local or None,
         at=at or None,
         inside=inside or None,
         after=after or None,
@@ -93,8 +85,6 @@ def region(
         optional=optional,
         enter=enter,
         arg=arg,
-        also=names_of(also),
-        local=names_of(local),
         at=names_of(at),
         inside=names_of(inside),
         after=names_of(after),
@@ -140,8 +130,7 @@ def segments(
 def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
     """Enter one tensor into the regions of all blocks of a stack, such as the encoder states that they attend to.
 
-    This costs one backward all-reduce for the model instead of one in each block. The regions that use the tensor name
-    it in ``also=``.
+    This costs one backward all-reduce for the model instead of one in each block.
 
     Args:
         module: the module whose ``forward`` takes the tensor (``""`` for the one that the rule is listed under).
@@ -161,8 +150,6 @@ class RegionRule(Rule):
     kv: tuple[Column, ...]
     row: str
     unit: str
-    also: tuple[str, ...] = ()
-    local: tuple[str, ...] = ()
     at: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -270,11 +257,9 @@ class RegionRule(Rule):
         members = tuple(scope.name(column.name) for column in self.columns)
         place = self.enter if self.enter is not None else self.col[0].name
         if self.enter is None and len(members) > 1:
-            if self.local or self.also or self.inside:
-                todo = "leave them out, or name the module with enter="
-                scope.problem(
-                    "also=, local= and inside= are for a region that is entered at the module of enter=", todo
-                )
+            if self.inside:
+                todo = "leave it out, or name the module with enter="
+                scope.problem("inside= is for a region that is entered at the module of enter=", todo)
             return None
         # Linears that enter by themselves would not sum what else leads to the heads, or sum it twice.
         if _needs_no_entry(scope) and not self.at and not self.inside:
@@ -297,8 +282,6 @@ class RegionRule(Rule):
             members=members,
             row=scope.name(self.row),
             block=scope.name(""),
-            also=self._arguments(scope, place, "also", self.also),
-            local=self._arguments(scope, place, "local", self.local),
             at=tuple(scope.name(name) for name in self.at),
             after=tuple(scope.name(name) for name in self.after),
             beside=() if self.enter is None else tuple(map(scope.name, self._beside(scope))),
@@ -310,14 +293,6 @@ class RegionRule(Rule):
             module = scope.find(name)
             if module is not None and any(p is not None for p in module._parameters.values()):
                 yield name
-
-    def _arguments(self, scope: Scope, place: str, word: str, names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-        """Return the further arguments that the policy names; record those that the module does not take."""
-        module = scope.find(place)
-        found = {} if module is None else {name: argument_of(module, name) for name in names}
-        for name in (name for name, argument in found.items() if argument is None):
-            scope.problem(f"{type(module).__name__}.forward has no argument {name!r}", f"correct {word}=", place)
-        return tuple(argument for argument in found.values() if argument is not None)
 
     def _check_at(self, scope: Scope) -> None:
         """Record what cannot be meant by ``at=``."""

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
 from shardcore.comm.experts import share_gradient
 from shardcore.comm.sequence import enter_from_sequence, leave_to_sequence
-from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.region.contents import needs_gradient
 from shardcore.nn.sequence.tokens import SequenceShard
 
 __all__ = ["ExpertsBlock", "RouterLogits"]
@@ -66,8 +63,6 @@ class ExpertsBlock(SwappedModule):
         tokens = self._experts_sequence
         length = None if tokens is None else tokens.length
         name, place = self._experts_argument
-        if torch.is_grad_enabled():
-            self._refuse_others(args, kwargs)
         if name in kwargs:
             kwargs = {**kwargs, name: self._enter(kwargs[name], length)}
         else:
@@ -93,19 +88,6 @@ class ExpertsBlock(SwappedModule):
             return reduce_from_tp(out, channel)
         self._experts_sequence.expect(out, length, type(self).__name__)
         return leave_to_sequence(out, channel)
-
-    def _refuse_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse any other argument that needs a gradient: on each rank it would be a summand."""
-        name, place = self._experts_argument
-        named = {f"at position {i}": value for i, value in enumerate(args) if i != place or name in kwargs}
-        named |= {repr(key): value for key, value in kwargs.items() if key != name}
-        for what, value in named.items():
-            if needs_gradient(value) is not None:
-                raise NotSupportedError(
-                    f"{type(self).__name__}: the argument {what} needs a gradient, but only {name!r} enters its "
-                    "experts: the gradient of another would be this rank's summand. Detach it, or keep the module "
-                    "unsharded."
-                )
 
 
 class RouterLogits(SwappedModule):

@@ -8,13 +8,11 @@ from typing import Any, Self
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.linear.parallel import ColumnLinear
-from shardcore.nn.region.contents import needs_gradient
 
-__all__ = ["BiasLinear", "refuse_gradients"]
+__all__ = ["BiasLinear"]
 
 
 class BiasLinear(ColumnLinear):
@@ -47,18 +45,3 @@ class BiasLinear(ColumnLinear):
     @override
     def local(self, x: Tensor) -> Tensor:
         return self.product(x)
-
-
-def refuse_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse, as a forward pre-hook, arguments that need a gradient: it would be this rank's summand.
-
-    Raises:
-        NotSupportedError: an argument does.
-    """
-    for name, value in [*((f"at position {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
-        if needs_gradient(value) is not None:
-            raise NotSupportedError(
-                f"{type(module).__name__}: the argument {name} of a network of biases needs a gradient, which would be "
-                "this rank's summand; bias_net is for networks of coordinates. Detach it, or make its linears a region "
-                "of their own in the policy"
-            )

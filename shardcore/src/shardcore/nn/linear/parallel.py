@@ -24,11 +24,10 @@ from shardcore.nn.layout import (
     ShardedLayout,
     last_rank_is_empty,
 )
-from shardcore.nn.linear.entrance import require_entered
 from shardcore.nn.linear.functional import local_linear, multiply
 from shardcore.nn.linear.native import ParallelLinear
 from shardcore.nn.linear.together import Reading, read_together, shared_parameters
-from shardcore.nn.region.region import Region, deferred_linear
+from shardcore.nn.region.region import Region, deferred_linear, require_entered
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.sequence.tokens import SequenceShard
 

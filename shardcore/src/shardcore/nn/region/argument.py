@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardcore.comm.collectives import copy_to_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.region.contents import needs_gradient
 
 __all__ = ["EnteredArgument"]
 
@@ -42,12 +42,11 @@ class EnteredArgument:
         return args, kwargs
 
     def _enter(self, value: Any) -> Any:
-        place = needs_gradient(value)
         if isinstance(value, Tensor):
-            return value if place is None else copy_to_tp(value, self.context.channel)
-        if place is not None:
+            return copy_to_tp(value, self.context.channel) if value.requires_grad else value
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
             raise NotSupportedError(
-                f"the argument {self._name!r} that enters the regions is a {type(value).__name__} whose {place} needs "
-                "a gradient; wanted one tensor"
+                f"the argument {self._name!r} that enters the regions is a {type(value).__name__} with a tensor that "
+                "needs a gradient; wanted one tensor"
             )
         return value

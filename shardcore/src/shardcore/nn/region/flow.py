@@ -12,16 +12,16 @@ first trained layer, changes nothing. What comes through a function that says no
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from shardcore.comm.flow import PASSES, Flow, State
+from shardcore.comm.flow import ELSEWHERE, PASSES, Flow, State
 
-__all__ = ["Got", "Graph", "Mistake"]
+__all__ = ["Got", "Graph", "Mistake", "has_entered"]
 
 #: Functions of torch that return their inputs, each at its place: FSDP2's mark of where a unit's backward ends, and
 #: that of backward hooks of modules.
@@ -73,17 +73,45 @@ def leaf_of(node: Node) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def has_entered(x: Tensor, opened_here: Callable[[Node], bool] = lambda node: True) -> bool:
+    """Tell whether a tensor came into a region: an entry is nearer behind it than the end of another region.
+
+    Args:
+        x: the tensor.
+        opened_here: tells of an entry that names the members of its region whether it is the one that is meant.
+    """
+    queue: deque[Node] = deque([x.grad_fn])
+    seen: set[Node] = {None}
+    while queue:  # breadth first: the entry is a few nodes away
+        node = queue.popleft()
+        if node in seen:
+            continue
+        seen.add(node)
+        flow = flow_of(node)
+        if flow is None or flow is ELSEWHERE:
+            return True  # nobody knows: a compiled graph, or a tensor that has entered on another stage of a pipeline
+        if flow.edge == "enters" and (not flow.group or opened_here(node)):
+            return True
+        if flow.edge != "leaves":
+            queue.extend(following for following, _ in node.next_functions)
+    return False
+
+
 class Graph:
     """The graph behind the outputs of one call, walked once.
 
     Args:
         outputs: tensors that need a gradient and are the same on all ranks.
+        inputs: tensors that the call was given.
 
     Attributes:
-        leaves: every parameter, and other tensor without a history, with what it gets.
+        leaves: every parameter and other tensor without a history, and every input, with what it gets.
     """
 
-    def __init__(self, outputs: Iterable[Tensor]) -> None:
+    def __init__(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> None:
+        # One that has entered already is no input any more: the model's own hooks ran before.
+        made = [(t.grad_fn, t) for t in inputs if t.grad_fn is not None]
+        self._inputs = {(node, t.output_nr): t for node, t in made if (f := flow_of(node)) is None or f.edge is None}
         roots = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
         self._readers: dict[Node, list[Node]] = {node: [] for node, _ in roots}
         self._arrived: dict[Node, dict[int, Got]] = {}
@@ -130,6 +158,7 @@ class Graph:
         at, count = self._arrived.pop(node, {}), len(node.next_functions)
         if (leaf := leaf_of(node)) is not None:
             self.leaves += [(leaf, got) for got in at.values()]
+        self.leaves += [(self._inputs[node, n], got) for n, got in at.items() if (node, n) in self._inputs]
         if not at:
             return [None] * count
         flow = flow_of(node)

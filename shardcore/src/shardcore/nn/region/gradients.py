@@ -119,9 +119,7 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
         )
     near = [other for other in readers if other != where]
     if name.startswith("the argument"):
-        todo = (
-            "let it enter once, above: enter_arg(module, argument) with also= at the regions; slice_arg if it has all "
-        )
+        todo = "let it enter once, above: enter_arg(module, argument); slice_arg if it has all "
         todo += "heads; or detach it"
     else:
         todo = (
@@ -172,7 +170,7 @@ def _joined(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
         what += f"by what all ranks compute alike (next to {to_whole})"
         todo = (
             f"let it enter for all that reads it: region(enter=..., at={where.rpartition('.')[2]!r}, ...), or "
-            "enter_arg(module, argument) where it is an argument, with also= at the regions that use it"
+            "enter_arg(module, argument) where it is an argument"
         )
     return Problem(
         where=where,

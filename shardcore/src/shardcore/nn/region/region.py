@@ -26,18 +26,19 @@ from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, flat, product, weight_gradient
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.randomness.dropout import DropoutSites
-from shardcore.nn.region.others import OtherArguments
+from shardcore.nn.region.flow import has_entered
 from shardcore.nn.sequence.tokens import SequenceShard
 
 if TYPE_CHECKING:
     from shardcore.nn.linear.parallel import ColumnLinear
     from shardcore.nn.replicated import Replicated
 
-__all__ = ["Region", "deferred_linear"]
+__all__ = ["Region", "deferred_linear", "require_entered"]
 
 OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
 
@@ -113,7 +114,7 @@ def _used(parameter: Tensor) -> Tensor:
     return held.detach() if held.requires_grad else held
 
 
-_OF_TOKENS = Flow(State.OWN, State.OWN, parameters=1, group="region")
+_OF_TOKENS = Flow(State.OWN, State.OWN, parameters=1, group="region", edge="enters")
 
 
 class _EnterRegion(Function):
@@ -122,7 +123,7 @@ class _EnterRegion(Function):
     Where the sequence is split (``length`` tokens): all-gather forward, reduce-scatter backward.
     """
 
-    flow = Flow(State.OWN, State.WHOLE, parameters=1, group="region", of_tokens=_OF_TOKENS)
+    flow = Flow(State.OWN, State.WHOLE, parameters=1, group="region", of_tokens=_OF_TOKENS, edge="enters")
 
     @staticmethod
     def forward(ctx: Any, region: _Open, length: int | None, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -213,14 +214,26 @@ def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
     return out
 
 
-def entered_for(node: Any, member: ColumnLinear) -> bool:
-    """Tell whether ``node``, of an autograd graph, is the entry of a region of ``member``."""
-    return getattr(type(node), "_forward_cls", None) is _EnterRegion and id(member) in node.region.known
+def require_entered(member: ColumnLinear, x: Tensor) -> None:
+    """Refuse ``x``, which a member is called with, if it needs a gradient and did not come in through an entry.
 
+    The entry is a hook on the call of a module. Whoever calls that module's ``forward``, or the member by itself,
+    bypasses it: the output is right, but the gradient of the input is partial.
 
-def backward_is_running() -> bool:
-    """Tell whether this thread is inside a backward."""
-    return backward_task() != -1
+    Raises:
+        NotSupportedError: the gradient would be partial.
+    """
+    # The graph of what a reentrant checkpoint recomputes begins inside of the region.
+    if not x.requires_grad or hasattr(x, OPEN) or backward_task() != -1:
+        return
+    if not has_entered(x, lambda node: id(member) in node.region.known):
+        raise NotSupportedError(
+            f"a {type(member).__name__} ({member.in_features} to {member.out_features} features) inside of a "
+            "tensor-parallel region was called with a tensor that did not enter it: each rank would have a summand of "
+            "its gradient. Call the block, or the attention or MLP in it, as a module: layer.mlp(x), not "
+            "layer.mlp.forward(x), nor the linear by itself. Without gradients (torch.no_grad(), a detached tensor) it "
+            "returns this rank's part."
+        )
 
 
 class Region:
@@ -233,8 +246,6 @@ class Region:
         dropouts: where numbers may be drawn for split activations; None if no row linear ends the region. From entry to
             row linear the random stream is forked: always in eager mode; in compiled code, where forking breaks the
             graph, only while a dropout at one of the places is active.
-        also: names and positions of further arguments that have entered elsewhere (`EnteredArgument`).
-        local: names and positions of those that hold what this rank alone has.
         beside: modules inside of the region whose gradients are partial, and are summed with those of the members.
     """
 
@@ -244,8 +255,6 @@ class Region:
         argument: tuple[str, int],
         members: Sequence[ColumnLinear],
         dropouts: DropoutSites | None,
-        also: Sequence[tuple[str, int]] = (),
-        local: Sequence[tuple[str, int]] = (),
         beside: Sequence[Replicated] = (),
     ) -> None:
         self.context = context
@@ -258,7 +267,6 @@ class Region:
         self._dropouts = dropouts
         #: Set while the stream is forked by an entry in eager mode; the row linear may be in a compiled graph.
         self._is_forked = False
-        self._others = OtherArguments(argument, also, local)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -269,10 +277,7 @@ class Region:
         length = None if self.sequence is None else self.sequence.length
         if length is None:
             self._fork()  # where tokens are split, the whole block is forked
-        if torch.is_grad_enabled():
-            if len(args) + len(kwargs) > 1:
-                self._others.check(module, args, kwargs)
-        elif length is None:
+        if length is None and not torch.is_grad_enabled():
             return args, kwargs
         if self._name in kwargs:
             return args, {**kwargs, self._name: self._enter(kwargs[self._name])}

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from shardcore.comm.collectives import copy_to_tp, split_to_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.region.contents import needs_gradient
-from shardcore.nn.region.summed import shared_source
 
 __all__ = ["SlicedArgument"]
 
@@ -45,8 +43,7 @@ class SlicedArgument:
         """Return the arguments with this one cut, if it is there.
 
         Raises:
-            NotSupportedError: it is no tensor with so many heads on the dim; or with ``partial``, its gradient would
-                not be summed.
+            NotSupportedError: it is no tensor with so many heads on the dim.
         """
         if self._name in kwargs:
             return args, {**kwargs, self._name: self._cut(module, kwargs[self._name])}
@@ -65,16 +62,10 @@ class SlicedArgument:
         if size != 1 and (size == 0 or size % self._heads):
             raise NotSupportedError(
                 f"{where} has the shape {tuple(value.shape)}; wanted {self._heads} heads, several times {self._heads} "
-                f"(batch * heads) or 1 on dim {self._dim}. Correct dim= or heads= of slice_arg in the policy, or use "
-                "local= of the region if the tensor holds this rank's heads already"
+                f"(batch * heads) or 1 on dim {self._dim}. Correct dim= or heads= of slice_arg in the policy, or leave "
+                "it out if the tensor holds this rank's heads already"
             )
-        needed = torch.is_grad_enabled() and needs_gradient(value) is not None
-        if needed and self._partial and (source := shared_source(value)) is not None:
-            raise NotSupportedError(
-                f"{where} is cut by slice_arg(..., partial=True), but its gradient would reach {source} as this rank's "
-                "summand. Say partial(...) for what makes it, or leave partial=True out"
-            )
-        summing = needed and not self._partial
+        summing = torch.is_grad_enabled() and value.requires_grad and not self._partial
         if size == 1:
             return copy_to_tp(value, self.context.channel) if summing else value
         by_heads = value.unflatten(dim, (-1, self._heads))

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from shardcore.plan.steps.arguments import RefuseGradients, SliceArgument
+from shardcore.plan.steps.arguments import SliceArgument
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
 from shardcore.plan.steps.experts import EnterExperts, ShareVisits
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
@@ -40,7 +40,6 @@ __all__ = [
     "PlanView",
     "Recompute",
     "RefuseCaptured",
-    "RefuseGradients",
     "ReplaceMethods",
     "ReplaceModule",
     "ReplaceParameters",

@@ -7,11 +7,10 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from shardcore.nn.linear.bias import refuse_gradients
 from shardcore.nn.region.slices import SlicedArgument
 from shardcore.plan.steps.base import Bench, Commit, Phase, Step
 
-__all__ = ["RefuseGradients", "SliceArgument"]
+__all__ = ["SliceArgument"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +52,5 @@ class SliceArgument(Step):
 
         def commit() -> None:
             module.register_forward_pre_hook(hook, with_kwargs=True)
-
-        return commit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseGradients(Step):
-    """The module ``path``, a network of biases inside of a region, is given nothing that needs a gradient."""
-
-    @override
-    def describe(self) -> str:
-        return "makes biases of this rank's heads, of inputs without gradients"
-
-    @override
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
-
-        def commit() -> None:
-            module.register_forward_pre_hook(refuse_gradients, with_kwargs=True)
 
         return commit

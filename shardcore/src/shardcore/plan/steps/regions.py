@@ -34,8 +34,6 @@ class EnterRegion(Step):
         members: the column linears that share the entry.
         row: the row linear that ends the region; None if the region ends in its only member.
         block: the module that the region was declared for.
-        also: names and positions of arguments that an `EnterArgument` has entered.
-        local: names and positions of arguments that hold this rank's heads when they arrive.
         at: modules below ``path`` whose outputs enter in place of the argument; members enter with their input.
         after: modules and bare parameters below ``path`` that act on what the row linear returns.
         beside: modules inside whose partial gradients are summed with those of the members.
@@ -47,8 +45,6 @@ class EnterRegion(Step):
     members: tuple[str, ...]
     row: str | None
     block: str
-    also: tuple[tuple[str, int], ...] = ()
-    local: tuple[tuple[str, int], ...] = ()
     at: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
@@ -57,10 +53,8 @@ class EnterRegion(Step):
     def describe(self) -> str:
         end = f", leaves at {self.short(self.row)}" if self.row else ""
         end += f" before {', '.join(map(self.short, self.after))}" if self.after else ""
-        beside = [repr(name) for name, _ in self.also] + [f"{name!r} of this rank's heads" for name, _ in self.local]
-        also = f" beside {', '.join(beside)}" if beside else ""
         what = f"at {', '.join(map(self.short, self.at))}" if self.at else f"with {self.argument[0]!r}"
-        return f"enters {what}{also} for {', '.join(map(self.short, self.members))}{end}"
+        return f"enters {what} for {', '.join(map(self.short, self.members))}{end}"
 
     @property
     @override
@@ -94,13 +88,6 @@ class EnterRegion(Step):
 
     @override
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        entered = any(isinstance(step, EnterArgument) for path in above(self.path) for step in plan.at(path))
-        if self.also and not entered:
-            yield self.problem(
-                f"{', '.join(repr(name) for name, _ in self.also)} would arrive in the region without having entered "
-                "it: each rank would have a summand of its gradient",
-                "add an enter_arg rule for a module above, or name the argument with arg=",
-            )
         for module in plan.model.get_submodule(self.path).modules():
             for step in plan.at_module(module):
                 below = self.path in above(step.path)
@@ -175,16 +162,15 @@ class EnterRegion(Step):
             dropouts = DropoutSites(trees, [block], bench.draws) if last is not None else None
             columns = [m for m in members if isinstance(m, ColumnLinear)]
             beside = [m for m in inside if isinstance(m, Replicated)]
-            others = self.also, self.local, beside
             region: Region
             if inner:
-                region = InnerRegion(bench.shared, self.argument, columns, dropouts, *others)
+                region = InnerRegion(bench.shared, self.argument, columns, dropouts, beside)
                 module.register_forward_pre_hook(region, with_kwargs=True)
                 region.enter_at(inner)
             elif isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
                 region = module.sole_region = SoleRegion(bench.shared, module, dropouts)
             else:
-                region = Region(bench.shared, self.argument, columns, dropouts, *others)
+                region = Region(bench.shared, self.argument, columns, dropouts, beside)
                 module.register_forward_pre_hook(region, with_kwargs=True)
             region.sequence = tokens
             if isinstance(last, RowLinear):
