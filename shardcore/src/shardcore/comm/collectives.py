@@ -163,9 +163,9 @@ def reduce_from_tp(x: Tensor, channel: Channel, *, fresh: bool = False) -> Tenso
         channel: of the tensor-parallel ranks.
         fresh: nobody else holds ``x`` and no gradient formula reads it, so that it may be reduced in place.
     """
-    if fresh and not torch.compiler.is_compiling():
-        return _apply(_ReduceFromTPInPlace, x, channel)
-    return _apply(_ReduceFromTP, x, channel)
+    in_place = fresh and not torch.compiler.is_compiling()
+    out: Tensor = (_ReduceFromTPInPlace if in_place else _ReduceFromTP).apply(x, channel)  # type: ignore[no-untyped-call]
+    return out
 
 
 def gather_from_tp(x: Tensor, channel: Channel, dim: int, size: int | Sequence[int]) -> Tensor:

@@ -128,8 +128,8 @@ class _ReadLocal(Function):
     def forward(ctx: Any, fresh: bool, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.fresh = fresh
-        ctx.specs = [spec_of(p) for p in parameters]
-        return tuple(local_tensor(p).detach() for p in parameters)
+        ctx.specs = tuple([getattr(p, "_spec", None) for p in parameters])
+        return tuple([getattr(p, "_local_tensor", p).detach() for p in parameters])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +32,12 @@ TWO_THREADS = (
 
 
 class _Fork(NamedTuple):
-    """The states, by device, that a fork needs to end."""
+    """The states, of each device, that a fork needs to end."""
 
-    before: dict[str, Tensor]  # of the stream
-    drawn: dict[str, Tensor]  # of the stream, after the seed of the fork was drawn
-    shared: dict[str, Tensor]  # of the stream, after what was drawn from it inside the fork
-    fresh: dict[str, Tensor]  # of this rank, before anything was drawn
+    before: list[Tensor]  # of the stream
+    drawn: list[Tensor]  # of the stream, after the seed of the fork was drawn
+    shared: list[Tensor]  # of the stream, after what was drawn from it inside the fork
+    fresh: list[Tensor]  # of this rank, before anything was drawn
 
 
 class RandomStream:
@@ -79,8 +79,8 @@ class RandomStream:
         self._rank = rank
         self._may_fork = forks
         self._devices = ("cpu",) if device.type == "cpu" else ("cpu", str(device))
-        self._states: dict[str, Tensor] = {}
-        self._outside: dict[str, Tensor] = {}  # the user's states while the stream is in use
+        self._states: list[Tensor] = []  # of each device, as all states here
+        self._outside: list[Tensor] = []  # the user's states while the stream is in use
         # How many forks there were when each of the modules that use the stream now was entered.
         self._levels: list[int] = []
         self._thread = 0  # that uses the stream
@@ -89,7 +89,7 @@ class RandomStream:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStream:
         clone = RandomStream(0, self._rank, torch.device(self._devices[-1]), forks=self._may_fork)
-        clone._states = {device: state.clone() for device, state in self.state().items()}
+        clone._states = list(self.state().values())
         clone.follows, clone.agree = self.follows, self.agree
         return clone
 
@@ -103,7 +103,8 @@ class RandomStream:
 
     def state(self) -> dict[str, Tensor]:
         """Return the generator states by device name, as ``uint8`` tensors on the CPU."""
-        return {name: state.clone() for name, state in (self._read() if self._levels else self._states).items()}
+        states = self._read() if self._levels else self._states
+        return {name: state.clone() for name, state in zip(self._devices, states, strict=True)}
 
     def load(self, states: Mapping[str, Tensor]) -> None:
         """Continue from ``states``, as `state` returned them.
@@ -113,7 +114,7 @@ class RandomStream:
         """
         if set(states) != set(self._devices):
             raise ValueError(f"random state for {sorted(states)}; this model's stream has {sorted(self._devices)}")
-        self._states = {name: state.clone() for name, state in states.items()}
+        self._states = [states[name].clone() for name in self._devices]
         if self._levels:
             self._write(self._states)
 
@@ -171,7 +172,7 @@ class RandomStream:
             return
         before = self._read()
         seed = mix(_draw(), self._rank)
-        shared = {**before, "cpu": torch.default_generator.get_state()}
+        shared = [torch.default_generator.get_state(), *before[1:]]
         self._seed_generators(seed)
         self._forks[region] = _Fork(before, shared, shared, self._read())
 
@@ -181,7 +182,7 @@ class RandomStream:
         if fork is None:
             return
         own = self._read()
-        unused = fork.shared is fork.drawn and all(torch.equal(own[name], fork.fresh[name]) for name in own)
+        unused = fork.shared is fork.drawn and all(map(torch.equal, own, fork.fresh))
         self._write(fork.before if unused else fork.shared)
 
     @contextlib.contextmanager
@@ -218,15 +219,16 @@ class RandomStream:
         for name in self._devices[1:]:
             _device_generator(name).manual_seed(seed)
 
-    def _read(self) -> dict[str, Tensor]:
-        states = {"cpu": torch.default_generator.get_state()}
+    def _read(self) -> list[Tensor]:
+        states = [torch.default_generator.get_state()]
         for name in self._devices[1:]:
-            states[name] = _device_generator(name).get_state()
+            states.append(_device_generator(name).get_state())
         return states
 
-    def _write(self, states: Mapping[str, Tensor]) -> None:
-        for name, state in states.items():
-            (torch.default_generator if name == "cpu" else _device_generator(name)).set_state(state)
+    def _write(self, states: Sequence[Tensor]) -> None:
+        torch.default_generator.set_state(states[0])
+        for name, state in zip(self._devices[1:], states[1:], strict=True):
+            _device_generator(name).set_state(state)
 
 
 def _draw() -> int:

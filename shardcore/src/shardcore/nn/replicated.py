@@ -164,6 +164,9 @@ class Replicated(SwappedModule):
         context, tokens = self._shard_context, self._shard_sequence
         alike = tokens is None or tokens.length is None  # every rank sees the same tokens
         shared = [name for name, parameter in own.items() if parameter is not None]
+        if alike and not self._summed and self._shard_reading is None:
+            read = read_local(*map(own.__getitem__, shared), fresh=fresh)
+            return {**own, **dict(zip(shared, read, strict=True))}
         reading = None if torch.compiler.is_compiling() else self._shard_reading
         if reading is not None and reading.is_of(self._shard_parameters):
             names = [name for name, parameter in self._parameters.items() if parameter is not None]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 
 from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
@@ -83,11 +84,12 @@ class _LocalLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.dtype, ctx.weight, ctx.bias, ctx.transposed = x.dtype, weight, bias, transposed
-        w, b = as_out_in(local_tensor(weight), transposed), None if bias is None else local_tensor(bias)
+        w: Tensor = getattr(weight, "_local_tensor", weight)
+        w, b = w.t() if transposed else w, None if bias is None else local_tensor(bias)
         if torch.is_autocast_enabled(x.device.type):
             x, w, b = autocast(x, w, b)
         ctx.save_for_backward(x, w)
-        return product(x, w, b)
+        return F.linear(x, w) if b is None else product(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -113,8 +115,12 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, trans
         bias: a DTensor parameter or a local tensor whose size matches this rank's outputs.
         transposed: the weight is (in, out); else (out, in).
     """
-    held(weight)
-    return multiply(x, weight, bias, transposed=transposed)
+    if not isinstance(weight, DTensor):
+        held(weight)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return multiply(x, weight, bias, transposed=transposed)
+    out: Tensor = _LocalLinear.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:

@@ -27,7 +27,7 @@ from shardcore.nn.layout import (
 from shardcore.nn.linear.functional import local_linear, multiply
 from shardcore.nn.linear.native import ParallelLinear
 from shardcore.nn.linear.together import Reading, read_together, shared_parameters
-from shardcore.nn.region.region import Region, deferred_linear, require_entered
+from shardcore.nn.region.region import OPEN, MemberLinear, Region, require_entered
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.sequence.tokens import SequenceShard
 
@@ -198,7 +198,8 @@ class ColumnLinear(ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
         """Return (..., out/tp), or (..., out) with ``gather_output``."""
-        return self.finish(self.local(input))
+        out = self.local(input)
+        return self.finish(out) if self.gather_output else out
 
     def finish(self, out: Tensor) -> Tensor:
         """Return what the linear does for this rank's part of its output, which `local` and others have added up."""
@@ -217,7 +218,9 @@ class ColumnLinear(ParallelLinear):
                 self._fork()
             return self.product(x)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if (out := deferred_linear(self, x)) is not None:
+            region = getattr(x, OPEN, None)
+            if region is not None and (member := region.members.get(id(self))) is not None:
+                out: Tensor = MemberLinear.apply(region, member, x)  # type: ignore[no-untyped-call]
                 return out
             require_entered(self, x)
         return self.product(x)
@@ -230,7 +233,8 @@ class ColumnLinear(ParallelLinear):
     @property
     def own_parameters(self) -> tuple[Tensor, ...]:
         """The weight, and the bias if there is one, as this rank holds them."""
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        return (weight,) if bias is None else (weight, bias)
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply by this rank's rows, outside the fast path of a region: (..., in) to (..., out/tp)."""
@@ -359,7 +363,7 @@ class RowLinear(ParallelLinear):
         """Return (..., out), the same on all ranks; or this rank's tokens of it, where the sequence is split."""
         # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
         # nothing, and so repeats one collective less for each block.
-        return self.finish(self.local(self.part_of(input)))
+        return self.finish(self.local(input if self.parallel_input else self.part_of(input)))
 
     def part_of(self, x: Tensor) -> Tensor:
         """Return this rank's features (..., in/tp) of an input as `forward` takes it."""

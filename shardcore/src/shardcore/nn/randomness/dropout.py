@@ -81,9 +81,10 @@ class DropoutSites:
 
     def live(self) -> bool:
         """Tell whether numbers would be drawn at one of the places now."""
-        return any(module.training and getattr(module, name) for module, name in self.probabilities) or any(
-            module.training for module in self._others
-        )
+        for module, name in self.probabilities:
+            if module.training and getattr(module, name):
+                return True
+        return any(module.training for module in self._others) if self._others else False
 
 
 def _codes(cls: type[nn.Module]) -> Iterator[CodeType]:

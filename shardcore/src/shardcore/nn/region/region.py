@@ -18,17 +18,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
-from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
+from shardcore.comm.dtensor_params import spec_of, with_spec
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, flat, product, weight_gradient
+from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, product, weight_gradient
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.flow import has_entered
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
     from shardcore.nn.linear.parallel import ColumnLinear
     from shardcore.nn.replicated import Replicated
 
-__all__ = ["Region", "deferred_linear", "require_entered"]
+__all__ = ["OPEN", "MemberLinear", "Region", "require_entered"]
 
-OPEN = "_shardcore_region"  # on the tensor that enter returned: the open region
+#: On the tensor that enter returned: the open region, on which a member finds what it multiplies with by its id.
+OPEN = "_shardcore_region"
 
 
 class _Member(NamedTuple):
@@ -70,26 +72,27 @@ class _Open:
     the backward that they belong to.
     """
 
-    def __init__(self, context: ShardContext, *, again: bool = False) -> None:
+    def __init__(self, context: ShardContext, members: Sequence[ColumnLinear], *, again: bool = False) -> None:
         self.context = context
         self.again = again  # what members multiply is gathered again in the backward, not kept
+        self.known = members  # those outside of the fast path too
         self.members: dict[int, _Member] = {}
-        self.known: set[int] = set()  # ids of those outside the fast path too
         self.parameters: list[Tensor] = []  # of all members
         self._calls: list[_Call] = []
         self._task: int | None = None
-
-    def add(self, member: ColumnLinear) -> None:
-        """Make a column linear a member."""
-        self.known.add(id(member))
-        if not _is_readable(member.weight):
-            return
-        # The gradient of what was read together is a plain one: the node that read it sums and places it.
-        parameters = member.own_parameters if member.reading is None else member.reading.parameters
-        used = [_used(parameter) for parameter in parameters]
-        weight, bias = as_out_in(used[0], member.transposed), used[1] if len(used) > 1 else None
-        self.members[id(member)] = _Member(len(self.parameters), weight, bias, member.transposed)
-        self.parameters += parameters
+        for member in members:
+            weight, bias = member.weight, member.bias
+            if (spec := getattr(weight, "_spec", None)) is None or spec.mesh.ndim != 1:
+                continue  # not readable
+            if member.reading is not None:
+                # The gradient of what was read together is a plain one: the node that read it sums and places it.
+                weight, *rest = member.reading.parameters
+                bias = rest[0] if rest else None
+            own = _used(weight).t() if member.transposed else _used(weight)
+            place, self.parameters = len(self.parameters), [*self.parameters, weight]
+            self.members[id(member)] = _Member(place, own, None if bias is None else _used(bias), member.transposed)
+            if bias is not None:
+                self.parameters.append(bias)
 
     def record(self, call: _Call) -> None:
         """Record a call for the backward of enter."""
@@ -110,7 +113,7 @@ def _is_readable(parameter: Tensor) -> bool:
 
 
 def _used(parameter: Tensor) -> Tensor:
-    held = local_tensor(parameter)
+    held: Tensor = getattr(parameter, "_local_tensor", parameter)
     return held.detach() if held.requires_grad else held
 
 
@@ -183,35 +186,31 @@ def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
     return grad if total is None else total + grad
 
 
-class _MemberLinear(Function):
+class MemberLinear(Function):
     """A member's product; its backward records (gradient, input, weight) for enter's backward."""
 
     flow = Flow(group="region")
 
     @staticmethod
     def forward(ctx: Any, region: _Open, member: _Member, x: Tensor) -> Tensor:
+        """Return (..., out/tp) of (..., in)."""
         ctx.region, ctx.member = region, member
         weight, bias = member.weight, member.bias
         if torch.is_autocast_enabled(x.device.type):
             x, weight, bias = autocast(x, weight, bias)
-        ctx.save_for_backward(weight, *(() if region.again else (x,)))
-        return product(x, weight, bias)
+        if region.again:
+            ctx.save_for_backward(weight)
+        else:
+            ctx.save_for_backward(weight, x)
+        return F.linear(x, weight) if bias is None else product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        """Record the call; the entry computes the gradients."""
         weight, *kept = ctx.saved_tensors
         # Detached: x leads to enter's node, which holds the region.
         ctx.region.record(_Call(ctx.member, grads[0], kept[0].detach() if kept else None, weight))
         return None, None, None
-
-
-def deferred_linear(member: ColumnLinear, x: Tensor) -> Tensor | None:
-    """Compute a member inside the open region of ``x``; None if ``x`` belongs to no open region with this member."""
-    region: _Open | None = getattr(x, OPEN, None)
-    if region is None or (found := region.members.get(id(member))) is None:
-        return None
-    out: Tensor = _MemberLinear.apply(region, found, x)  # type: ignore[no-untyped-call]
-    return out
 
 
 def require_entered(member: ColumnLinear, x: Tensor) -> None:
@@ -226,7 +225,7 @@ def require_entered(member: ColumnLinear, x: Tensor) -> None:
     # The graph of what a reentrant checkpoint recomputes begins inside of the region.
     if not x.requires_grad or hasattr(x, OPEN) or backward_task() != -1:
         return
-    if not has_entered(x, lambda node: id(member) in node.region.known):
+    if not has_entered(x, lambda node: any(known is member for known in node.region.known)):
         raise NotSupportedError(
             f"a {type(member).__name__} ({member.in_features} to {member.out_features} features) inside of a "
             "tensor-parallel region was called with a tensor that did not enter it: each rank would have a summand of "
@@ -334,9 +333,7 @@ class Region:
                 return enter_from_sequence(x, self.context.channel, length)
         elif not self.context.fuses:
             return copy_to_tp(x, self.context.channel)
-        region = _Open(self.context, again=length is not None and not self.context.keeps_gathered)
-        for member in self.members:
-            region.add(member)
+        region = _Open(self.context, self.members, again=length is not None and not self.context.keeps_gathered)
         new = _EnterRegion.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
