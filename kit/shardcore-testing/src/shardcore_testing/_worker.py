@@ -168,6 +168,9 @@ def take_device(kind: str, rank: int, ranks: int, port: int = 0) -> Ready:
     devices = torch.get_device_module(kind).device_count() if kind == accelerator() else 0
     if not devices:
         return Ready(complaint=f"there is no {kind} device here that this torch can use; see: shardcore doctor")
+    # Ranks that compute one replicated gradient get the same bits: kernels of CUDA do not by themselves.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.backends.cudnn.deterministic = True
     torch.get_device_module(kind).set_device(rank % devices)
     if devices >= ranks:
         return Ready(port=port)
