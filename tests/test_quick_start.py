@@ -12,7 +12,7 @@ from shardcore_testing.parity import assert_close
 
 IMPORTS = """
 import shardcore as colossalai
-from shardcore import ShardConfig, ShardFormer
+from shardcore_shardformer import ShardConfig, ShardFormer
 from transformers import BertConfig, BertForMaskedLM
 """
 

@@ -5,7 +5,6 @@ A page may hold these lines, which are replaced by what the sources say, read wi
     {{ docstring shardcore.hooks }}     the docstring of a module, as Markdown
     {{ words shardcore.styles }}        a table of the public functions of a module: how each is called, what it does
     {{ names shardcore.nn }}            a table of everything in ``__all__`` of a module: the name, what it is
-    {{ planned shardcore._planned }}    a table of what this release lacks
     {{ file PATH LANGUAGE }}            a file of the repository, as a block of code
     {{ page PATH }}                     a page that is not in docs/, without its title
     {{ titles adr }}                    a list of the pages of a folder of docs/, by their titles
@@ -16,10 +15,8 @@ A page may hold these lines, which are replaced by what the sources say, read wi
 from __future__ import annotations
 
 import ast
-import importlib.util
 import logging
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -165,22 +162,6 @@ def _said_of(module: str, name: str) -> str:
     return ""
 
 
-def planned(module: str) -> str:
-    """Return a Markdown table of the fields of the configuration that a later release is to bring."""
-    file = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
-    spec = importlib.util.spec_from_file_location("shardcore_planned", file)
-    assert spec is not None  # a Python file has a loader
-    assert spec.loader is not None
-    read = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = read  # dataclasses look for their module
-    spec.loader.exec_module(read)
-    rows = [
-        f"| {field.feature or 'other values of this field'} | `{name}` | {field.release} | {field.instead} |"
-        for name, field in read.FIELDS.items()
-    ]
-    return "\n".join(["| feature | field | release | until then |", "|---|---|---|---|", *rows])
-
-
 def _call(node: ast.FunctionDef) -> str:
     """Return how a function is called, without annotations."""
     arguments = ast.unparse(node.args)
@@ -226,7 +207,6 @@ _KINDS: dict[str, Callable[..., str]] = {
     "docstring": as_markdown,
     "words": words,
     "names": names,
-    "planned": planned,
     "file": file,
     "page": page,
     "titles": titles,

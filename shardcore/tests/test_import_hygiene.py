@@ -88,8 +88,8 @@ KNOWING = {"shardcore_transformers", "shardcore_peft", "shardcore_trainer"}
 ROOMS = {
     "comm": {"errors", "_private", "_torch"},
     "mesh": {"comm", "errors", "_torch"},
-    "config": {"mesh", "errors", "_planned"},
-    "nn": {"comm", "mesh", "errors", "_planned", "_private", "_torch"},
+    "config": {"mesh", "errors"},
+    "nn": {"comm", "mesh", "errors", "_private", "_torch"},
     "plan": {"nn", "comm", "config", "mesh", "errors"},
     "styles": {"policy", "plan", "nn", "config", "errors"},
     "compile": {"styles", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},

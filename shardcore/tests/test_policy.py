@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from shardcore.policy import HeadCounts, Heads, ModulePolicyDescription, Policy, Stages, SubModuleReplacementDescription
+from shardcore.policy import HeadCounts, Heads, Policy, Stages
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,3 @@ def test_a_policy_by_default_changes_nothing():
     assert (policy.preprocess(), policy.postprocess(), policy.new_model_class()) == (None, None, None)
     with pytest.raises(TypeError, match="abstract"):
         Policy()
-
-
-def test_descriptions_take_positional_arguments():
-    """As people wrote them for Shardformer."""
-    item = SubModuleReplacementDescription("fc", nn.Linear, {"a": 1}, True)
-    assert (item.suffix, item.target_module, item.kwargs, item.ignore_if_not_exist) == ("fc", nn.Linear, {"a": 1}, True)
-    description = ModulePolicyDescription({"n": 1}, [print], [item], {"forward": print})
-    assert description.attribute_replacement == {"n": 1}
-    assert description.param_replacement == [print]
-    assert description.sub_module_replacement == [item]
-    assert description.method_replacement == {"forward": print}

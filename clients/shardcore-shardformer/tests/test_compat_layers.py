@@ -1,4 +1,4 @@
-"""Shardformer's layers by themselves: default group, options that ask for nothing, losses of split logits, dropouts."""
+"""Shardformer's layers by themselves: default group, losses of split logits, dropouts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcore
 import shardcore_shardformer as compat
-from shardcore import ModulePolicyDescription, Policy, ShardConfig, SubModuleReplacementDescription, _planned
+from shardcore import Policy, ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore_shardformer import ModulePolicyDescription, SubModuleReplacementDescription
 from shardcore_testing.parity import assert_close
 
 NOTHING = {
     "seq_parallel_mode": None, "seq_parallel_dim": 1, "overlap": False, "fp8_communication": False,
     "skip_bias_add": False, "stream_chunk_num": 1, "make_vocab_size_divisible_by": None, "split_sizes": None,
-}  # fmt: skip
-SOMETHING = {
-    "seq_parallel_mode": "split_gather", "seq_parallel_dim": 2, "overlap": True, "fp8_communication": True,
-    "skip_bias_add": True, "stream_chunk_num": 4, "make_vocab_size_divisible_by": 64,
-    "split_sizes": [8, 4],
+    "use_zbv": True,
 }  # fmt: skip
 
 
@@ -37,29 +34,20 @@ def default_group():
     wanted = _linear()(x)
     rank, half = dist.get_rank(), 6
     for arguments in ((), (None,), ([None],), (dist.group.WORLD,)):
-        layer = compat.Linear1D_Col.from_native_module(_linear(), *arguments, use_zbv=True, **NOTHING)
+        layer = compat.Linear1D_Col.from_native_module(_linear(), *arguments)
         assert_close(wanted[:, rank * half : (rank + 1) * half], layer(x), "output")
         assert tuple(layer.weight.shape) == (12, 8)  # of the whole, as docs/compat.md says
         assert tuple(layer.weight.to_local().shape) == (6, 8)
-    row = compat.Linear1D_Row.from_native_module(_linear(), process_group=None, parallel_input=False, **NOTHING)
+    row = compat.Linear1D_Row.from_native_module(_linear(), process_group=None, parallel_input=False)
     assert_close(wanted, row(x), "output")
     torch.manual_seed(0)
     table = nn.Embedding(9, 4).double()
     ids = torch.arange(9)
     rows = table(ids).detach()
     assert_close(rows, compat.VocabParallelEmbedding1D.from_native_module(table, process_group=None)(ids), "rows")
-    for name, value in SOMETHING.items():
-        native = _linear()
-        with pytest.raises(
-            NotSupportedError, match=rf"{name}=.* is planned for release {_planned.LAYER_OPTIONS[name].release}\."
-        ):
-            compat.Linear1D_Col.from_native_module(native, **{name: value})
-        assert type(native) is nn.Linear
-        assert not isinstance(native.weight, DTensor)
 
 
-def test_layers_take_the_default_group_and_options_that_ask_for_nothing(pool):
-    assert NOTHING.keys() == SOMETHING.keys() == _planned.LAYER_OPTIONS.keys()
+def test_layers_take_the_default_group(pool):
     pool.run(default_group, world=2)
 
 
@@ -103,10 +91,6 @@ class Ported(Policy):
         return {"Block": ModulePolicyDescription(sub_module_replacement=replace)}
 
 
-class Overlapping(Ported):
-    options = {"overlap": True}  # noqa: RUF012
-
-
 def _sharded(policy=Ported):
     torch.manual_seed(0)
     model = shardcore.ModelSharder(Net().double(), policy, ShardConfig(tensor_parallel_size=2)).shard()
@@ -144,15 +128,6 @@ def dropouts():
 
 def test_dropouts_of_ported_policies(pool):
     pool.run(dropouts, world=2)
-
-
-def overlapping():
-    with pytest.raises(NotSupportedError, match=r"ColumnLinear: overlap=True is planned for release 0\.3"):
-        _sharded(Overlapping)
-
-
-def test_an_option_of_a_policy_that_is_planned(pool):
-    pool.run(overlapping, world=2)
 
 
 @pytest.mark.parametrize("cls", [compat.DropoutForParallelInput, compat.DropoutForReplicatedInput])
@@ -218,17 +193,3 @@ def test_the_import_line_of_the_quick_start():
     space = {}
     exec("from shardcore_shardformer import ShardConfig, Shard", space)
     assert space["Shard"] is shardcore.ShardFormer
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("LinearWithGradAccum", "torch.nn.Linear, whose backward torch's schedules split"),
-        ("FusedLinear", "planned for release 0.3. Until then: torch.nn.Linear"),
-        ("FusedLayerNorm", "torch.nn.LayerNorm is fused already"),
-    ],
-)
-def test_layers_that_are_not_there_say_what_to_use(name, instead):
-    with pytest.raises(NotSupportedError) as caught:
-        getattr(compat, name)
-    assert instead in str(caught.value)

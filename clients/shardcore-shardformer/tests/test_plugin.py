@@ -25,7 +25,6 @@ from shardcore_shardformer import HybridParallelPlugin
         ({"pp_size": 2, "num_microbatches": 2, "microbatch_size": 1}, ConfigError, "give one of them"),
         ({"max_norm": -1.0}, ConfigError, "at least 0"),
         ({"initial_scale": 0.0}, ConfigError, "must be positive"),
-        ({"fp8_communication": True}, NotSupportedError, "planned for release"),
     ],
     ids=str,
 )
@@ -53,8 +52,8 @@ def test_every_setting_of_a_configuration_can_be_given():
     }  # fmt: skip
     # Who shares a model is said by sizes, and what only calls without a backward need is no training.
     left = {
-        "enable_tensor_parallelism", "tensor_parallel_mode", "tensor_parallel_process_group", "device_mesh",
-        "pipeline_stage_manager", "context_parallel_size", "inference_only",
+        "enable_tensor_parallelism", "tensor_parallel_process_group", "device_mesh",
+        "pipeline_stage_manager", "inference_only",
     }  # fmt: skip
     for field in dataclasses.fields(ShardConfig):
         assert otherwise.get(field.name, field.name) in names or field.name in left, field.name

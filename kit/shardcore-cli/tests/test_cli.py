@@ -229,7 +229,7 @@ def test_differences_name_places():
         (["explain", "cli_models.NeedsSize"], "cli_models.NeedsSize: NeedsSize could not be built: TypeError: "),
         (["explain", "cli_models.Net", "--set", "nonsense"], "'nonsense' is no setting; wanted name=value, such as "),
         (["explain", "cli_models.Net", "--set", "colour=red"], "unknown configuration field 'colour'."),
-        (["explain", "cli_models.Net", "--set", "fp8_communication=true"], "it is planned for release 0.5"),
+        (["explain", "cli_models.Net", "--set", "pipeline_schedule=2f2b"], "pipeline_schedule must be one of "),
         (["explain", "cli_models.Net", "--set", "inference_only=maybe"], "must be True or False, got 'maybe'"),
         (["explain", "cli_models.Net", "--set", "extra_kwargs={{[]: 1}}"], "extra_kwargs must be a mapping of names"),
         (

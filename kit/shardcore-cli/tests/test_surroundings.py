@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from given_packs import install, offers, serves
 
 import shardcore
-from shardcore import _planned
 from shardcore_cli import main
 from shardcore_cli.surroundings import torch_failure
 
@@ -58,16 +57,6 @@ def test_no_pack_at_all_is_said_with_what_to_do(monkeypatch):
         done.output,
     )
     assert "shardcore new-pack" in done.output
-
-
-def test_doctor_lists_what_is_planned_and_nothing_that_works():
-    found = {what: check for what, check in checks().items() if "planned for release" in check["why"]}
-    assert {what: check["why"] for what, check in found.items()} == {
-        feature: f"planned for release {release}" for feature, release in _planned.features().items()
-    }
-    shardcore.ShardConfig(enable_sequence_parallelism=True)  # works
-    assert not any(what.startswith("sequence") for what in found)
-    assert {"context parallelism", "xFormers attention"} <= found.keys()
 
 
 def test_a_backend_without_a_device_does_not_work(monkeypatch):
@@ -118,7 +107,6 @@ def test_a_broken_torch_is_a_finding(tmp_path, source, reason, command):
     if command == ["doctor"]:
         assert "torch\tfails\t" in done.stdout
         assert "shardcore\t0." in done.stdout  # and all that does not need torch is said
-        assert "context parallelism" in done.stdout
         packs = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("pack ")]
         assert ["pack one (shard-one 1.0)", "not tried", "torch fails; 1 class"] in packs
         assert {state for _, state, _ in packs} <= {"not tried", "missing"}
@@ -130,7 +118,6 @@ def test_a_torch_that_imports_and_does_not_work_is_a_finding(tmp_path):
     done = with_torch(tmp_path, "__version__ = '2.0'", "doctor")
     assert done.returncode == 1, done.stderr
     assert "torch\tfails\tModuleNotFoundError: No module named 'torch.distributed'" in done.stdout
-    assert "context parallelism" in done.stdout
 
 
 def test_what_an_uninstaller_leaves_of_torch_is_no_torch(monkeypatch):

@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     from shardcore.plugins.registry import Pack, Registry
     from shardcore.policy import (
         Heads,
-        ModulePolicyDescription,
         Policy,
-        SubModuleReplacementDescription,
     )
     from shardcore.preemption import Preemption
     from shardcore.pretrained import from_pretrained
@@ -75,7 +73,6 @@ __all__ = [
     "Loaded",
     "MissingRanksError",
     "ModelSharder",
-    "ModulePolicyDescription",
     "NoPolicyError",
     "NotSupportedError",
     "Pack",
@@ -102,7 +99,6 @@ __all__ = [
     "ShardedDataLoader",
     "Stages",
     "StaleOptimizerWarning",
-    "SubModuleReplacementDescription",
     "UntestedVersionWarning",
     "VocabParallelLogitsError",
     "WrapError",
@@ -137,7 +133,6 @@ _HOME = {
     "Loaded": "shardcore.checkpoint",
     "MissingRanksError": "shardcore.errors",
     "ModelSharder": "shardcore.apply.sharder",
-    "ModulePolicyDescription": "shardcore.policy",
     "NoPolicyError": "shardcore.errors",
     "NotSupportedError": "shardcore.errors",
     "Pack": "shardcore.plugins.registry",
@@ -165,7 +160,6 @@ _HOME = {
     "ShardedDataLoader": "shardcore.data",
     "Stages": "shardcore.plan",
     "StaleOptimizerWarning": "shardcore.errors",
-    "SubModuleReplacementDescription": "shardcore.policy",
     "UntestedVersionWarning": "shardcore.errors",
     "WrapError": "shardcore.errors",
     "compile_plan": "shardcore.compile",

@@ -1,7 +1,6 @@
 """What one model class needs in order to be sharded: a description, no action.
 
-`Policy` is the class that packs subclass; its rules are written with the constructors of `shardcore.styles`. The two
-description classes are the way Shardformer (ColossalAI) writes the same; both compile to the same plan.
+`Policy` is the class that packs subclass; its rules are written with the constructors of `shardcore.styles`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -18,7 +17,7 @@ from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
-from shardcore.nn import Layout, ParallelModule, SwappedModule
+from shardcore.nn import Layout, SwappedModule
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Recompute, Step
 
@@ -27,12 +26,10 @@ __all__ = [
     "HeadCounts",
     "Heads",
     "ModulePolicy",
-    "ModulePolicyDescription",
     "Policy",
     "Rule",
     "Scope",
     "Stages",
-    "SubModuleReplacementDescription",
 ]
 
 
@@ -234,42 +231,8 @@ class Heads:
         return None
 
 
-@dataclass
-class SubModuleReplacementDescription:
-    """A submodule to be replaced, as in Shardformer.
-
-    Attributes:
-        suffix: the name of the submodule relative to the module it is described under.
-        target_module: the `ParallelModule` class that replaces it.
-        kwargs: further arguments of ``target_module.from_native_module``.
-        ignore_if_not_exist: do nothing where the submodule is absent.
-    """
-
-    suffix: str
-    target_module: type[ParallelModule]
-    kwargs: dict[str, Any] | None = None
-    ignore_if_not_exist: bool = False
-
-
-@dataclass
-class ModulePolicyDescription:
-    """What is replaced in each module of one class, as in Shardformer.
-
-    Attributes:
-        attribute_replacement: new values by attribute name (dots reach into submodules); the attributes must exist.
-        param_replacement: functions called with (module, process_group) that replace parameters of the module in place.
-        sub_module_replacement: the submodules to be replaced.
-        method_replacement: new methods by name; they apply to this model's instances only.
-    """
-
-    attribute_replacement: dict[str, Any] | None = None
-    param_replacement: list[Callable[..., Any]] | None = None
-    sub_module_replacement: list[SubModuleReplacementDescription] | None = None
-    method_replacement: dict[str, Callable[..., Any]] | None = None
-
-
-#: Rules, or a Shardformer description, by the class (or class name) of the modules they apply to.
-ModulePolicy = Mapping[str | type[nn.Module], Sequence[Rule] | ModulePolicyDescription]
+#: Rules by the class (or class name) of the modules they apply to. What yields rules is as good as a list of them.
+ModulePolicy = Mapping[str | type[nn.Module], Iterable[Rule]]
 
 
 class Policy(ABC):
@@ -309,7 +272,7 @@ class Policy(ABC):
 
     @abstractmethod
     def module_policy(self) -> ModulePolicy:
-        """Return the rules, or the description, for each class of modules."""
+        """Return the rules for each class of modules."""
 
     def new_model_class(self) -> type[nn.Module] | None:
         """Return a subclass of the model's class to use for this one instance, or None to keep the class."""

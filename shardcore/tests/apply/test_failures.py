@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore.errors import AgreementError, ConfigError, PartlyShardedError, PlanError, ShardcoreError
-from shardcore.policy import ModulePolicyDescription, Policy
+from shardcore.policy import Policy
 from shardcore.styles import region, segments
+from shardcore_shardformer import ModulePolicyDescription
 from shardcore_testing.parity import assert_close, assert_same_parameters
 
 

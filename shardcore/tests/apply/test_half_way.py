@@ -14,8 +14,9 @@ from shardcore.errors import (
     AlreadyShardedError,
     PartlyShardedError,
 )
-from shardcore.policy import ModulePolicyDescription, Policy
+from shardcore.policy import Policy
 from shardcore.styles import attribute, replicate
+from shardcore_shardformer import ModulePolicyDescription
 from shardcore_testing.parity import assert_close
 
 

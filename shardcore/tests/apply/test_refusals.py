@@ -18,8 +18,8 @@ from shardcore.errors import (
     NoPolicyError,
     PlanError,
 )
-from shardcore.policy import SubModuleReplacementDescription
 from shardcore.styles import attribute
+from shardcore_shardformer import SubModuleReplacementDescription
 from shardcore_testing.parity import assert_close
 
 

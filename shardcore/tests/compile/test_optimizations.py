@@ -296,7 +296,7 @@ def test_flash_attention_that_is_impossible():
     )
     plan = plan_of(policy=Without, enable_all_optimization=True)
     assert "enable_flash_attention: off: the moon is full" in plan.render()
-    (problem,) = problems_of(use_flash_attention=True)
+    (problem,) = problems_of(enable_flash_attention=True)
     assert "TinyPolicy knows no other attention for its model" in problem
 
 

@@ -19,13 +19,12 @@ from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, behaviours
 from shardcore.plan.steps import EnterRegion, Phase, ScopeRandomness, SetAttribute, Swap
-from shardcore.policy import ModulePolicyDescription
-from shardcore.styles import col, head, region, replicate, vocab
+from shardcore.styles import attribute, col, head, region, replicate, vocab
 
 
 def test_values_may_be_unhashable():
     rows = {
-        "Linear": ModulePolicyDescription(attribute_replacement={"in_features": [1, {2: 3}]}),
+        "Linear": [attribute("in_features", [1, {2: 3}])],
         "Sequential": [col("0")],
     }
     plan = plan_of(nn.Sequential(nn.Linear(4, 4)), policy_of(rows))

@@ -13,10 +13,9 @@ from torch import nn
 from shardcore.compile import compile_plan
 from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import PlanError
-from shardcore.nn import ColumnLinear
 from shardcore.plan import Stages
 from shardcore.plan.steps import Recompute
-from shardcore.policy import Heads, ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardcore.policy import Heads, Policy
 from shardcore.styles import attribute, col, head, local_heads, norm, outputs, region, replicate, row, vocab
 
 
@@ -144,30 +143,10 @@ def test_a_renamed_class_is_a_problem_unless_its_rows_are_optional():
 
 
 def test_a_missing_attribute_is_a_problem():
-    """H13, in both ways of writing."""
-    model = nn.Sequential(nn.Linear(4, 4))
-    for rows in (
-        {"Sequential": [replicate("0"), attribute("0.num_heads", 1)]},
-        {"Linear": ModulePolicyDescription(attribute_replacement={"num_heads": 1}), "Sequential": [replicate("0")]},
-    ):
-        error = _problems(model, rows)
-        assert [p.what for p in error.problems] == [
-            "Linear has no attribute 'num_heads'; setting it would create one that nothing reads"
-        ]
-
-
-def test_a_missing_method_and_a_missing_submodule_of_a_description():
-    description = ModulePolicyDescription(
-        method_replacement={"go": print},
-        sub_module_replacement=[
-            SubModuleReplacementDescription("gone", ColumnLinear),
-            SubModuleReplacementDescription("maybe", ColumnLinear, None, True),
-        ],
-    )
-    error = _problems(nn.Sequential(nn.Linear(4, 4)), {"Sequential": description, "Linear": [replicate("")]})
-    assert [(p.where, p.what.split(";")[0], p.rule) for p in error.problems] == [
-        ("", "Sequential has no submodule 'gone'", "SubModuleReplacementDescription('gone', ColumnLinear)"),
-        ("", "Sequential has no method 'go'", "method_replacement ['go']"),
+    """H13."""
+    error = _problems(nn.Sequential(nn.Linear(4, 4)), {"Sequential": [replicate("0"), attribute("0.num_heads", 1)]})
+    assert [p.what for p in error.problems] == [
+        "Linear has no attribute 'num_heads'; setting it would create one that nothing reads"
     ]
 
 
@@ -180,13 +159,6 @@ def test_options_and_classes_that_do_not_fit():
     ):
         error = _problems(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), rows)
         assert any("replaces torch.nn.modules" in p.what for p in error.problems)
-    description = [
-        SubModuleReplacementDescription("0", ColumnLinear, {"replication": [2]})
-    ]  # unhashable, and no number
-    error = _problems(
-        nn.Sequential(nn.Linear(8, 8)), {"Sequential": ModulePolicyDescription(sub_module_replacement=description)}
-    )
-    assert "ColumnLinear does not understand its options" in str(error)
 
 
 def test_regions_whose_linears_do_not_fit_together():

@@ -211,7 +211,7 @@ def test_names_for_planning_hide_none_of_a_model():
     """They stand before those of the native class."""
     known = {"from_native_module", "keeps_name", "layouts", "native_classes", "option_names", "problem", "swap_class"}
     public = {name for name in vars(SwappedModule) if not name.startswith(("_", "plan_"))}
-    assert public <= {*known, "refusal", "without_planned"}
+    assert public <= {*known, "refusal"}
 
 
 def test_functions_of_others_keep_their_names():

@@ -17,9 +17,9 @@ from torch import nn
 
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.plan.steps import ReplaceMethods
-from shardcore.policy import ModulePolicyDescription
 from shardcore.styles import attribute, replicate
+from shardcore_shardformer import ModulePolicyDescription
+from shardcore_shardformer.steps import ReplaceMethods
 
 
 def test_plans_are_data():
@@ -98,7 +98,9 @@ for policy in (TinyPolicy, test_plan_data.Shardformers):
 """
 
 _POLICY = """
-from shardcore.policy import ModulePolicyDescription, Policy
+from shardcore.policy import Policy
+from shardcore_shardformer import ModulePolicyDescription
+from shardcore_shardformer.steps import ReplaceMethods
 from shardcore.nn import ColumnLinear
 from planned import plan_of, policy_of
 from tiny import TinyPolicy

@@ -9,9 +9,6 @@ from shardcore.plan.digest import to_data
 from shardcore.plan.steps import (
     EnterRegion,
     GatherOutputs,
-    ReplaceMethods,
-    ReplaceModule,
-    ReplaceParameters,
     SetAttribute,
     Swap,
 )
@@ -48,6 +45,3 @@ def test_steps_describe_themselves():
     assert GatherOutputs(path="", dims=(("attentions", 1, 8),)).describe() == "gathers attentions on dim 1 to 8"
     region = EnterRegion(path="m", argument=("x", 0), members=("a", "b"), row="c", block="")
     assert region.describe() == "enters with 'x' for a, b, leaves at c"
-    assert "test_steps.function#" in ReplaceParameters(path="a", function=function).describe()
-    assert ReplaceMethods(path="a", methods=(("forward", function),)).describe().startswith("ReplaceMethods(methods=")
-    assert "ColumnLinear" in ReplaceModule(path="a", target=ColumnLinear).describe()

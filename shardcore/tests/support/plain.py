@@ -12,9 +12,15 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm import Channel, copy_to_tp, gather_from_tp
 from shardcore.mesh import context_of
 from shardcore.nn import ParallelModule
-from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardcore.policy import Policy
 from shardcore.styles import norm
-from shardcore_shardformer import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D
+from shardcore_shardformer import (
+    Linear1D_Col,
+    Linear1D_Row,
+    ModulePolicyDescription,
+    SubModuleReplacementDescription,
+    VocabParallelEmbedding1D,
+)
 
 # --- a plain model, and a policy as people wrote them for Shardformer ---
 

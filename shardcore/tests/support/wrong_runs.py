@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from wrong import Replaced
 
 from shardcore.nn import ColumnLinear, RowLinear
-from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardcore.policy import Policy
 from shardcore.styles import (
     attribute,
     col,
     row,
 )
+from shardcore_shardformer import ModulePolicyDescription, SubModuleReplacementDescription
 
 # --- random numbers --------------------------------------------------------------------------------------------------
 

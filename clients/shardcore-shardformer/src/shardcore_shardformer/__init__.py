@@ -2,8 +2,8 @@
 
 `Booster` and `HybridParallelPlugin` are a thin layer over `shardcore.shard`, FSDP2 and torch's optimizers.
 
-``docs/compat.md`` lists every name with what became of it. One that comes with a later release raises
-`NotSupportedError` when it is imported from here.
+``docs/compat.md`` lists every name with what became of it. One that is not there raises `NotSupportedError` when it is
+imported from here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NoReturn
 
 import shardcore
-from shardcore import _planned
 from shardcore.api import ShardFormer
 from shardcore.apply.launch import launch_from_torch
 from shardcore.apply.sharder import ModelSharder
@@ -19,12 +18,13 @@ from shardcore.config import (
     GradientCheckpointConfig,
     PipelineGradientCheckpointConfig,
     PipelineStageManager,
-    ShardConfig,
 )
 from shardcore.errors import NotSupportedError
 from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelModule, RowLinear, VocabEmbedding
-from shardcore.policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardcore.policy import Policy
 from shardcore_shardformer.booster import Boosted, Booster
+from shardcore_shardformer.config import ShardConfig
+from shardcore_shardformer.descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardcore_shardformer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from shardcore_shardformer.losses import cross_entropy_1d, dist_log_prob_1d
 from shardcore_shardformer.plugin import HybridParallelPlugin
@@ -65,8 +65,18 @@ VocabParallelLMHead1D = ColumnLinear
 #: The quick start imports this name and goes on to use the other.
 Shard = ShardFormer
 
-# Name -> what does its work; not planned under that name.
+# Name -> what does its work.
 _OTHERWISE = {
+    "ColoAttention": "the attention of the model's library: attn_implementation='sdpa'",
+    "Embedding1D": "VocabParallelEmbedding1D splits the vocabulary instead of the features",
+    "FusedLinear": "torch.nn.Linear, which a policy replicates",
+    "FusedLinear1D_Row": "Linear1D_Row after FusedLinear1D_Col",
+    "GPT2FusedLinearConv": "a ParallelModule of your own",
+    "GPT2FusedLinearConv1D_Col": "FusedLinear1D_Col, which takes transformers' Conv1D",
+    "GPT2FusedLinearConv1D_Row": "Linear1D_Row, which takes transformers' Conv1D",
+    "PaddingEmbedding": "VocabParallelEmbedding1D: a vocabulary of any size is split unevenly",
+    "PaddingLMHead": "VocabParallelLMHead1D: a vocabulary of any size is split unevenly",
+    "RingAttention": "shardcore.shard(model, enable_sequence_parallelism=True)",
     "LinearWithGradAccum": "torch.nn.Linear, whose backward torch's schedules split where they split backwards ('zbv')",
     "FusedRMSNorm": "enable_fused_normalization=True fuses the norms of a model",
     "dist_cross_entropy": "under parallel_output=True a model's own loss takes split logits; else cross_entropy_1d",
@@ -76,12 +86,6 @@ _OTHERWISE = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in _planned.NAMES:
-        planned = _planned.NAMES[name]
-        raise NotSupportedError(
-            f"{name} is not in shardcore {shardcore.__version__}; it is planned for release {planned.release}. Until "
-            f"then: {planned.instead}."
-        )
     if name in _OTHERWISE:
         raise NotSupportedError(f"{name} is not in shardcore {shardcore.__version__}: {_OTHERWISE[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

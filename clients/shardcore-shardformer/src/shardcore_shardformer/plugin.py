@@ -27,7 +27,6 @@ _SWITCHES = (
     "enable_jit_fused",
     "enable_sequence_parallelism",
     "sequence_parallelism_mode",
-    "enable_sequence_overlap",
     "enable_all_optimization",
     "parallel_output",
     "loss_chunk_size",
@@ -35,8 +34,6 @@ _SWITCHES = (
     "extra_kwargs",
     "partial_gradients",
     "check_inputs_every",
-    "fp8_communication",
-    "make_vocab_size_divisible_by",
 )
 
 
@@ -77,7 +74,6 @@ class HybridParallelPlugin:
         enable_jit_fused: the same.
         enable_sequence_parallelism: the same.
         sequence_parallelism_mode: the same.
-        enable_sequence_overlap: the same.
         enable_all_optimization: the same.
         parallel_output: the same.
         loss_chunk_size: the same.
@@ -85,12 +81,10 @@ class HybridParallelPlugin:
         extra_kwargs: the same.
         partial_gradients: the same.
         check_inputs_every: the same.
-        fp8_communication: the same.
-        make_vocab_size_divisible_by: the same.
 
     Raises:
         ConfigError: arguments contradict each other.
-        NotSupportedError: something cannot exist, or comes with a later release; says why.
+        NotSupportedError: something cannot exist; says why.
     """
 
     tp_size: int = 1
@@ -118,7 +112,6 @@ class HybridParallelPlugin:
     enable_jit_fused: bool | Literal["auto"] | None = None
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
-    enable_sequence_overlap: bool = False
     enable_all_optimization: bool = False
     parallel_output: bool = False
     loss_chunk_size: int | None = None
@@ -126,8 +119,6 @@ class HybridParallelPlugin:
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     partial_gradients: Literal["in_backward", "deferred"] = "in_backward"
     check_inputs_every: int = 100
-    fp8_communication: bool = False
-    make_vocab_size_divisible_by: int | None = None
 
     def __post_init__(self) -> None:
         def refuse(wrong: bool, text: str, kind: type[Exception] = ConfigError) -> None:
@@ -157,7 +148,7 @@ class HybridParallelPlugin:
         refuse(
             shared and self.sp_size != self.tp_size,
             f"sp_size={self.sp_size}) other than tp_size {self.tp_size}: sequences are shared by the tensor-parallel "
-            "ranks; context parallelism is planned for release 0.5",
+            "ranks; there is no context parallelism",
             NotSupportedError,
         )
         refuse(

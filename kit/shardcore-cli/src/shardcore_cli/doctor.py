@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import shardcore
-from shardcore import _env, _planned
+from shardcore import _env
 from shardcore.plugins.isolation import in_one_line
 from shardcore.plugins.versions import installed
 from shardcore_cli.packs import describe
@@ -44,8 +44,6 @@ def _checks() -> Iterator[dict[str, str]]:
         yield from findings
     if failure is not None:
         yield _finding("torch", "fails", f"{failure}; install a torch that works here")
-    for feature, release in _planned.features().items():
-        yield _finding(feature, "missing", f"planned for release {release}")
     yield from (_pack(row, works=failure is None) for row in describe())
 
 

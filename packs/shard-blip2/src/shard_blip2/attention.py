@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.blip_2.modeling_blip_2 import eager_attention_forward
+from typing_extensions import override
 
-__all__ = ["attend"]
+from shardcore.nn import ReplacedMethods
+from shardcore.policy import Rule, Scope
+
+__all__ = ["attends"]
 
 
-def attend(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def _attend(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Return what `Blip2Attention` returns for states (B, S, H), and attention weights (B, heads/tp, S, S).
 
     Its own forward takes the width of a head for that of its input, divided by the number of heads: of all heads there,
@@ -26,3 +31,19 @@ def attend(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Ten
         self, query, key, value, attention_mask=None, dropout=dropout, scaling=self.scale, **kwargs
     )
     return self.projection(out.flatten(2)), weights
+
+
+class _Attention(ReplacedMethods):
+    forward = _attend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attends(Rule):
+    @override
+    def plan(self, scope: Scope) -> None:
+        scope.swap("", _Attention)
+
+
+def attends() -> Rule:
+    """Return the rule by which an attention counts heads in one way."""
+    return _Attends(text="attends()")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shard_blip2.attention import attend
-from shardcore.policy import ModulePolicy, ModulePolicyDescription, Rule, Stages
+from shard_blip2.attention import attends
+from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
     enter_arg,
@@ -31,7 +31,7 @@ VISION: ModulePolicy = {
         ),
         region(enter="mlp", col="mlp.fc1", row="mlp.fc2"),
     ],
-    "Blip2Attention": ModulePolicyDescription(method_replacement={"forward": attend}),
+    "Blip2Attention": [attends()],
     "Blip2VisionModel": [
         norm("post_layernorm"),
         sequence(scatter="encoder.layers[0]", gather="encoder.layers[-1]"),

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
 from shardcore.compile.captured import refuse_captured
-from shardcore.compile.parts import Delegates, Part, PartFinder, joined_stages, matches
+from shardcore.compile.parts import Delegates, Part, PartFinder, Rules, joined_stages, matches
 from shardcore.compile.stage_checks import check_stages
 from shardcore.compile.switches import optimize
 from shardcore.compile.tensor_checks import report_tensors
@@ -18,8 +18,7 @@ from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh import device_type_here
 from shardcore.plan import Choice, ParameterPlan, PartPlan, ShardPlan, Stages
 from shardcore.plan.steps import ScopeRandomness, Step
-from shardcore.policy import Heads, ModulePolicy, ModulePolicyDescription, Policy
-from shardcore.styles.shardformer import rules_of
+from shardcore.policy import Heads, Policy
 
 __all__ = ["compile_plan"]
 
@@ -111,9 +110,9 @@ def _check_heads(builder: PlanBuilder, part: Part) -> None:
             part.heads = check.counts(part.module, builder.ranks)
 
 
-def _module_policy(builder: PlanBuilder, policy: Policy) -> ModulePolicy:
+def _module_policy(builder: PlanBuilder, policy: Policy) -> Rules:
     try:
-        return policy.module_policy()
+        return {key: list(rules) for key, rules in policy.module_policy().items()}
     except ShardcoreError:
         raise
     except Exception as error:
@@ -141,8 +140,7 @@ def _plan_rules(builder: PlanBuilder, policy: Policy, parts: Sequence[Part]) -> 
 
 
 def _plan_part(builder: PlanBuilder, part: Part, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    for key, value in part.rules.items():
-        rules = rules_of(value) if isinstance(value, ModulePolicyDescription) else list(value)
+    for key, rules in part.rules.items():
         matching = [(path, module) for path, module in modules if matches(module, key)]
         name = key if isinstance(key, str) else key.__qualname__
         if not matching and not all(rule.optional for rule in rules):

@@ -11,13 +11,16 @@ from torch import nn
 from shardcore.config import ShardConfig
 from shardcore.errors import NoPolicyError, Problem, ShardcoreError
 from shardcore.plan import Stages
-from shardcore.policy import HeadCounts, ModulePolicy, ModulePolicyDescription, Policy
+from shardcore.policy import HeadCounts, Policy, Rule
 from shardcore.styles.delegation import DelegateRule
 
-__all__ = ["Delegates", "Part", "PartFinder", "joined_stages", "matches", "policy_at"]
+__all__ = ["Delegates", "Part", "PartFinder", "Rules", "joined_stages", "matches", "policy_at"]
 
 #: Returns the policy for a class of models, and the distribution and version that it comes from.
 Delegates = Callable[[type[nn.Module]], tuple[Policy, str]]
+
+#: What a policy's `module_policy` yields, in lists.
+Rules = Mapping[str | type[nn.Module], Sequence[Rule]]
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Part:
     module: nn.Module
     policy: Policy
     origin: str
-    rules: ModulePolicy
+    rules: Rules
     inner: list[str] = field(default_factory=list)
     heads: HeadCounts | None = None
     heads_failed: bool = False
@@ -81,7 +84,7 @@ class PartFinder:
     config: ShardConfig
     paths: dict[int, str]
     problems: list[Problem]
-    rules_of: Callable[[Policy], ModulePolicy]
+    rules_of: Callable[[Policy], Rules]
     delegates: Delegates | None
     known: Mapping[str, Policy]
 
@@ -112,13 +115,7 @@ class PartFinder:
 
     def _inner(self, part: Part) -> Iterator[tuple[Part, DelegateRule]]:
         """Yield the parts that the rules of ``part`` delegate, from the outside to the inside."""
-        rules = [
-            (key, rule)
-            for key, value in part.rules.items()
-            if not isinstance(value, ModulePolicyDescription)
-            for rule in value
-            if isinstance(rule, DelegateRule)
-        ]
+        rules = [(key, rule) for key, value in part.rules.items() for rule in value if isinstance(rule, DelegateRule)]
         if not rules:
             return
         for path, module in part.module.named_modules(prefix=part.path):

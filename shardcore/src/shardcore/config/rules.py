@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardcore
-from shardcore import _planned
 from shardcore.config.pipelining import PIPELINE_FIELDS, SCHEDULE_NAMES, SPLIT_SCHEDULES
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.config.stage_manager import PipelineStageManager
@@ -25,8 +24,7 @@ __all__ = ["SIZES", "SWITCHES", "check", "fill_in", "sizes_of_place"]
 
 # Values that a field can have at all, where that is a short list.
 _CHOICES = {
-    "tensor_parallel_mode": ("1d", "2d", "2.5d", "3d"),
-    "sequence_parallelism_mode": (None, "split_gather", "ring", "all_to_all", "ring_attn"),
+    "sequence_parallelism_mode": (None, "split_gather"),
     "partial_gradients": get_args(PartialGradients),
     "pipeline_schedule": (None, *SCHEDULE_NAMES),
 }
@@ -39,23 +37,20 @@ _FLAGS = (
     "parallel_output",
     "enable_sequence_parallelism",
     "sequence_keep_gathered",
-    "enable_sequence_overlap",
     "enable_all_optimization",
-    "fp8_communication",
 )
 
 SIZES = ("tensor_parallel_size", "data_parallel_size", "dp_replicate_size", "dp_shard_size", "pipeline_parallel_size")
 
 
 def check(config: ShardConfig) -> None:
-    """Refuse a configuration that is wrong, contradicts itself, or asks for what a later release will bring.
+    """Refuse a configuration that is wrong, contradicts itself, or asks for things that do not work together.
 
     Raises:
         ConfigError: a value is of the wrong kind, or fields contradict each other.
-        NotSupportedError: a later release will support the value.
+        NotSupportedError: fields do not work together.
     """
     _check_kinds(config)
-    _check_planned(config)
     _check_contradictions(config)
     _check_place(config)
 
@@ -69,11 +64,11 @@ def _check_kinds(config: ShardConfig) -> None:
 
     for entry in dataclasses.fields(config):
         name, value = entry.name, getattr(config, entry.name)
-        if name.endswith("_size") or name in ("make_vocab_size_divisible_by", "num_microbatches", "num_model_chunks"):
+        if name.endswith("_size") or name in ("num_microbatches", "num_model_chunks"):
             require(name, value is None or (type(value) is int and value >= 1), "a positive integer or None")
         if name in _FLAGS:
             require(name, isinstance(value, bool), "True or False")
-        if name in SWITCHES and (name, value) != ("enable_flash_attention", "xformers"):
+        if name in SWITCHES:
             require(name, value is None or value == "auto" or isinstance(value, bool), "True, False, 'auto' or None")
         if name in _CHOICES:
             require(name, value in _CHOICES[name], f"one of {', '.join(map(repr, _CHOICES[name]))}")
@@ -102,15 +97,6 @@ def _check_kinds(config: ShardConfig) -> None:
         isinstance(config.tensor_parallel_process_group, ProcessGroup | None),
         "a process group that this rank belongs to, or None",
     )
-
-
-def _check_planned(config: ShardConfig) -> None:
-    for name, planned in _planned.FIELDS.items():
-        if (value := getattr(config, name)) not in planned.works:
-            raise NotSupportedError(
-                f"ShardConfig.{name}={value!r} is not supported by shardcore {shardcore.__version__}; it is planned "
-                f"for release {planned.release}. Until then: {planned.instead}."
-            )
 
 
 def _check_contradictions(config: ShardConfig) -> None:
@@ -199,12 +185,10 @@ def _check_place(config: ShardConfig) -> None:
                 f"ShardConfig.device_mesh has {mesh['ep'].size()} ranks on an axis 'ep'; give a mesh without it, whose "
                 "'dp_shard' has all replicas that shard parameters, and expert_parallel_size"
             )
-        planned = _planned.FIELDS["context_parallel_size"]
         if "cp" in names and mesh["cp"].size() > 1:
             raise NotSupportedError(
                 f"ShardConfig.device_mesh has {mesh['cp'].size()} ranks on its axis 'cp', which is not supported by "
-                f"shardcore {shardcore.__version__}; it is planned for release {planned.release}. Until then: "
-                f"{planned.instead}."
+                f"shardcore {shardcore.__version__}; use tensor and data parallelism"
             )
     if (manager := config.pipeline_stage_manager) is not None and (
         mesh is not manager.device_mesh or manager.bounds not in (None, config.pipeline_bounds)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +24,6 @@ SHORT_NAMES = {
     "tp": "tensor_parallel_size",
     "dp": "data_parallel_size",
     "pp": "pipeline_parallel_size",
-    "cp": "context_parallel_size",
     "ep": "expert_parallel_size",
 }
 
@@ -34,70 +31,11 @@ SHORT_NAMES = {
 Switch = bool | Literal["auto"] | None
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _opposite(value: Any) -> Any:
-    return not value if isinstance(value, bool) else value
-
-
-# Second name -> (field, how one value follows from the other).
-_SECOND_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "gather_output": ("parallel_output", _opposite),
-    "use_flash_attention": ("enable_flash_attention", _same),
-}
-
-
-def _takes_second_names(cls: type[ShardConfig]) -> type[ShardConfig]:
-    """Let the constructor take the second names, and read them from the fields they stand for.
-
-    They are no fields of their own, so that ``dataclasses.replace`` never sees one setting twice.
-    """
-    native = cls.__init__
-    signature = inspect.signature(native)
-    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in _SECOND_NAMES]
-
-    @functools.wraps(native)
-    def init(self: ShardConfig, **fields: Any) -> None:
-        native(self, **_first_names(fields))
-
-    init.__signature__ = signature.replace(  # type: ignore[attr-defined]  # read by inspect and help()
-        parameters=[*signature.parameters.values(), *extra]
-    )
-    cls.__init__ = init  # type: ignore[method-assign]  # takes what the generated one takes, and two names more
-    for name, (first, value) in _SECOND_NAMES.items():
-        setattr(cls, name, property(_reader(first, value), doc=f"Another name for ``{first}``."))
-    return cls
-
-
-def _reader(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda config: value(getattr(config, name))
-
-
-def _first_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` with second names resolved; None leaves the field alone."""
-    first = {name: value for name, value in fields.items() if name not in _SECOND_NAMES}
-    for name in [name for name in fields if name in _SECOND_NAMES]:
-        if (value := fields[name]) is None:
-            continue
-        target, other = _SECOND_NAMES[name]
-        if target in first and first[target] is not None and first[target] != other(value):
-            raise ConfigError(
-                f"ShardConfig.{name}={value!r} contradicts {target}={first[target]!r}: they are one setting; give one"
-            )
-        first[target] = other(value)
-    return first
-
-
-@_takes_second_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardConfig:
     """How a model is to be sharded. Sizes count ranks; ``None`` is derived from the number of ranks.
 
-    Every field works, or raises `NotSupportedError` with the release that it is planned for. ``gather_output`` is
-    another name for ``not parallel_output``, and ``use_flash_attention`` for ``enable_flash_attention``. After
-    Shardformer's ``ShardConfig`` (ColossalAI).
+    After Shardformer's ``ShardConfig`` (ColossalAI).
 
     Attributes:
         tensor_parallel_size: ranks that share every layer. Default: the number of ranks divided by
@@ -109,11 +47,9 @@ class ShardConfig:
             data-parallel ranks.
         pipeline_parallel_size: ranks among which the blocks of the model are divided; each holds one stage of a
             pipeline, or several. Default: 1. The model then has ``train_step`` and ``eval_step``.
-        context_parallel_size: ranks that share each sequence; 1 in this release, more from 0.5.
         expert_parallel_size: of the ``dp_shard_size`` replicas, which it divides, so many share the experts of a model:
             each has whole ones, and tokens travel. Default: 1, every replica has all experts.
         enable_tensor_parallelism: False is ``tensor_parallel_size=1``.
-        tensor_parallel_mode: ``"1d"``; ``"2d"``, ``"2.5d"`` and ``"3d"`` are not planned before 1.0.
         tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
             Only its members call `shardcore.shard`; data parallelism is the caller's.
         device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``pp``, ``dp_replicate``, ``dp_shard``
@@ -125,8 +61,8 @@ class ShardConfig:
             full logits.
         loss_chunk_size: with ``parallel_output``: the number of tokens whose logits are computed at a time, inside the
             loss, and again in the backward. The full logits never exist, and the output has none. None: all at once.
-        enable_flash_attention: flash attention (the flash-attn package, through transformers). True raises with the
-            reason where it is impossible; ``"auto"`` uses it where it is possible. ``"xformers"`` from 0.3.
+        enable_flash_attention: flash attention (the flash-attn package, through the model's library). True raises with
+            the reason where it is impossible; ``"auto"`` uses it where it is possible.
         enable_fused_normalization: torch's fused norms. True raises where no fused form of a norm is known; ``"auto"``
             keeps the native norm there.
         enable_jit_fused: blocks are compiled by `torch.compile` while training, which fuses bias and GELU into one
@@ -134,16 +70,12 @@ class ShardConfig:
             compiler). True raises where that is missing, or the policy does not name its blocks; ``"auto"`` is False.
         enable_sequence_parallelism: outside regions, activations are split along the sequence over the tensor-parallel
             ranks; calls with fewer tokens than ranks are not split.
-        sequence_parallelism_mode: how; ``"split_gather"`` (None is the same), ``"all_to_all"`` and ``"ring_attn"`` from
-            0.5.
+        sequence_parallelism_mode: how; ``"split_gather"``, and None is the same.
         sequence_keep_gathered: keep the gathered input of each region for the backward. False: gather it again there,
             which costs two more all-gathers for each layer and stores split activations only.
-        enable_sequence_overlap: overlap the communication of sequence parallelism; from 0.3.
         enable_all_optimization: every switch above that is None becomes ``"auto"``: optimizations that are possible are
             used, others are left out without an error. Never turns sequence parallelism on.
         gradient_checkpoint_config: which blocks are recomputed in the backward.
-        fp8_communication: send activations as float8; from 0.5.
-        make_vocab_size_divisible_by: pad vocabularies; from 0.5. Not needed: parts may be uneven.
         pipeline_schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"looped_bfs"``,
             ``"interleaved_zero_bubble"``, ``"zbv"`` or ``"dualpipev"``.
         num_model_chunks: stages of each rank; by default 2 where the schedule has several, else 1.
@@ -162,7 +94,7 @@ class ShardConfig:
 
     Raises:
         ConfigError: a value is of the wrong kind, or fields contradict each other.
-        NotSupportedError: a later release will support the value; names the field and the release.
+        NotSupportedError: fields do not work together.
     """
 
     tensor_parallel_size: int | None = None
@@ -170,10 +102,8 @@ class ShardConfig:
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
     pipeline_parallel_size: int | None = None
-    context_parallel_size: int | None = None
     expert_parallel_size: int | None = None
     enable_tensor_parallelism: bool = True
-    tensor_parallel_mode: str = "1d"
     tensor_parallel_process_group: ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
     inference_only: bool = False
@@ -185,11 +115,8 @@ class ShardConfig:
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
     sequence_keep_gathered: bool = True
-    enable_sequence_overlap: bool = False
     enable_all_optimization: bool = False
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
-    fp8_communication: bool = False
-    make_vocab_size_divisible_by: int | None = None
     pipeline_schedule: str | None = None
     num_model_chunks: int | None = None
     num_microbatches: int | None = None
@@ -200,10 +127,6 @@ class ShardConfig:
     check_inputs_every: int = 100
     partial_gradients: PartialGradients = "in_backward"
 
-    if TYPE_CHECKING:  # added by _takes_second_names
-        gather_output: bool | None = None
-        use_flash_attention: Switch = None
-
     def __post_init__(self) -> None:
         if isinstance(manager := self.pipeline_stage_manager, PipelineStageManager):
             for name, value in (("device_mesh", manager.device_mesh), ("pipeline_bounds", manager.bounds)):
@@ -213,14 +136,14 @@ class ShardConfig:
 
     @classmethod
     def of(cls, config: ShardConfig | None = None, **fields: Any) -> ShardConfig:
-        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, cp, ep) are understood.
+        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, ep) are understood.
 
         Raises:
             ConfigError: ``config`` is something else, or a field is unknown or given twice under two names.
         """
         if not isinstance(config, cls | None):
             raise ConfigError(f"wanted a ShardConfig, got {config!r}; sizes are given by name: tp=2, dp=2")
-        known = {field.name for field in dataclasses.fields(cls)} | _SECOND_NAMES.keys()
+        known = {field.name for field in dataclasses.fields(cls)}
         full: dict[str, Any] = {}
         for name, value in fields.items():
             target = SHORT_NAMES.get(name, name)
@@ -232,7 +155,7 @@ class ShardConfig:
             if target in full:
                 raise ConfigError(f"{name!r} and another name for {target} were both given; give one of them")
             full[target] = value
-        return dataclasses.replace(config or cls(), **_first_names(full))
+        return dataclasses.replace(config or cls(), **full)
 
     @property
     def ranks(self) -> int:

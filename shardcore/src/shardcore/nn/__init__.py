@@ -6,7 +6,7 @@ What is exported here is for authors of packs, and kept as the page on stability
 from __future__ import annotations
 
 from shardcore.comm.strided import fsdp_placement
-from shardcore.nn.base import ParallelModule, SwappedModule
+from shardcore.nn.base import ParallelModule, ReplacedMethods, SwappedModule
 from shardcore.nn.behaviour import behaviours
 from shardcore.nn.blocks.norm import FusedRMSNorm
 from shardcore.nn.layout import (
@@ -35,6 +35,7 @@ __all__ = [
     "HeadParameters",
     "Layout",
     "ParallelModule",
+    "ReplacedMethods",
     "Replicated",
     "ReplicatedLayout",
     "RowLinear",

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore._planned import LAYER_OPTIONS
-from shardcore.errors import NotSupportedError, WrapError
+from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.behaviour import (
     add_behaviour,
@@ -41,9 +40,6 @@ NO_PICKLE = (
     "state dict from torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True)); copy.deepcopy(model) works without data parallelism."
 )
-
-#: Options of Shardformer's layers for what every layer does: schedules that split backwards split those of all.
-_OF_ALL = frozenset({"use_zbv"})
 
 
 class ParallelModule(nn.Module):
@@ -108,23 +104,6 @@ class SwappedModule(ParallelModule):
             return cls.problem(module, ranks, **options)
         except TypeError as error:  # values of the wrong kind
             return f"{cls.__name__} does not understand its options {options}: {error}"
-
-    @classmethod
-    def without_planned(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``options`` without those of Shardformer's layers that ask for nothing, or for what all layers do.
-
-        Raises:
-            NotSupportedError: one of those asks for something.
-        """
-        for name in options.keys() & LAYER_OPTIONS.keys() - cls.option_names:
-            value, planned = options[name], LAYER_OPTIONS[name]
-            if not any(value is nothing or (type(value) is int and value == nothing) for nothing in planned.works):
-                raise NotSupportedError(
-                    f"{cls.__name__}: {name}={value!r} is planned for release {planned.release}. Until then: "
-                    f"{planned.instead}."
-                )
-        kept = options.keys() - ((LAYER_OPTIONS.keys() | _OF_ALL) - cls.option_names)
-        return {name: value for name, value in options.items() if name in kept}
 
     @classmethod
     def plan_kind_problem(cls, module: nn.Module) -> str | None:
@@ -198,15 +177,13 @@ class SwappedModule(ParallelModule):
             module: the native module; every rank must hold the same weights.
             process_group: the tensor-parallel ranks, as a process group or a one-dimensional mesh; None is the default
                 process group.
-            **options: of the subclass. Options of Shardformer's layers that ask for nothing are accepted.
+            **options: of the subclass.
 
         Raises:
             TypeError: the native module is of a class that this one cannot replace, or an option is unknown.
             ValueError: its sizes cannot be split over that many ranks.
             ConfigError: no process group was given, and there is no default one.
-            NotSupportedError: an option asks for what a later release is to bring.
         """
-        options = cls.without_planned(options)
         context = as_context(process_group)
         if problem := cls.refusal(module, context.size, **options):
             known = cls.plan_kind_problem(module) is None and options.keys() <= cls.option_names
@@ -290,6 +267,6 @@ def with_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -
     """Give one instance other methods; other instances of its class are not affected.
 
     They are a behaviour, not attributes of the instance, so that libraries which wrap ``forward`` in
-    ``__init_subclass__`` (transformers' gradient checkpointing) wrap the new one too.
+    ``__init_subclass__`` (for gradient checkpointing) wrap the new one too.
     """
     add_behaviour(module, _replaced(tuple(sorted(methods.items()))))

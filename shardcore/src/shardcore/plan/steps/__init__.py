@@ -20,7 +20,6 @@ from shardcore.plan.steps.outputs import (
 )
 from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.plan.steps.sequence import ShardSequence
-from shardcore.plan.steps.shardformer import ReplaceMethods, ReplaceModule, ReplaceParameters
 
 __all__ = [
     "Bench",
@@ -40,9 +39,6 @@ __all__ = [
     "PlanView",
     "Recompute",
     "RefuseCaptured",
-    "ReplaceMethods",
-    "ReplaceModule",
-    "ReplaceParameters",
     "ScopeRandomness",
     "SetAttribute",
     "ShardSequence",

@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.nn.base import ParallelModule, with_methods
-from shardcore.nn.foreign import distribute_local_parameters, local_problem
-from shardcore.plan.steps.base import Bench, Commit, Options, Step
+from shardcore.plan.steps import Bench, Commit, Step
+from shardcore.plan.steps.base import Options
+from shardcore_shardformer.foreign import distribute_local_parameters, local_problem
 
 __all__ = ["ReplaceMethods", "ReplaceModule", "ReplaceParameters"]
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.foreign import distribute_local_parameters, local_problem
+from shardcore_shardformer.foreign import distribute_local_parameters, local_problem
 
 
 class Local(nn.Module):
