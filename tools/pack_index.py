@@ -29,9 +29,17 @@ FILE = ROOT / "kit" / "shardcore-cli" / "src" / "shardcore_cli" / "index.json"
 #: What of a class's full name says to which family it belongs.
 _FAMILY = re.compile(r"transformers\.models\.\w+\.|timm\.|torch\.nn\.modules\.transformer\.|.*")
 
+#: Starts of the names of classes that `shardcore new-pack --model` takes, and policy="infer" too.
+_DRAFTED = ["transformers."]
+#: What pip is given for the tools, and for what loads what a library has saved.
+_AROUND = {
+    "kit": ["clients/shardcore-transformers", "kit/shardcore-*"],
+    "loaders": ["clients/shardcore-transformers"],
+}
+
 
 def index() -> str:
-    """Return the text of the file: the pack of each family, and the folders that pip is given for each pack."""
+    """Return the text of the file: the pack of each family, the folders that pip is given, and what tools can do."""
     packs, families = find_packs(ROOT), {}
     for pack in packs:
         plugin = importlib.import_module(f"{pack.name.replace('-', '_')}.plugin")
@@ -39,8 +47,8 @@ def index() -> str:
             match = _FAMILY.match(spec.target)
             assert match is not None  # it matches anything
             families.setdefault(match[0], pack.name)
-    folders = {pack.name: _folders([*pack.needed(packs), pack]) for pack in packs}
-    return json.dumps({"families": families, "folders": folders}, indent=1, sort_keys=True) + "\n"
+    folders = {pack.name: _folders([*pack.needed(packs), pack]) for pack in packs} | _AROUND
+    return json.dumps({"drafted": _DRAFTED, "families": families, "folders": folders}, indent=1, sort_keys=True) + "\n"
 
 
 def _folders(packs: Sequence[Pack]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from given_packs import install_entries
 from tiny import TinyPolicy, build
@@ -72,5 +74,40 @@ def test_a_client_that_cannot_be_imported_is_named(fresh):
 
 def test_what_is_not_installed_is_named_with_its_line(monkeypatch, tmp_path):
     monkeypatch.setattr(clients, "_offered", dict)
-    with pytest.raises(ConfigError, match=r"is of shardcore-transformers, which is not installed.*pip install"):
+    with pytest.raises(
+        ConfigError, match=r"none is installed that loads.*pip install .*/clients/shardcore-transformers\."
+    ):
         shardcore.from_pretrained("LlamaForCausalLM", tmp_path)
+
+
+LOADER = """
+def from_pretrained(model_class, path, **options):
+    return __name__
+"""
+
+
+def test_the_client_of_a_class_loads(fresh):
+    clients_by_library = {"a_library": "a_client", "b_library": "b_client", "c_library": "c_client"}
+    sources = {"a_client": "import not_there_at_all", "b_client": LOADER, "c_client": LOADER, "c_library": LIBRARY}
+    install_entries(fresh, "their-clients", clients.GROUP, clients_by_library, sources)
+    from c_library import Around
+
+    class Derived(Around):
+        pass
+
+    assert clients.loader_of(Derived)(Derived, "") == "c_client"
+    assert clients.loader_of("c_library.Around")("", "") == "c_client"
+    assert clients.loader_of("b_library.Other")("", "") == "b_client"
+    sys.modules.pop("c_library")
+    (found,) = {clients.loader_of(name)("", "") for name in ("Around", "users.module.Class")}
+    assert found in ("b_client", "shardcore_transformers.loading")
+
+
+def test_a_loader_that_cannot_be_imported_is_told(monkeypatch):
+    def broken(library):
+        raise ConfigError(f"the client for {library} cannot be imported")
+
+    monkeypatch.setattr(clients, "_offered", lambda: {"a_library": None})
+    monkeypatch.setattr(clients, "client_of", broken)
+    with pytest.raises(ConfigError, match=r"the client for .* cannot be imported"):
+        clients.loader_of("Around")

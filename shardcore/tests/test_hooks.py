@@ -75,7 +75,7 @@ def test_requires_refused(requires: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PolicySpec(target=TARGET, policy=POLICY, requires=requires)
     assert str(caught.value) == (
-        f"PolicySpec: requires is {requires!r}; wanted a PEP 508 requirement like 'transformers>=5'"
+        f"PolicySpec: requires is {requires!r}; wanted a PEP 508 requirement like 'some-library>=5'"
     )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -165,6 +166,50 @@ def test_distributions_lean_on_those_below(package: str) -> None:
     used = {imported.partition(".")[0] for imported in imported_by(package)}
     assert used & set(EVERY) <= {package, *AROUND.get(package, ())}
     assert not used & FOREIGN or package in KNOWING
+
+
+#: Names of libraries and of families of models: what is about them is in clients and packs. "Ctrl" is none.
+LIBRARIES = re.compile(r"transformers|timm|peft|accelerate|\btrl\b|llama|whisper", re.IGNORECASE)
+#: Of docstrings: blocks of code, and code between words. What stands there is an example.
+EXAMPLES = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+
+
+def mentions(source: str) -> set[str]:
+    """Return the lines of a module that name a library, examples in docstrings left out."""
+    tree, lines = ast.parse(source), source.splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) or ast.get_docstring(node) is None:
+            continue
+        docstring, whole = node.body[0], isinstance(node, ast.Module)
+        first, last = docstring.lineno - 1, docstring.end_lineno or docstring.lineno
+        said = EXAMPLES.sub(lambda found: "\n" * found[0].count("\n"), "\n".join(lines[first:last])).split("\n")
+        # Of a module's, code is what is indented: it has no sections.
+        lines[first:last] = ["" if whole and line.startswith("    ") else line for line in said]
+    return {line.strip() for line in lines if LIBRARIES.search(line)}
+
+
+def test_the_core_knows_no_library() -> None:
+    root = Path(shardcore.__file__).parent
+    found = {file.relative_to(root).as_posix(): mentions(file.read_text()) for file in sorted(root.rglob("*.py"))}
+    assert len(found) > 200
+    assert {file: lines for file, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import transformers", True),
+        ('kind = "PeftModel"', True),
+        ("x = 1  # as timm does", True),
+        ('def f():\n    """Do what TRL does."""', True),
+        ('"""About Whisper."""', True),
+        ('"""An example:\n\n    "LlamaMlp": []\n"""', False),
+        ('def f():\n    """Shard.\n\n    ```python\n    LlamaModel(config)\n    ```\n    """', False),
+        ('def f():\n    """Give a name such as `llama`; Ctrl-C ends it."""', False),
+    ],
+)
+def test_a_mention_is_found(source: str, found: bool) -> None:
+    assert bool(mentions(source)) is found
 
 
 INTERNALS = {"_local_tensor", "_spec"}

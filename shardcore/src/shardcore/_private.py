@@ -1,6 +1,6 @@
 """What shardcore uses of torch that torch does not promise to keep, and what is said when one of it is gone.
 
-Every private name of torch in the core is in `TORCH`; those of transformers are in `shardcore_transformers._private`.
+Every private name of torch in the core is in `TORCH`; those of libraries are in their clients.
 A release that lacks a name makes `require` raise where the feature that needs it is asked for, and is reported by
 ``shardcore doctor``. Private names that are imported come from `shardcore._torch`.
 """

@@ -68,7 +68,7 @@ def shard(
         model: any model that an installed pack serves (or any module at all, with ``policy``).
         config: the configuration; ``fields`` override it.
         policy: a policy or its class, used instead of looking for one among the installed packs. ``"infer"`` infers one
-            for a class of transformers that no pack serves, from what a small copy of the class computes.
+            for a class that no pack serves, from what a small copy computes that is built from its configuration.
         infer: with ``policy="infer"``: ``"proved"`` trains the small copy on two processes first, and raises unless
             outputs, loss and gradients are those of the unsharded one; ``"drafted"`` does not.
         optimizer: an optimizer made before this call and not stepped yet; its parameter groups are re-pointed in place.
@@ -80,10 +80,10 @@ def shard(
             models of the others may be on the meta device.
         weights: read the values from here, each rank its own part: a ``.safetensors`` file, a list of them, or a folder
             that holds them, with the names that ``model.state_dict()`` has. The model may be on the meta device, and is
-            never there as a whole. For a model of transformers see `shardcore.from_pretrained`.
+            never there as a whole. For what a library has saved see `shardcore.from_pretrained`.
         reading: of ``weights``: ``"slices"``, every rank reads its parts; ``"scatter"``, one rank of each host reads
             and sends the others their parts; ``"auto"``, the second where the files are on a network file system.
-        **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp``, ``cp`` and ``ep`` are short names.
+        **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp`` and ``ep`` are short names.
 
     Raises:
         ConfigError: arguments contradict each other or the number of ranks, or ranks are missing altogether.

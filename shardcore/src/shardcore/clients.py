@@ -38,7 +38,7 @@ from shardcore.plan import ShardPlan
 from shardcore.plan.phases import ModelPhase
 from shardcore.plugins.isolation import attempt, in_one_line
 
-__all__ = ["GROUP", "Attached", "Attaching", "attached_to", "changes_of_libraries", "client_of"]
+__all__ = ["GROUP", "Attached", "Attaching", "attached_to", "changes_of_libraries", "client_of", "loader_of"]
 
 #: The group of entry points that name clients.
 GROUP = "shardcore.clients"
@@ -95,6 +95,31 @@ def client_of(library: str) -> ModuleType | None:
     except Exception as error:
         home = entry.dist.name if entry.dist else entry.value
         raise ConfigError(f"{home}, the client for {library}, cannot be imported: {in_one_line(error)}") from error
+
+
+def loader_of(model_class: type[Any] | str) -> Callable[..., Any] | None:
+    """Return the `from_pretrained` of a client: of the library of a class or its bases, else of any that has one.
+
+    Raises:
+        ConfigError: no other has one, and a client cannot be imported.
+    """
+    names = (
+        [model_class] if isinstance(model_class, str) else [c.__module__ for c in getattr(model_class, "__mro__", ())]
+    )
+    libraries = [name.partition(".")[0] for name in names]
+    others = sorted(_offered(), key=lambda library: (library not in sys.modules, library))
+    broken = None
+    for library in dict.fromkeys([*libraries, *others]):
+        try:
+            load = getattr(client_of(library), "from_pretrained", None)
+        except ConfigError as error:
+            broken = broken or error
+            continue
+        if load is not None:
+            return cast("Callable[..., Any]", load)
+    if broken is not None:
+        raise broken
+    return None
 
 
 def attached_to(model: nn.Module) -> Attached | None:

@@ -66,8 +66,8 @@ Rules that hold for every hook:
   `SHARDCORE_STRICT=1` it is an error at once. Nothing of a pack that the environment blocks is imported. Filters of
   warnings that a plugin sets are put back.
 
-This module imports neither torch nor transformers, and a plugin must not either: all packs are loaded to find the one
-that serves a model.
+This module imports neither torch nor a library of models, and a plugin must not either: all packs are loaded to find
+the one that serves a model.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def _check_requirement(kind: str, requires: str) -> None:
     # Imported here because most specs have no requirement, and every plugin pays for what this module imports.
     from packaging.requirements import Requirement
 
-    wanted = "a PEP 508 requirement like 'transformers>=5'"
+    wanted = "a PEP 508 requirement like 'some-library>=5'"
     try:
         requirement = Requirement(requires)
         if requirement.marker is not None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from shardcore import _env
 from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.mesh import time_limit
-from shardcore.plugins.unserved import KIT, installing
+from shardcore.plugins.unserved import folders_of, installing
 from shardcore.policy import Policy
 
 __all__ = ["Inference", "inferred"]
@@ -37,7 +37,7 @@ def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> ty
     """Return a policy for the class of ``model``; the first rank of ``group`` infers it for all.
 
     Raises:
-        ConfigError: on all ranks: the class is none of transformers, no policy fits, or the proof failed.
+        ConfigError: on all ranks: the class has no configuration, no policy fits, or the proof failed.
     """
     together = dist.is_initialized() and dist.get_world_size(group) > 1
     found: list[Any] = [None]
@@ -66,8 +66,8 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
         return {"error": f"infer= must be 'proved' or 'drafted'; got {how!r}"}
     if getattr(cls, "config_class", None) is None or config is None or "." in cls.__qualname__:
         return {
-            "error": f"policy='infer' builds a small copy from a model's configuration, and {cls.__name__} has none of "
-            "transformers. Draft a policy from an example: shardcore new-pack NAME --example module:function"
+            "error": f"policy='infer' builds a small copy from a model's configuration, and {cls.__name__} has none. "
+            "Draft a policy from an example: shardcore new-pack NAME --example module:function"
         }
     if cls.__module__ == "__main__":
         return {
@@ -76,7 +76,7 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
         }
     if importlib.util.find_spec(_PROGRAM.partition(".")[0]) is None:
         name = "shardcore-scaffold"
-        return {"error": f"policy='infer' is of {name}, which is not installed{installing(*KIT)}"}
+        return {"error": f"policy='infer' is of {name}, which is not installed{installing(*folders_of('kit'))}"}
     try:
         return _answer(cls, config, limit, proved=how == "proved")
     except subprocess.TimeoutExpired:

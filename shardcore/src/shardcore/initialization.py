@@ -73,8 +73,8 @@ def initialize(model: Model, seed: int = 0, *, build: Callable[[], nn.Module] | 
     Args:
         model: the model, sharded before; what has values already is initialised too.
         seed: of all random numbers; the same on every rank.
-        build: returns a new, unsharded model like it. Not needed for models of transformers and for those that
-            `on_meta` built.
+        build: returns a new, unsharded model like it. Not needed for models whose policy knows how (`Policy.builder`)
+            and for those that `on_meta` built.
 
     Raises:
         ConfigError: nobody knows how the model is built, or ``build`` makes another one.

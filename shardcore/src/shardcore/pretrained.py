@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from shardcore.clients import client_of
+from shardcore.clients import loader_of
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.fsdp.phase import Wrap
 from shardcore.inferred import Inference
-from shardcore.plugins.unserved import installing
+from shardcore.plugins.unserved import folders_of, installing
 from shardcore.policy import Policy
 from shardcore.weights.reading import Reading
 
 __all__ = ["from_pretrained"]
-
-#: The library whose client loads.
-_LIBRARY = "transformers"
 
 
 def from_pretrained(
@@ -32,7 +29,7 @@ def from_pretrained(
     reading: Reading = "auto",
     **options: Any,
 ) -> Any:
-    """Load a checkpoint of transformers into a sharded model; each rank reads the parts that it keeps.
+    """Load what a library has saved into a sharded model; each rank reads the parts that it keeps.
 
     ```python
     model = shardcore.from_pretrained(LlamaForCausalLM, path, tp=4, dp=2, dtype=torch.bfloat16)
@@ -40,11 +37,12 @@ def from_pretrained(
 
     Equal to ``model_class.from_pretrained(path)`` and `shardcore.shard`, but that the model is never there as a whole:
     a rank needs room for its part and for what one tensor of it is made from. Every rank makes the call, and sees the
-    files under the same path. Reports of transformers (missing, unexpected and mismatched keys) come from the first
+    files under the same path. Reports of the library (missing, unexpected and mismatched keys) come from the first
     rank alone. The model is in evaluation mode, as after the native call.
 
     Args:
-        model_class: a class of transformers, an Auto class, or the name of one (``package.module.Class`` for others).
+        model_class: a class of a library whose client loads (`shardcore.clients`), an Auto class, or the name of one
+            (``package.module.Class`` for others).
         path: a folder, or a name of the hub: its configuration and safetensors files are then downloaded to the cache.
         *model_args: as of the native ``from_pretrained``.
         shard_config: the configuration; fields of it among ``options`` override it.
@@ -68,20 +66,13 @@ def from_pretrained(
         AgreementError: another rank failed, or reads something else.
         ShardcoreError: what `shardcore.shard` raises.
     """
-    try:
-        client = client_of(_LIBRARY)
-    except ConfigError as error:
+    load = loader_of(model_class)
+    if load is None:
         raise ConfigError(
-            f"shardcore.from_pretrained reads checkpoints of {_LIBRARY}, which is not installed or does not work "
-            f"({error}); install the model's pack, which brings it. Other models: "
+            "shardcore.from_pretrained asks the client for the model's library, and none is installed that loads"
+            f"{installing(*folders_of('loaders'))}. A pack of the library's models brings it. Other models: "
             "shardcore.shard(model, weights=...)"
-        ) from error
-    if client is None:
-        name = f"shardcore-{_LIBRARY}"
-        raise ConfigError(
-            f"shardcore.from_pretrained is of {name}, which is not installed{installing(f'clients/{name}')}"
         )
-    load = client.from_pretrained
     loaded: Any = load(
         model_class,
         path,

@@ -76,7 +76,7 @@ def test_defaults_of_a_spec():
         ("replaces", Plain, f"replaces is {Plain!r}; wanted the bare name of a class of shardcore.nn, like 'Repl"),
         ("replaces", "nn.Plain", "replaces is 'nn.Plain'; wanted the bare name of a class of shardcore.nn, like 'Repl"),
         ("option", "fused", "option is 'fused'; wanted None or one of 'enable_flash_attention', 'enable_fused_norma"),
-        ("requires", "two words", "requires is 'two words'; wanted a PEP 508 requirement like 'transformers>=5'"),
+        ("requires", "two words", "requires is 'two words'; wanted a PEP 508 requirement like 'some-library>=5'"),
         ("api", 0, "api is 0; wanted 1 or more (this shardcore knows 1)"),
     ],
 )

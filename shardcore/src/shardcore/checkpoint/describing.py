@@ -33,5 +33,5 @@ def described(model: nn.Module) -> dict[str, Any]:
 
 
 def _as_data(config: Any) -> Any:
-    """Return a configuration in transformers' own words; None of what has no such words."""
+    """Return a configuration in its own words; None of what has no such words."""
     return json.loads(config.to_json_string()) if callable(getattr(config, "to_json_string", None)) else None

@@ -2,8 +2,8 @@
 
 Experts of which ranks have whole ones lie on another mesh than everything else. torch stacks the norms of all gradients
 to take the norm of these, and scales all gradients at once; DTensors of several meshes can be neither (2.11 to 2.14).
-`install` lets it do both mesh by mesh, for the whole process: `torch.nn.utils.clip_grad_norm_`, and what calls it
-(accelerate, the Trainer of transformers), works as ever. With one mesh everything is passed on to torch's own.
+`install` lets it do both mesh by mesh, for the whole process: `torch.nn.utils.clip_grad_norm_`, and what calls it,
+works as ever. With one mesh everything is passed on to torch's own.
 """
 
 from __future__ import annotations

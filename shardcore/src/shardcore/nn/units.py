@@ -50,8 +50,8 @@ class Unit:
 
     def watch(self) -> None:
         """Take over from FSDP2, which has been applied to the module by now."""
-        # FSDP2 has made a class of the module's own. transformers finds what a model can capture by what its class
-        # prints as, and under another name captures nothing, without a word.
+        # FSDP2 has made a class of the module's own. A library that finds what a model can capture by what its class
+        # prints as would capture nothing under another name, without a word.
         wrapped = type(self.module)
         ours = next(c for c in wrapped.__mro__[1:] if issubclass(c, InUnit))
         wrapped.__module__, wrapped.__qualname__ = ours.__module__, ours.__qualname__
@@ -168,7 +168,7 @@ def _no_views(out: Any) -> Any:
     if type(out) in (tuple, list):
         plain = [_no_views(item) for item in out]
         return type(out)(plain) if any(a is not b for a, b in zip(plain, out, strict=True)) else out
-    if isinstance(out, MutableMapping):  # outputs of transformers
+    if isinstance(out, MutableMapping):  # outputs by name
         for name, value in out.items():
             if (plain := _no_views(value)) is not value:
                 out[name] = plain

@@ -17,7 +17,7 @@ __all__ = ["IGNORED", "contents_of", "micro_batches", "rows_of", "rows_of_each",
 #: The label that does not count.
 IGNORED = -100
 
-# Arguments of transformers that have no rows, though they may have as many entries as there are rows.
+# Arguments that have no rows, though they may have as many entries as there are rows.
 _OF_NO_ROWS = ("cache_position", "logits_to_keep")
 
 

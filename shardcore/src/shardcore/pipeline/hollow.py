@@ -69,7 +69,7 @@ def watched(module: nn.Module, name: str, watch: list[Watch]) -> None:
 def types_kept(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Let modules that lose all their parameters inside still tell the dtype and the device that these had.
 
-    Models of transformers ask their parts for both, which look for a parameter.
+    Models may ask their parts for both, which look for a parameter.
 
     Args:
         model: what loses parameters inside.

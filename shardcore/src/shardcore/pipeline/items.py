@@ -2,7 +2,7 @@
 
 The loss of a batch is put together from those of its micro-batches. How is decided by the function that computes it: a
 mean over labels, of which micro-batches have other numbers; over labels but the first, where each token predicts the
-next one; over rows; or a sum, such as that of transformers with ``num_items_in_batch``. Nothing else can be put
+next one; over rows; or a sum, as with ``num_items_in_batch``. Nothing else can be put
 together exactly, and that is an error.
 """
 

@@ -95,7 +95,7 @@ class PipelinedModel(SwappedModule):
             self._refuse("a call that records gradients", "call model.train_step(batch), or use torch.no_grad()")
         if args:
             self._refuse("positional arguments", "pass them by name")
-        given = [kwargs.get(name) for name in ("cache", "past_key_values")]  # transformers 5.24, and before
+        given = [kwargs.get(name) for name in ("cache", "past_key_values")]
         if any(cache is not None for cache in given) or kwargs.get("use_cache"):
             self._refuse("a cache, of which each rank would have some layers", "pass use_cache=False")
         return self._pipeline().forward(kwargs)

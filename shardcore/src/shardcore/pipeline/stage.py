@@ -22,7 +22,7 @@ __all__ = ["Holding", "Stage"]
 _ARRIVED = "_pipeline_arrived"
 
 # What to do about a reentrant checkpoint.
-_OTHERWISE = 'say use_reentrant=False, as gradient_checkpointing_enable({"use_reentrant": False}) of transformers does'
+_OTHERWISE = 'say use_reentrant=False, as gradient_checkpointing_enable({"use_reentrant": False}) does'
 
 
 class Holding:

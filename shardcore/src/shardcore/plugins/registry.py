@@ -2,8 +2,8 @@
 
     entry points --discover--> Registry of Packs --resolve(class)--> Match --load()--> policy class
 
-Discovery handles strings only: neither torch nor transformers is imported before `Match.load`, and then only what the
-one pack that matched imports. The packs are loaded by `shardcore.plugins.loading`.
+Discovery handles strings only: neither torch nor a library of models is imported before `Match.load`, and then only
+what the one pack that matched imports. The packs are loaded by `shardcore.plugins.loading`.
 """
 
 from __future__ import annotations

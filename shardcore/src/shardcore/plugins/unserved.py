@@ -20,12 +20,9 @@ from shardcore.plugins.isolation import in_one_line
 from shardcore.plugins.loading import Pack
 from shardcore.plugins.versions import installed
 
-__all__ = ["KIT", "families", "first_party", "folders_of", "for_a_shell", "full_name", "installing", "unserved"]
+__all__ = ["families", "first_party", "folders_of", "for_a_shell", "full_name", "installing", "unserved"]
 
 _IN_PYTHON = "  way out in Python: "
-
-#: What is installed for the tools around the core: some of them need the rest.
-KIT = ("clients/shardcore-transformers", "kit/shardcore-*")
 
 #: The distribution that has the index of this project's packs, if it is installed.
 _INDEX = "shardcore_cli"
@@ -34,8 +31,8 @@ _INDEX = "shardcore_cli"
 @functools.cache
 def _index() -> Mapping[str, Any]:
     spec = importlib.util.find_spec(_INDEX)
-    if spec is None or spec.origin is None:
-        return {"families": {}, "folders": {}}
+    if spec is None or spec.origin is None:  # the tools may need any client
+        return {"drafted": [], "families": {}, "folders": {"kit": ["clients/*", "kit/*"], "loaders": []}}
     found: Mapping[str, Any] = json.loads(Path(spec.origin).with_name("index.json").read_text())
     return found
 
@@ -99,21 +96,23 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
         return
     if here is not None and here.error is None:
         yield f"  the first-party pack for this family, {family}, is installed and serves other classes of it"
-    if names[0].startswith("transformers."):
+    if names[0].startswith(tuple(_index()["drafted"])):
         yield f"  way out: have a pack drafted: shardcore new-pack {_drafted(names[0])} --model {names[0]}"
         yield f'{_IN_PYTHON}policy="infer", which derives a policy from a small copy of the model and proves it there'
     else:
         yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
 
 
-def folders_of(pack: str) -> Sequence[str]:
-    """Return the folders of this project that are installed for one of its packs."""
-    found: Sequence[str] = _index()["folders"].get(pack, [f"packs/{pack}"])
+def folders_of(what: str) -> Sequence[str]:
+    """Return the folders of this project that are installed for a pack, for tools ("kit") or for "loaders"."""
+    found: Sequence[str] = _index()["folders"].get(what, [f"packs/{what}"])
     return found
 
 
 def installing(*folders: str) -> str:
     """Return the end of a sentence with the line that installs distributions of this project; no index has any yet."""
+    if not folders:
+        return ""
     sources = _sources()
     if sources is not None and all(next(sources.glob(folder), None) is not None for folder in folders):
         return f": python -m pip install {' '.join(str(sources / folder) for folder in folders)}"
@@ -136,13 +135,12 @@ def first_party() -> frozenset[str]:
 
 
 def _is_of_a_model(name: str) -> bool:
-    """Tell bases that a policy may be for from what every model of torch and transformers derives from."""
-    package, _, rest = name.partition(".")
-    return package != "torch" and (package != "transformers" or rest.startswith("models."))
+    """Tell bases that a policy may be for from what every model of torch derives from, and from what others mix in."""
+    return name.partition(".")[0] != "torch" and not name.endswith("Mixin")
 
 
 def _drafted(name: str) -> str:
-    """Return what a pack for a class of transformers would be called."""
-    family = re.match(r"transformers\.models\.(\w+)\.", name)
+    """Return what a pack for a class of a library would be called: by its family, if its name tells."""
+    family = re.match(r"\w+\.models\.(\w+)\.", name)
     taken = family is None or f"shard-{family[1].replace('_', '-')}" in first_party()
     return "shard-mine" if family is None or taken else f"shard-{family[1].replace('_', '-')}"

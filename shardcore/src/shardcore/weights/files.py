@@ -99,7 +99,7 @@ class Files:
         Args:
             place: a ``.safetensors`` file, a list of them, or a folder: with ``model.safetensors``, with
                 ``model.safetensors.index.json``, or with ``.safetensors`` files that have different keys.
-            variant: as of transformers: ``"fp16"`` takes ``model.fp16.safetensors``.
+            variant: a part of their names: ``"fp16"`` takes ``model.fp16.safetensors``.
 
         Raises:
             ConfigError: there is none, a file cannot be read or is cut short, a key is in none or in several files.
@@ -107,7 +107,7 @@ class Files:
         tensors: dict[str, Stored] = {}
         for file, keys in _files(place, variant):
             found = dict(_header(file))
-            # Of an indexed checkpoint transformers reads whole files in the order of their names: the last one wins.
+            # Of an indexed checkpoint whole files are read in the order of their names: the last one wins.
             if keys is None and (again := sorted(found.keys() & tensors.keys())):
                 first = tensors[again[0]].file
                 raise ConfigError(f"{again[0]} is in two files: {first} and {file}; name the files to read")
@@ -224,7 +224,7 @@ def _some(file: Any, stored: Stored) -> bytes:
 
 
 def indexed(folder: Path, single: str, index: str, variant: str | None) -> Iterator[tuple[Path, frozenset[str] | None]]:
-    """Yield the files of a checkpoint as transformers chooses them: the one of a name, else those that an index names.
+    """Yield the files of a checkpoint in a folder: the one of a name, else those that an index names.
 
     With each come the keys that the index promises there, or None.
 
@@ -232,7 +232,7 @@ def indexed(folder: Path, single: str, index: str, variant: str | None) -> Itera
         folder: where they are.
         single: the name of the one file.
         index: that of the index.
-        variant: as of transformers, such as ``"fp16"``.
+        variant: a part of their names, such as ``"fp16"``.
     """
     one, several = (folder / _with_variant(name, variant) for name in (single, index))
     if one.is_file():
@@ -272,7 +272,7 @@ def _files(
 
 
 def _with_variant(name: str, variant: str | None) -> str:
-    """Return a name as transformers has it for a variant, which comes before the last part."""
+    """Return a name with a variant, which comes before the last part."""
     start, _, end = name.rpartition(".")
     return name if variant is None else f"{start}.{variant}.{end}"
 

@@ -88,7 +88,7 @@ def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device, way
     """Return this rank's part of a tensor that lies as ``like`` does, in the form of ``local``."""
     places = list(_places(like))
     if way.keeps_mapped and device.type == "cpu" and len(places) == 1:
-        # What lies in the file as it is needed stays there; that is what transformers does too.
+        # What lies in the file as it is needed stays there.
         part = Reader().kept(recipe, places[0][0])
         if part is not None and part.dtype == local.dtype and part.shape == local.shape:
             return _by_itself(part)

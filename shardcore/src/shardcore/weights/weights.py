@@ -89,8 +89,8 @@ class Weights:
             raise ConfigError(
                 f"the weights{self._place} lack {len(missing)} tensors of this {type(model).__name__}: "
                 f"{_listed(missing)}. Their keys have to be the names that model.state_dict() has; buffers that are "
-                "not saved have to be real: build the model with shardcore.on_meta(MyModel, ...). Models "
-                "of transformers are loaded by shardcore.from_pretrained, which knows older names and makes the rest"
+                "not saved have to be real: build the model with shardcore.on_meta(MyModel, ...). What a "
+                "library has saved is loaded by shardcore.from_pretrained, which knows older names and makes the rest"
             )
 
     @property

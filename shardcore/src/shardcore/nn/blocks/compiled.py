@@ -17,8 +17,8 @@ __all__ = ["CompiledBlock"]
 # On a block: its native forward and what was compiled of it, which lives as long as one of the blocks that share it.
 _COMPILED = "_shard_compiled"
 
-# All layers of transformers share one forward, of which each class, kind of block and form of a call takes graphs: more
-# than the 8 after which torch goes on without. Older releases of torch take no number.
+# All layers of a library may share one forward, of which each class, kind of block and form of a call takes graphs:
+# more than the 8 after which torch goes on without. Older releases of torch take no number.
 _LIMIT: dict[str, Any] = (
     {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 )

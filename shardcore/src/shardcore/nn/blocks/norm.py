@@ -17,8 +17,8 @@ class FusedRMSNorm(LocalModule):
     """A root-mean-square norm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467) in one kernel.
 
     Computes what ``weight * x / sqrt(mean(x**2) + eps)`` does, with `torch.nn.functional.rms_norm`: in float32 where
-    the input is of half precision, else in the input's own dtype. (transformers' norms compute in float32 always, so
-    the two agree to float32 rounding, not beyond.)
+    the input is of half precision, else in the input's own dtype. (Norms of libraries that compute in float32 always
+    agree with it to float32 rounding, not beyond.)
     """
 
     keeps_name: ClassVar[bool] = True

@@ -116,7 +116,7 @@ class Slices(Replicated):
         return {**own, **parts}
 
     def _multiplies_grouped(self) -> bool:
-        """Tell whether experts of transformers run as torch's grouped products; who asks for that may do so later."""
+        """Tell whether experts run as torch's grouped products; who asks for that may do so later."""
         return getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"
 
     def extra_repr(self) -> str:

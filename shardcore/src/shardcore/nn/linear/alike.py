@@ -31,7 +31,7 @@ class Product:
     Attributes:
         in_features: the size of its inputs.
         out_features: the size of its outputs.
-        transposed: its weight is (in, out), as that of transformers' ``Conv1D``; else (out, in).
+        transposed: its weight is (in, out), as that of a ``Conv1D`` has; else (out, in).
     """
 
     in_features: int

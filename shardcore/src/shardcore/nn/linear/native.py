@@ -19,7 +19,7 @@ class ParallelLinear(SwappedModule):
     """What column and row linears have in common: the native module is a `torch.nn.Linear`, or computes what one does.
 
     A class of another library whose forward is the same product (FalconLinear), or that of a weight (in, out)
-    (transformers' Conv1D), is recognized by trying it (`shardcore.nn.linear.alike`).
+    (Conv1D), is recognized by trying it (`shardcore.nn.linear.alike`).
     """
 
     in_features: int

@@ -269,7 +269,7 @@ class SequenceEnd(SequenceModule):
             return out
         if isinstance(out, Tensor):
             return tokens.gather(out)
-        if isinstance(out, tuple):  # blocks of transformers 4 return their outputs so, hidden states first
+        if isinstance(out, tuple):  # as blocks of some libraries return their outputs, hidden states first
             return (tokens.gather(out[0]), *out[1:])
         raise NotSupportedError(
             f"{type(self).__name__} returns a {type(out).__name__}, of which sequence parallelism does not know the "
