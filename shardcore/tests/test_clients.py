@@ -82,7 +82,7 @@ def test_what_is_not_installed_is_named_with_its_line(monkeypatch, tmp_path):
 
 LOADER = """
 def from_pretrained(model_class, path, **options):
-    return __name__
+    return None
 """
 
 
@@ -95,12 +95,13 @@ def test_the_client_of_a_class_loads(fresh):
     class Derived(Around):
         pass
 
-    assert clients.loader_of(Derived)(Derived, "") == "c_client"
-    assert clients.loader_of("c_library.Around")("", "") == "c_client"
-    assert clients.loader_of("b_library.Other")("", "") == "b_client"
+    assert clients.loader_of(Derived).__module__ == "c_client"
+    assert clients.loader_of("c_library.Around").__module__ == "c_client"
+    assert clients.loader_of("b_library.Other").__module__ == "b_client"
     sys.modules.pop("c_library")
-    (found,) = {clients.loader_of(name)("", "") for name in ("Around", "users.module.Class")}
-    assert found in ("b_client", "shardcore_transformers.loading")
+    found = {clients.loader_of(name).__module__ for name in ("Around", "users.module.Class")}
+    assert len(found) == 1
+    assert found <= {"b_client", "shardcore_transformers.loading"}
 
 
 def test_a_loader_that_cannot_be_imported_is_told(monkeypatch):
