@@ -52,7 +52,7 @@ def estimate(
 
     Raises:
         ConfigError: the process has a process group, or the model cannot be called so.
-        NotSupportedError: the installed torch cannot do this, or later releases bring a setting.
+        NotSupportedError: the installed torch cannot do this, or settings do not work together.
         NoPolicyError: no installed pack serves the model.
         PlanError: it cannot be sharded so; lists every problem.
     """

@@ -89,7 +89,7 @@ def explain(
 
     Raises:
         ConfigError: there is no such model, or a setting is not one.
-        NotSupportedError: a later release will support a setting, or its policy does not say where it can be cut.
+        NotSupportedError: settings do not work together, or its policy does not say where it can be cut.
         NoPolicyError: no installed pack serves it.
         PlanError: its policy does not fit at these sizes.
     """

@@ -70,7 +70,7 @@ def configuration(
 
     Raises:
         ConfigError: a setting is none, or contradicts an option.
-        NotSupportedError: a later release will support a setting.
+        NotSupportedError: settings do not work together.
     """
     fields: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     if sequence:
