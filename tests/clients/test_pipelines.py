@@ -171,25 +171,6 @@ def test_text_classification(pool):
     pool.run(classified)
 
 
-def alone() -> str:
-    words = tokenizer()
-    _, model = twins("bert", "sequence_classification", vocab_size=len(words))
-    pipe = transformers.pipeline("text-classification", model=model, tokenizer=words)
-    said = ""
-    if dist.get_rank() == 0:
-        with pytest.raises(shardcore.MissingRanksError) as caught:
-            pipe(PROMPTS)
-        said = str(caught.value)
-    dist.barrier()
-    return said
-
-
-@pytest.mark.nightly
-def test_a_pipeline_that_one_rank_calls_alone(pool):
-    said, _ = pool.run(alone)
-    assert "others will not come" in said
-
-
 def listening(model: Any) -> None:
     """Draw parameters of a Whisper that writes other words for other sounds."""
     generator = torch.Generator().manual_seed(2)

@@ -1,9 +1,12 @@
-"""What a meeting leaves in the store, whichever store it is."""
+"""What a meeting says and leaves in the store, whichever store it is."""
+
+import re
 
 import pytest
 import torch.distributed as dist
 
-from shardcore.agree.meeting import _forget
+from shardcore import MissingRanksError
+from shardcore.agree.meeting import Meeting, _forget
 
 
 @pytest.mark.timeout(20)
@@ -16,3 +19,43 @@ def test_a_store_that_is_a_file_forgets_a_meeting(tmp_path):
     _forget(store, "met/1", [0])
     assert store.check([kept])
     assert not any(store.check([key]) for key in keys)
+
+
+def meetings() -> list[int]:
+    """Number of keys in the store after some meetings, and after many more."""
+    store = dist.distributed_c10d._get_default_store()
+    counted = []
+    for number in range(40):
+        meeting = Meeting.hold([0, 1], {"number": number}, "save_pretrained", patience=10.0)
+        assert {rank: report["number"] for rank, report in meeting.reports.items()} == {0: number, 1: number}
+        if dist.get_rank() == 0:
+            with meeting.telling():
+                meeting.proceed()
+                meeting.proceed()
+        else:
+            meeting.follow(0)
+            meeting.follow(0)
+        if number in (5, 39):
+            dist.barrier()
+            counted.append(store.num_keys())
+            dist.barrier()
+    return counted
+
+
+def test_meetings_leave_nothing_in_the_store(pool):
+    for few, many in pool.run(meetings, world=2):
+        assert many <= few
+
+
+def meets_alone():
+    if dist.get_rank() == 0:
+        with pytest.raises(MissingRanksError) as caught:
+            Meeting.hold([0, 1], {}, "save_pretrained", patience=1.0)
+        assert caught.value.missing == (1,)
+        return str(caught.value)
+    return ""
+
+
+def test_a_meeting_that_was_given_up_says_for_how_long_it_was_waited_for(pool):
+    said, _ = pool.run(meets_alone, timeout=30)
+    assert re.search(r"did not come: 1 \(this one has waited for \d s; the timeout of the process group is 1 s\)", said)

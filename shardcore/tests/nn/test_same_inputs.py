@@ -13,6 +13,7 @@ import shardcore
 from shardcore import AgreementError, ConfigError, NotSupportedError, ShardConfig
 from shardcore.mesh import context_of
 from shardcore.nn.same_inputs import _is_due
+from shardcore_testing import WorkerError, WorkerPool
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close
 
@@ -285,3 +286,22 @@ def test_other_kinds_of_calls_are_told_as_such(pool):
         assert "rank 0 makes a call in evaluation mode, without gradients, and rank 1 a call in training mode" in said
         assert "`if rank == 0`" in said
         assert "divide data" not in said
+
+
+def evaluates_while_the_other_one_trains():
+    _, model = twins(fields={"tp": 2})
+    for step in range(5):
+        model(batch(step)).sum().backward()
+    # Nothing but their kind tells the two calls apart; what the other one sends would be taken for an answer.
+    with torch.set_grad_enabled(dist.get_rank() == 1):
+        model(batch())
+
+
+@pytest.mark.nightly
+def test_a_rank_that_evaluates_alone_takes_nothing_for_an_answer():
+    """It waits for the others for as long as the process group lets it, and so do they."""
+    with WorkerPool(collective_timeout=3.0) as pool, pytest.raises(WorkerError) as caught:
+        pool.run(evaluates_while_the_other_one_trains, world=2)
+    errors = {failure.rank: failure for failure in caught.value.failures}
+    assert errors[0].error == "MissingRanksError"
+    assert "was called on some of the ranks that share it, and these did not come: 1." in str(caught.value)

@@ -14,6 +14,7 @@ AROUND = {
     "shardcore_peft": _MODELS,
     "shardcore_trainer": {*_MODELS, "shardcore_peft"},
     "shardcore_cli": _MODELS,
+    "shardcore_debug": {"shardcore"},
     "shardcore_planner": {*_MODELS, "shardcore_cli"},
     "shardcore_testing": {*_MODELS, "shardcore_cli", "shardcore_planner"},
     "shardcore_scaffold": {*_MODELS, "shardcore_cli", "shardcore_planner", "shardcore_testing"},

@@ -11,7 +11,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.agree.assembly import assemble
 from shardcore.comm.parts import part_of
 from shardcore.mesh import ShardContext
 from shardcore.nn import SwappedModule
@@ -34,13 +33,11 @@ class Merging(SwappedModule):
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Merge adapters into the base; takes what PEFT's own takes."""
-        assemble(self._shard_context, "a merge of adapters")
         with of_whole_tensors(self):
             super().merge(*args, **kwargs)  # type: ignore[misc]  # of the native class
 
     def unmerge(self, *args: Any, **kwargs: Any) -> None:
         """Take merged adapters out of the base."""
-        assemble(self._shard_context, "an unmerge of adapters")
         with of_whole_tensors(self):
             super().unmerge(*args, **kwargs)  # type: ignore[misc]  # of the native class
 

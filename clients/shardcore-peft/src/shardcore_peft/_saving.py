@@ -10,7 +10,7 @@ import torch.distributed as dist
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
-from shardcore.agree.assembly import assemble
+from shardcore.agree.meeting import Meeting
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.weights.gathering import Transport
@@ -51,7 +51,8 @@ def save_adapters(
         tensors = _wanted(model, model.state_dict() if given is None else given, names, save_embedding_layers)
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
-    meeting = assemble(context, "PeftModel.save_pretrained", _report(tensors, is_main_process, failure))
+    ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
+    meeting = Meeting.hold(ranks, _report(tensors, is_main_process, failure), "PeftModel.save_pretrained")
     writer = writer_of(meeting.reports, failure)
     transport = Transport(tensors, writer)
     if dist.get_rank() != writer:

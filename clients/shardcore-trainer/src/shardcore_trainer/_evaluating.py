@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
-from shardcore.agree.assembly import assemble
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore_trainer._replicas import Replicas, rowwise, sharded_in, whole
 from shardcore_trainer._trl import refusal_of_rows, takes_filled_batches_only
@@ -57,20 +56,13 @@ class Evaluating:
         finally:
             self.args.distributed_state = kept
 
-    def _assemble(self, call: str) -> None:
-        """Let a rank that makes this call alone know it, before it waits for data that the others are to agree on."""
-        if self._replicas is not None:
-            assemble(self._replicas.context, call)
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate over the replicas."""
-        self._assemble("Trainer.evaluate")
         with self._counting_replicas():
             return super().evaluate(*args, **self._generating(kwargs))  # type: ignore[misc]  # of the Trainer
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict over the replicas; every rank returns all rows once."""
-        self._assemble("Trainer.predict")
         with self._counting_replicas():
             return super().predict(*args, **self._generating(kwargs))  # type: ignore[misc]  # of the Trainer
 

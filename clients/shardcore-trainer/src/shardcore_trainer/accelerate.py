@@ -20,7 +20,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from shardcore.agree.assembly import assemble
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.nn import reduce_partial_gradients
@@ -235,9 +234,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return full tensors on the first rank, and an empty dict on the others, of a sharded model."""
-        if (sharded := sharded_in(model)) is None or (context := context_of(sharded)) is None:
+        if (sharded := sharded_in(model)) is None or context_of(sharded) is None:
             return super().get_state_dict(model, unwrap)
-        assemble(context, "Accelerator.get_state_dict")
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.unwrap_model(model), options=whole)
 

@@ -107,7 +107,6 @@ class _Sharded(Losses, Evaluating, Checkpoints):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train over the replicas."""
         self._refuse_watching()
-        self._assemble("Trainer.train")
         return super().train(*args, **kwargs)
 
     def _refuse_watching(self) -> None:

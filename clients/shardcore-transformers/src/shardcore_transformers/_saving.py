@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from shardcore._private import SAVING, require
-from shardcore.agree.assembly import assemble
 from shardcore.agree.meeting import Meeting
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import check_parts
@@ -55,8 +54,8 @@ def save_pretrained(
     A process that is killed at any instant leaves the earlier checkpoint or the new one.
 
     Raises:
-        MissingRanksError: some ranks did not call it, or will not, which every rank that did says; or the writer gave
-            no sign of life for as long as the timeout of the process group, which the ranks that follow it say.
+        MissingRanksError: for as long as the timeout of the process group some ranks did not call it, which every rank
+            that did says; or the writer gave no sign of life, which the ranks that follow it say.
         ConfigError: no rank passes ``is_main_process=True``, or the weights are on the meta device.
         NotSupportedError: a format other than safetensors is wanted.
         AgreementError: another rank failed, or asks for something else.
@@ -79,7 +78,8 @@ def save_pretrained(
         plan = Plan.of(model, call)
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
-    meeting = assemble(context, "save_pretrained", _report(call.arguments, plan, failure))
+    ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
+    meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure), "save_pretrained")
     writer = writer_of(meeting.reports, failure)
     assert plan is not None
     _carry_out(call, plan, meeting, writer)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,12 +51,10 @@ class Meeting:
         report: Mapping[str, Any],
         call: str = "save_pretrained",
         patience: float | None = None,
-        watch: Callable[[], None] | None = None,
     ) -> Meeting:
         """Wait until all ``ranks`` are here, in the same ``call``.
 
-        They are waited for as long as a collective would wait, or for ``patience`` in seconds, or until ``watch``,
-        which is called while this rank waits, raises.
+        They are waited for as long as a collective would wait, or for ``patience`` in seconds.
 
         Meetings of the same ranks are numbered in the store. A number ends when all have come or, for all at once, when
         the first rank runs out of patience; whoever comes later meets under the next number.
@@ -71,7 +69,7 @@ class Meeting:
         end = begin + patience
         while True:
             name = f"{base}/{store.add(f'{base}/number', 0)}"
-            missing = _attend(store, base, name, ranks, json.dumps(report), end, call, watch)
+            missing = _attend(store, base, name, ranks, json.dumps(report), end, call)
             if not missing:
                 brought = ranks if report else ()  # each rank reads those of all others
                 return cls(store, name, {rank: json.loads(store.get(f"{name}/{rank}")) for rank in brought})
@@ -149,16 +147,7 @@ def _timeout() -> float:
     return default_pg_timeout.total_seconds() if limit is None else limit.total_seconds()
 
 
-def _attend(
-    store: Store,
-    base: str,
-    name: str,
-    ranks: Sequence[int],
-    report: str,
-    end: float,
-    call: str,
-    watch: Callable[[], None] | None,
-) -> list[int]:
+def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: str, end: float, call: str) -> list[int]:
     """Come to the meeting ``name`` and return who was missing when it was decided."""
     outcome = f"{name}/outcome"
     store.set(f"{name}/{dist.get_rank()}", report)
@@ -167,7 +156,7 @@ def _attend(
         _forget(store, f"{base}/{int(name.rpartition('/')[2]) - 1}", ranks)
     came = False
     try:
-        came = _wait(store, outcome, end, watch)
+        came = _wait(store, outcome, end)
     finally:
         if not came:
             _decide(store, base, name, [rank for rank in ranks if not store.check([f"{name}/{rank}"])])
@@ -197,14 +186,12 @@ def _forget(store: Store, name: str, ranks: Sequence[int]) -> None:
         step += 1
 
 
-def _wait(store: Store, key: str, end: float, watch: Callable[[], None] | None = None) -> bool:
+def _wait(store: Store, key: str, end: float) -> bool:
     """Tell whether ``key`` is there before the time ``end``; looks again and again, since a store blocks in waits."""
     pause = _POLL / 50
     while not store.check([key]):
         if time.monotonic() > end:
             return False
-        if watch is not None:
-            watch()
         time.sleep(pause)
         pause = min(2 * pause, _POLL)
     return True

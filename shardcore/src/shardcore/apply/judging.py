@@ -4,59 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
-from shardcore.agree.presence import Presence
 from shardcore.apply.pickled import tell_of_lone_pickles
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, host_group
 from shardcore.nn import VocabEmbedding
-from shardcore.nn.same_inputs import ALIKE, KIND, Brought, Meet, compare_inputs
+from shardcore.nn.same_inputs import ALIKE, KIND, Brought, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds"]
 
 
 def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
-    """Let ``model`` compare its inputs over its ``tp``: in its first calls and each ``every``-th, if that is not 0.
-
-    A rank that calls it alone gets an error in seconds, if it can be known that others will not come; so does one that
-    waits alone for other replicas.
-    """
-    ranks, name = _ranks(context), type(model).__name__
-    presences: list[Presence] = []
-    meet: Meet = _alone
-    if ranks:
-        presences.append(Presence(ranks, context.group.group_name, context.channel, name))
-        context.channel.watch = _on_host(context, presences[0])
-        meet = functools.partial(_compared, ranks, name, presences[0])
-    everyone, sharers = _everyone(context), _sharers(context)
-    tell_of_lone_pickles(model, sharers or ranks)
-    if sharers:
-        presences.append(Presence(sharers, "shards", context.data, name, binding=False))
-        context.data.watch = _on_host(context, presences[-1])
-    if presences:
+    """Let ``model`` compare its inputs over its ``tp``: in its first calls and each ``every``-th, if that is not 0."""
+    ranks = _ranks(context)
+    tell_of_lone_pickles(model, _sharers(context) or ranks)
+    if ranks and every:
         # A model around this one, or a loop of the user's, looks up embeddings by itself.
         parts = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
-        compare_inputs([model, *parts], every if ranks else 0, checksum, meet, presences)
-    context.presences.extend(presences)
-    if len(everyone) > 1 and everyone not in (
-        ranks,
-        sharers,
-    ):  # copies of all parameters, which need each other in no forward
-        context.presences.append(Presence(everyone, "copies", None, name))
-
-
-def _on_host(context: ShardContext, presence: Presence) -> Callable[[Exception | None], None] | None:
-    return presence.check if context.device.type == "cpu" else None  # elsewhere no host waits in a collective
-
-
-def _alone(brought: Brought) -> None:
-    """Compare nothing: no other rank shares the model."""
+        meet = functools.partial(_compared, ranks, type(model).__name__)
+        compare_inputs([model, *parts], every, checksum, meet)
 
 
 def follow_seeds(context: ShardContext) -> None:
@@ -74,10 +46,6 @@ def follow_seeds(context: ShardContext) -> None:
     context.random.agree = functools.partial(context.seed_of_first, group)
 
 
-def _everyone(context: ShardContext) -> tuple[int, ...]:
-    return () if is_alone() else tuple(map(int, context.mesh.mesh.flatten()))
-
-
 def _sharers(context: ShardContext) -> tuple[int, ...]:
     """Return the ranks that FSDP2 has divided the parameters among, with all that share a replica with one of them."""
     if context.sizes.dp_shard == 1 or is_alone():
@@ -93,13 +61,10 @@ def _ranks(context: ShardContext) -> tuple[int, ...]:
     return () if is_alone(context.group) else tuple(int(rank) for rank in context.tp.mesh.flatten())
 
 
-def _compared(ranks: tuple[int, ...], model: str, presence: Presence, brought: Brought) -> None:
-    presence.meet()
+def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
     try:
-        meeting = Meeting.hold(ranks, {"brought": brought}, "call", watch=presence.check)
+        meeting = Meeting.hold(ranks, {"brought": brought}, "call")
     except MissingRanksError as error:
-        if presence.failed:
-            raise
         names = ", ".join(map(str, error.missing)) or "another one"
         raise MissingRanksError(
             f"this {model} was called on some of the ranks that share it, and these did not come: {names}. Look for "

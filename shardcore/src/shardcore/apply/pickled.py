@@ -9,24 +9,29 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import inspect
+import os
 import threading
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 
-from shardcore.agree.whereabouts import Whereabouts
 from shardcore.errors import ShardcoreWarning
 
 __all__ = ["tell_of_lone_pickles"]
 
 _SOON = 10.0  # seconds in which the others are expected to pickle theirs; nobody waits for it
 _POLL = 0.1
+#: Folders of code whose lines tell a user little.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def tell_of_lone_pickles(model: nn.Module, ranks: tuple[int, ...]) -> None:
@@ -69,9 +74,16 @@ def _ask(ranks: tuple[int, ...]) -> None:
     store = dist.distributed_c10d._get_default_store()
     base = f"shardcore/pickled/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     count = store.add(f"{base}/{dist.get_rank()}", 1)
-    file, _, line = Whereabouts.of(threading.get_ident()).place.rpartition(":")
-    look = functools.partial(_look, store, base, ranks, dist.get_rank(), count, (file, int(line or 0)))
+    look = functools.partial(_look, store, base, ranks, dist.get_rank(), count, _place())
     threading.Thread(target=look, name="shardcore-pickled").start()
+
+
+def _place() -> tuple[str, int]:
+    """Return the file and the line that pickle: neither torch's nor ours."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _look(store: Store, base: str, ranks: tuple[int, ...], own: int, count: int, place: tuple[str, int]) -> None:

@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from shardcore._private import SAVING, require
 from shardcore.agree.agreement import Report, agree
 from shardcore.agree.meeting import Meeting
-from shardcore.agree.presence import before_meeting
 from shardcore.errors import AgreementError, MissingRanksError, ShardcoreError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
 
@@ -61,7 +60,7 @@ class Ranks:
         require(SAVING)
         with _naming_the_lost():
             # Before anything is sent, which others would take for something else.
-            Meeting.hold(ranks, {}, call, watch=before_meeting(context))
+            Meeting.hold(ranks, {}, call)
             return cls(ranks, host_group(ranks))
 
     def apart(self) -> Ranks:

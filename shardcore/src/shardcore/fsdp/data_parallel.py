@@ -60,8 +60,6 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
             fully_shard(unit.module, mesh=context.experts[wide], **_of_experts(unit.module, options))
         else:
             wrap(unit.module, mesh=mesh, **options)
-        if context.device.type == "cpu":  # elsewhere no host waits in a collective
-            context.data.serve(unit.module)
         unit.watch()
     model.__dict__["__deepcopy__"] = _refuse_to_be_copied  # of the instance: FSDP2's class has its own
     return model

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.comm.channel import Channel, wait_watched
-from shardcore.comm.data import DataTransport
+from shardcore.comm.channel import Channel
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name
 from shardcore.mesh.meshes import current_device, default_group, mesh_of_group, neighbours_on
@@ -40,11 +39,9 @@ class ShardContext:
         keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
         fuses_regions: whether the entry of a region computes the parameter gradients of its members beside its own
             collective. False where each node has to compute its own gradient (schedules that split a backward).
-        data: between the replicas, for the collectives of FSDP2.
         experts: the mesh of the ranks by the experts that they hold: its axes ``dp_shard`` and ``ep`` together are the
             ``dp_shard`` of ``mesh``. None where every rank has all experts, or slices of all.
         neighbours: between this rank and so many neighbours on ``tp``, as far as `join_neighbours` made it.
-        presences: where the ranks are (`shardcore.agree.presence`), for those that meet outside of collectives.
         origin: the distribution that brought the model's policy, and its version; empty for a policy that was given.
     """
 
@@ -55,10 +52,8 @@ class ShardContext:
     partial_gradients: PartialGradients = "in_backward"
     keeps_gathered: bool = True
     fuses_regions: bool = True
-    data: DataTransport = field(default_factory=DataTransport)
     experts: DeviceMesh | None = None
     neighbours: dict[int, Channel] = field(default_factory=dict)
-    presences: list[Any] = field(default_factory=list)
     origin: str = ""
 
     @classmethod
@@ -157,7 +152,7 @@ class ShardContext:
     def seed_of_first(self, group: ProcessGroup, drawn: int) -> int:
         """Return the seed that follows from what the first rank of ``group`` has drawn; each has drawn a number."""
         number = torch.tensor(drawn, device="cpu")
-        wait_watched(dist.broadcast(number, group=group, group_src=0, async_op=True), self.channel)
+        dist.broadcast(number, group=group, group_src=0)
         return self.seed_of(int(number))
 
     @property

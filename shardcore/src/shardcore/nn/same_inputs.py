@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,6 @@ Brought: TypeAlias = list[tuple[str, str, Check]]
 
 #: Compares what this rank brought with what others have; raises on all of them alike.
 Meet = Callable[[Brought], None]
-
-
-class Presence(Protocol):
-    """What is told of each call; see `shardcore.agree.presence`."""
-
-    def enter(self) -> None:
-        """A call begins; may raise."""
-
-    def leave(self) -> None:
-        """It is over."""
 
 
 #: The name under which the kind of call stands among the arguments.
@@ -94,7 +84,6 @@ class SameInputs(SwappedModule):
     _inputs_meet: Meet
     _inputs_checksum: Callable[[Tensor], str]
     _inputs_kind: tuple[bool, bool]  # of the last call: training, with gradients
-    _inputs_presence: Sequence[Presence]
     _inputs_open: list[int]  # the threads in which a call of the model is under way: one at most
 
     @override
@@ -103,7 +92,7 @@ class SameInputs(SwappedModule):
 
         Raises:
             AgreementError: they do not; on every rank.
-            MissingRanksError: some ranks do not call it, and will not.
+            MissingRanksError: some ranks do not call it within the timeout of the process group.
         """
         if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
             return super().__call__(*args, **kwargs)
@@ -121,8 +110,7 @@ class SameInputs(SwappedModule):
         with self._opened():
             number, kind = self._inputs_calls, (self.training, torch.is_grad_enabled())
             own["_inputs_calls"] = number + 1
-            every = self._inputs_every
-            if every and (_is_due(number, every) or kind != self._inputs_kind):
+            if _is_due(number, self._inputs_every) or kind != self._inputs_kind:
                 self._compare(args, kwargs)
             own["_inputs_kind"] = kind
             return function(*args, **kwargs)
@@ -139,15 +127,11 @@ class SameInputs(SwappedModule):
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        for presence in self._inputs_presence:
-            presence.enter()
         self._inputs_open.append(threading.get_ident())
         try:
             yield
         finally:
             self._inputs_open.clear()
-            for presence in self._inputs_presence:
-                presence.leave()
 
     def compare_generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare the tensors that a generation begins with, if as many calls were made as between comparisons.
@@ -157,10 +141,10 @@ class SameInputs(SwappedModule):
 
         Raises:
             AgreementError: they do not begin with the same; on every rank.
-            MissingRanksError: some ranks do not generate, and will not.
+            MissingRanksError: some ranks do not generate within that time.
         """
         every, number = self._inputs_every, self._inputs_calls
-        if not every or self._is_open() or not (number < _FIRST or number - self._inputs_begun >= every):
+        if self._is_open() or not (number < _FIRST or number - self._inputs_begun >= every):
             return
         self.__dict__["_inputs_begun"] = number - number % every
         with self._opened():
@@ -198,17 +182,11 @@ class SameInputs(SwappedModule):
         return f"{what} that begins with {first}", self._inputs_checksum(value)
 
 
-def compare_inputs(
-    modules: Sequence[nn.Module],
-    every: int,
-    checksum: Callable[[Tensor], str],
-    meet: Meet,
-    presences: Sequence[Presence],
-) -> None:
+def compare_inputs(modules: Sequence[nn.Module], every: int, checksum: Callable[[Tensor], str], meet: Meet) -> None:
     """Let a sharded model compare the inputs of its first calls, and of each ``every``-th; for all ranks alike.
 
-    With ``every`` 0 it compares none. ``presences`` are told of all calls. The first of the ``modules`` is the model;
-    calls of the others, which are parts of it, are compared where they are not within one of the model.
+    The first of the ``modules`` is the model; calls of the others, which are parts of it, are compared where they are
+    not within one of the model.
     """
     opened: list[int] = []
     for module in modules:
@@ -222,7 +200,6 @@ def compare_inputs(
             _inputs_meet=meet,
             _inputs_checksum=checksum,
             _inputs_kind=(True, True),
-            _inputs_presence=tuple(presences),
             _inputs_open=opened,
         )
 
