@@ -97,7 +97,6 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
         "shardcore_peft.client.CHANGES",
         "shardcore.comm.strided.install",
         "shardcore.nn.assigned_data.refuse_dropped_data",
-        "shardcore.nn.ddp.refuse_ddp_around_sharded",
         "shardcore.nn.draws.refuse_draws_on_cpu",
         "shardcore.nn.numbers.warn_of_partial_numbers",
         "shardcore.nn.scaling.find_inf_on_all_ranks",

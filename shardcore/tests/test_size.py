@@ -30,7 +30,7 @@ KITS = {
     "shardcore_shardformer": 1350,
     "shardcore_transformers": 2250,
     "shardcore_peft": 2300,
-    "shardcore_trainer": 2100,
+    "shardcore_trainer": 2050,
     "shardcore_cli": 900,
     "shardcore_debug": 150,
     "shardcore_planner": 4000,

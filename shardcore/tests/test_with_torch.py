@@ -247,10 +247,6 @@ def refused(models):
     given = {name: p.detach() for name, p in model.named_parameters()}
     with pytest.raises(NotSupportedError, match=r"transform of torch.func .*torch\.autograd\.grad"):
         torch.func.grad(lambda given: torch.func.functional_call(model, given, (batch(),)).sum())(given)
-    hook = model.model.embed.register_forward_hook(lambda module, *_: f"{module.weight.abs().max():8.2e}")
-    with pytest.raises(NotSupportedError, match=r"formats a number of a parameter.*debug='underflow_overflow'"):
-        model(batch())
-    hook.remove()
     old = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
     with old, pytest.raises(NotSupportedError, match=r"jit\.trace .*records no collectives"):
         torch.jit.trace(model, (batch(),), check_trace=False)

@@ -10,8 +10,8 @@ An entry point has the name by which the library is imported, and names a module
 ``needs_of_optimizer(optimizer)``, ``OPTIMIZERS_AT_WHOLES``
     which of `shardcore.optimizers` has to step an optimizer of the library, or None, and the option that needs it; and
     the names of its classes that look at more than single elements
-``INSTEAD_OF_CHANGING``, ``INSTEAD_OF_WRAPPING``
-    what to do instead of putting modules of the library into a sharded model, and of wrapping one by DDP, in words
+``INSTEAD_OF_CHANGING``
+    what to do instead of putting modules of the library into a sharded model, in words
 ``from_pretrained(...)``
     loads a checkpoint of the library into a sharded model, for `shardcore.from_pretrained`
 """

@@ -157,18 +157,6 @@ def test_allowed(pool, name):
     pool.run(_allowed, name, world=2)
 
 
-def _sizes() -> None:
-    model = shard(build())
-    model.model.layers[0].attention.o_proj.register_forward_pre_hook(lambda m, args: args[0] * torch.ones(32))
-    with pytest.raises(RuntimeError, match="must match the size") as caught:
-        model(batch())
-    assert any("16 of 32, if it is that" in note for note in caught.value.__notes__)
-
-
-def test_a_size_of_the_whole_in_a_region_is_explained(pool):
-    pool.run(_sizes, world=2)
-
-
 def _tokens() -> None:
     for path, change in {
         "model.layers.1.down": _put("model.layers.1", lambda m: Lora(m, 32, 32)),

@@ -13,7 +13,6 @@ from tiny import TinyPolicy, batch, build, twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardcore
@@ -59,7 +58,6 @@ def foreign(axis):
         "Adafactor": lambda: stepped(torch.optim.Adafactor),
         "fused SGD": lambda: stepped(torch.optim.SGD, lr=0.1, fused=True),
         "inf": inf_on_one_rank,
-        "DDP": lambda: DistributedDataParallel(nn.Linear(2, 2, bias=False)).module.weight.shape,
     }
     given = {}
     for name, line in lines.items():
@@ -83,7 +81,6 @@ def of_torch():
         dict(DTensor._op_dispatcher._custom_op_handlers),
         vars(DTensor).get("data"),
         vars(DTensor).get("__setitem__"),
-        DistributedDataParallel.__init__,
         torch.manual_seed,
         len(_global_optimizer_pre_hooks),
     ]

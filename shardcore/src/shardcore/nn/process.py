@@ -12,7 +12,6 @@ from torch import nn
 
 from shardcore.nn import living
 from shardcore.nn.assigned_data import refuse_dropped_data
-from shardcore.nn.ddp import refuse_ddp_around_sharded
 from shardcore.nn.draws import refuse_draws_on_cpu
 from shardcore.nn.handlers import Undo
 from shardcore.nn.numbers import warn_of_partial_numbers
@@ -30,7 +29,6 @@ _CHANGES: tuple[Change, ...] = (
     refuse_lost_writes,
     refuse_dropped_data,
     refuse_draws_on_cpu,
-    refuse_ddp_around_sharded,
     find_inf_on_all_ranks,
     prepare_steps,
 )

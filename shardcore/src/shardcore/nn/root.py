@@ -11,14 +11,13 @@ from torch import Tensor
 from shardcore._torch import in_transform
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.nn.intact import Intact
-from shardcore.nn.mixed import explained
 from shardcore.nn.randomness.guard import RngScope
 
 __all__ = ["ShardedModel"]
 
 
 class ShardedModel(RngScope):
-    """A sharded model: the user's object, which refuses DDP, another kind of device, and modules put in its regions."""
+    """A sharded model: the user's object, which refuses another kind of device, and modules put in its regions."""
 
     keeps_name: ClassVar[bool] = True
 
@@ -30,8 +29,7 @@ class ShardedModel(RngScope):
 
         Raises:
             WrapError: a module or parameter was put into the model, or replaced, where activations are split.
-            NotSupportedError: a module computes with a split parameter of another one; or this is inside of a
-                transform of torch.func, or traced by torch.jit.
+            NotSupportedError: this is inside of a transform of torch.func, or traced by torch.jit.
         """
         if self._shard_intact is not None and not torch.compiler.is_compiling():
             self._shard_intact.check(self)
@@ -46,12 +44,7 @@ class ShardedModel(RngScope):
                 f"this {type(self).__name__} is sharded, and torch.jit.trace (of the older ONNX exporter too, and "
                 "of TensorBoard's graphs) records no collectives. Save the model, load it unsharded, and trace that."
             )
-        try:
-            return super().forward(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:
-            if (told := explained(self, error)) is None:
-                raise
-            raise told from error
+        return super().forward(*args, **kwargs)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Give every tensor memory without values, unless that is for good.
