@@ -29,8 +29,6 @@ class Merging(SwappedModule):
 
     keeps_name: ClassVar[bool] = True
 
-    _shard_context: ShardContext
-
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Merge adapters into the base; takes what PEFT's own takes."""
         with of_whole_tensors(self):
