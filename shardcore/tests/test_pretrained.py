@@ -14,5 +14,8 @@ def test_without_transformers(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for module in ("client", "loading"):
         monkeypatch.delitem(sys.modules, f"shardcore_transformers.{module}", raising=False)
-    with pytest.raises(ConfigError, match=r"transformers, which is not installed .* install the model's pack"):
+    with pytest.raises(
+        ConfigError,
+        match="shardcore-transformers, the client for transformers, cannot be imported: ModuleNotFoundError",
+    ):
         shardcore.from_pretrained("LlamaForCausalLM", tmp_path)

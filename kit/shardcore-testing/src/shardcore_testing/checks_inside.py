@@ -52,7 +52,8 @@ def _goes_on(s: Subject, ledger: Ledger, reference: Any, model: Any) -> None:
     if s.case.supports.save_pretrained and hasattr(model, "save_pretrained"):
         with shared_folder(s) as folder:
             save_beside(s, ledger, reference, model, Path(folder))
-    optimizers = [adamw(m) for m in (reference, model)]
+    # No kernel for several tensors, which is the default on a card, takes plain ones and DTensors together.
+    optimizers = [adamw(m, foreach=False) for m in (reference, model)]
     for step in range(_STEPS):
         with ledger.place(f"step {step}"):
             inputs = s.inputs(reference, step)

@@ -196,13 +196,13 @@ def _item(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, *, foreach: bool | None = None) -> torch.optim.Optimizer:
     """Return the optimizer whose steps are compared.
 
     Its eps lies far above rounding errors. Otherwise a parameter without a true gradient (a key bias) moves by nothing
     but them: as far as any other, and in another direction wherever a softmax in float32 rounds otherwise.
     """
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4, foreach=foreach)
 
 
 def checkpointing(model: Any, kind: dict[str, Any] | None) -> None:

@@ -26,6 +26,7 @@ from shardcore.errors import WrapError
 __all__ = [
     "all_reduce_bucket",
     "as_dtensor",
+    "gathered_part",
     "held",
     "local_tensor",
     "partial_spec",
@@ -60,6 +61,15 @@ def splits_on_tp(parameter: DTensor) -> bool:
 def local_tensor(parameter: Tensor) -> Tensor:
     """Return this rank's part of a DTensor without a graph node (a plain tensor is returned as it is)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def gathered_part(parameter: Tensor) -> Tensor | None:
+    """Return this rank's part along ``tp`` without a graph; None where FSDP2 has not gathered it."""
+    spec = getattr(parameter, "_spec", None)
+    if spec is None or spec.mesh.ndim != 1:
+        return None
+    part: Tensor = parameter._local_tensor  # type: ignore[attr-defined]  # it has a spec
+    return part.detach() if part.requires_grad else part
 
 
 def held(parameter: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ class _LocalLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.dtype, ctx.weight, ctx.bias, ctx.transposed = x.dtype, weight, bias, transposed
-        w: Tensor = getattr(weight, "_local_tensor", weight)
-        w, b = w.t() if transposed else w, None if bias is None else local_tensor(bias)
+        w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
+        w = w.t() if transposed else w
         if torch.is_autocast_enabled(x.device.type):
             x, w, b = autocast(x, w, b)
         ctx.save_for_backward(x, w)

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
-from shardcore.comm.dtensor_params import spec_of, with_spec
+from shardcore.comm.dtensor_params import gathered_part, spec_of, with_spec
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
@@ -81,18 +81,17 @@ class _Open:
         self._calls: list[_Call] = []
         self._task: int | None = None
         for member in members:
-            weight, bias = member.weight, member.bias
-            if (spec := getattr(weight, "_spec", None)) is None or spec.mesh.ndim != 1:
-                continue  # not readable
+            parameters = member.own_parameters
+            if (weight := gathered_part(parameters[0])) is None:
+                continue  # a linear that FSDP2 wraps by itself is gathered in its call
+            bias = gathered_part(parameters[1]) if len(parameters) > 1 else None
             if member.reading is not None:
                 # The gradient of what was read together is a plain one: the node that read it sums and places it.
-                weight, *rest = member.reading.parameters
-                bias = rest[0] if rest else None
-            own = _used(weight).t() if member.transposed else _used(weight)
-            place, self.parameters = len(self.parameters), [*self.parameters, weight]
-            self.members[id(member)] = _Member(place, own, None if bias is None else _used(bias), member.transposed)
-            if bias is not None:
-                self.parameters.append(bias)
+                parameters = member.reading.parameters
+                weight, bias = parameters[0].detach(), parameters[1].detach() if len(parameters) > 1 else None
+            weight = weight.t() if member.transposed else weight
+            self.members[id(member)] = _Member(len(self.parameters), weight, bias, member.transposed)
+            self.parameters += parameters
 
     def record(self, call: _Call) -> None:
         """Record a call for the backward of enter."""
@@ -108,13 +107,7 @@ class _Open:
 
 
 def _is_readable(parameter: Tensor) -> bool:
-    """Tell whether FSDP2 has gathered this rank's part: a linear that it wraps by itself is gathered in its call."""
-    return (spec := spec_of(parameter)) is not None and spec.mesh.ndim == 1
-
-
-def _used(parameter: Tensor) -> Tensor:
-    held: Tensor = getattr(parameter, "_local_tensor", parameter)
-    return held.detach() if held.requires_grad else held
+    return gathered_part(parameter) is not None
 
 
 _OF_TOKENS = Flow(State.OWN, State.OWN, parameters=1, group="region", edge="enters")
