@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from shardcore.comm import norms, strided
 from shardcore.errors import PlanError
 from shardcore_testing import (
     checks_calls,
@@ -33,7 +32,7 @@ from shardcore_testing.families import News, quick_size
 from shardcore_testing.findings import Finding, Ledger, worst
 from shardcore_testing.islands import no_float32_islands
 from shardcore_testing.pool import WorkerError, WorkerPool, WorkerTimeout, place
-from shardcore_testing.subject import Subject
+from shardcore_testing.subject import Subject, torch_lacks
 
 __all__ = ["CHECKS", "SECTIONS", "Section", "examine", "sections_for"]
 
@@ -199,7 +198,7 @@ def _on_rank(subject: Subject, name: str, notes: Path | None = None) -> list[Fin
         with no_float32_islands():
             section.run(subject, ledger)
     except PlanError as error:
-        lacks = next((p.what for p in error.problems if p.what in (strided.torch_lacks(), norms.torch_lacks())), None)
+        lacks = torch_lacks(error)
         if lacks is None or name == "plan":  # which says it once
             raise SectionStopped(ledger.findings()) from error
         return [Finding(check=check, state="closed", message=lacks) for check in section.checks]

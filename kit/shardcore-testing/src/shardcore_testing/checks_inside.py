@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.errors import NoPolicyError, ShardcoreError
+from shardcore.errors import NoPolicyError, PlanError, ShardcoreError
 from shardcore_testing.checks_state import save_beside, shared_folder
 from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import gradient_errors
-from shardcore_testing.subject import Subject, adamw
+from shardcore_testing.subject import Subject, adamw, torch_lacks
 
 __all__ = ["inside"]
 
@@ -42,6 +42,8 @@ def inside(s: Subject, ledger: Ledger) -> None:
         except NoPolicyError:
             ledger.closed(f"no policy serves {type(base).__name__}")
         except ShardcoreError as error:
+            if isinstance(error, PlanError) and torch_lacks(error) is not None:
+                raise  # closes the section
             ledger.true(tied, f"the base model is refused, though nothing outside is tied to it: {error}")
         else:
             if ledger.true(not tied, "a base model that something outside is tied to is sharded by itself (H15)"):

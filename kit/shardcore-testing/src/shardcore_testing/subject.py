@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import shardcore
+from shardcore.comm import norms, strided
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, PlanError
 from shardcore.mesh import current_device, device_type_of
 from shardcore.nn.copies import meta_copy
 from shardcore.plan import ShardPlan
@@ -29,7 +30,7 @@ from shardcore.plugins.registry import GROUP, Registry, default_registry
 from shardcore.policy import Policy
 from shardcore_testing.cases import Case
 
-__all__ = ["Subject", "adamw", "cases_of", "checkpointing", "flat", "meta_copy", "registry_of"]
+__all__ = ["Subject", "adamw", "cases_of", "checkpointing", "flat", "meta_copy", "registry_of", "torch_lacks"]
 
 Value = TypeVar("Value")
 
@@ -194,6 +195,11 @@ class Subject:
 
 def _item(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+
+
+def torch_lacks(error: PlanError) -> str | None:
+    """Return what the installed torch lacks of what a plan needs, if that is why there is none."""
+    return next((p.what for p in error.problems if p.what in (strided.torch_lacks(), norms.torch_lacks())), None)
 
 
 def adamw(model: nn.Module, *, foreach: bool | None = None) -> torch.optim.Optimizer:
