@@ -98,6 +98,7 @@ class _SubModuleRule(Rule):
 
     @override
     def plan(self, scope: Scope) -> None:
+        """Add the replacement to the plan, or what is wrong with it."""
         module = scope.find(self.suffix)
         if module is None:
             return
@@ -118,6 +119,7 @@ class _ParametersRule(Rule):
 
     @override
     def plan(self, scope: Scope) -> None:
+        """Add the replacement to the plan, or what is wrong with it."""
         for name, parameter in scope.module._parameters.items():
             if parameter is not None:
                 scope.claim("", name, None)
@@ -134,6 +136,7 @@ class _MethodsRule(Rule):
 
     @override
     def plan(self, scope: Scope) -> None:
+        """Add the replacement to the plan, or what is wrong with it."""
         for name, _ in self.methods:
             if not callable(getattr(type(scope.module), name, None)):
                 scope.problem(

@@ -26,6 +26,7 @@ class ReplaceMethods(Step):
 
     @override
     def prepare(self, bench: Bench) -> Commit:
+        """Return what makes the replacement."""
         return functools.partial(with_methods, bench.model.get_submodule(self.path), dict(self.methods))
 
 
@@ -37,6 +38,7 @@ class ReplaceParameters(Step):
 
     @override
     def prepare(self, bench: Bench) -> Commit:
+        """Return what makes the replacement."""
         module, context = bench.model.get_submodule(self.path), bench.shared
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
 
@@ -64,10 +66,12 @@ class ReplaceModule(Step):
 
     @override
     def on_split_tokens(self) -> str | None:
+        """Return why tokens may not be split around it."""
         return f"{self.target.__name__} would be called with a part of the tokens"
 
     @override
     def prepare(self, bench: Bench) -> Commit:
+        """Return what makes the replacement."""
         context = bench.shared
         native = bench.model.get_submodule(self.path)
         new = self.target.from_native_module(native, context.group, **dict(self.options))

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
-from shardcore.comm.dtensor_params import gathered_part, spec_of, with_spec
+from shardcore.comm.dtensor_params import gathered_part, local_tensor, spec_of, with_spec
 from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
@@ -88,7 +88,8 @@ class _Open:
             if member.reading is not None:
                 # The gradient of what was read together is a plain one: the node that read it sums and places it.
                 parameters = member.reading.parameters
-                weight, bias = parameters[0].detach(), parameters[1].detach() if len(parameters) > 1 else None
+                weight = local_tensor(parameters[0]).detach()
+                bias = local_tensor(parameters[1]).detach() if len(parameters) > 1 else None
             weight = weight.t() if member.transposed else weight
             self.members[id(member)] = _Member(len(self.parameters), weight, bias, member.transposed)
             self.parameters += parameters
