@@ -17,7 +17,7 @@ from shardcore.nn import ColumnLinear, RowLinear, VocabHead
 from shardcore.nn.experts.slices import Slices
 from shardcore.nn.intact import AROUND
 from shardcore.nn.loading import take_full_tensors
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["Part", "Tied", "check_copied", "parts_of", "place_copies"]
 

@@ -25,8 +25,8 @@ from shardcore.mesh import ShardContext
 from shardcore.nn import ColumnLinear, Layout, Replicated, ReplicatedLayout, RowLinear, ShardedLayout, VocabEmbedding
 from shardcore.nn.linear.functional import as_out_in, multiply
 from shardcore.nn.linear.together import take_rows
+from shardcore.nn.sequence.shard import enter_region
 from shardcore_peft._around import whole_base
-from shardcore_peft._linears import enter
 from shardcore_peft._merging import of_whole_tensors
 
 __all__ = ["Magnitude", "begin_with_norms"]
@@ -149,7 +149,7 @@ def _again(base: ColumnLinear | RowLinear, x: Tensor) -> Tensor:
         return base.local(x)
     tokens = None if base.sole_region is None else base.sole_region.sequence
     if base.sole_region is not None or base.enters_alone:
-        x = enter(x, base._shard_context.channel, tokens)
+        x = enter_region(x, base._shard_context.channel, tokens, "an adapter")
     return multiply(x, _used_of(base, base.weight, base.rows), transposed=base.transposed)
 
 

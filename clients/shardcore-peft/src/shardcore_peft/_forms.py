@@ -30,7 +30,7 @@ from shardcore.nn import (
     VocabHead,
 )
 from shardcore.nn.behaviour import behaviours
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 from shardcore_peft._dora import Magnitude
 from shardcore_peft._linears import Entering, PartLinear, Summand, UsedLinear
 

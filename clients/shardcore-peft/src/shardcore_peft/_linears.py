@@ -10,17 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.comm.channel import Channel
-from shardcore.comm.collectives import copy_to_tp
 from shardcore.comm.dtensor_params import read_partial
-from shardcore.comm.sequence import enter_from_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn import Layout, Replicated, ReplicatedLayout, ShardedLayout, SharedRandom, SwappedModule
 from shardcore.nn.linear.functional import local_linear
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
-__all__ = ["AdapterDropout", "Entering", "PartLinear", "Summand", "UsedLinear", "enter"]
+__all__ = ["AdapterDropout", "Entering", "PartLinear", "Summand", "UsedLinear"]
 
 
 class PartLinear(SwappedModule):
@@ -118,14 +115,8 @@ class Entering(Replicated):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return (..., r), entered; all tokens, where the sequence is split."""
-        return enter(super().forward(*args, **kwargs), self._shard_context.channel, self._shard_sequence)
-
-
-def enter(x: Tensor, channel: Channel, tokens: SequenceShard | None) -> Tensor:
-    """Let (..., n) enter a region: all tokens of it, if each rank has some."""
-    if tokens is not None and tokens.length is not None:
-        return enter_from_sequence(x, channel, tokens.length)
-    return copy_to_tp(x, channel) if torch.is_grad_enabled() else x
+        out = super().forward(*args, **kwargs)
+        return enter_region(out, self._shard_context.channel, self._shard_sequence, "an adapter")
 
 
 class AdapterDropout(SharedRandom):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 
 from shardcore.errors import NotSupportedError
@@ -52,20 +51,9 @@ class DropoutForParallelInput(DropoutForReplicatedInput):
         """Return ``input`` with some elements zero and the others scaled, while training."""
         forks = self.training and bool(self.p) and not self._shard_context.random.forking
         if forks:
-            _fork(self)
+            self._shard_context.random.fork(id(self))
         try:
             return nn.Dropout.forward(self, input)
         finally:
             if forks:
-                _join(self)
-
-
-# Generator states cannot be traced; these break the graph, and only where the dropout is live.
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _fork(module: DropoutForParallelInput) -> None:
-    module._shard_context.random.fork(id(module))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _join(module: DropoutForParallelInput) -> None:
-    module._shard_context.random.join(id(module))
+                self._shard_context.random.join(id(self))

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.layout import ExpertsLayout, GroupShardedLayout, Layout, Specs, distribute
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Bench, Commit, above
 

@@ -138,8 +138,11 @@ class _ReadLocal(Function):
     def forward(ctx: Any, fresh: bool, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.fresh = fresh
-        ctx.specs = tuple([getattr(p, "_spec", None) for p in parameters])
-        return tuple([getattr(p, "_local_tensor", p).detach() for p in parameters])
+        ctx.specs, parts = [], []
+        for parameter in parameters:  # on the way of every norm: a comprehension would be a call more
+            ctx.specs.append(getattr(parameter, "_spec", None))
+            parts.append(getattr(parameter, "_local_tensor", parameter).detach())
+        return tuple(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

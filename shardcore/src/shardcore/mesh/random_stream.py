@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ __all__ = ["RandomStream"]
 # Weyl constant of the 64-bit golden ratio: distinct ranks get seeds that share no low-order pattern.
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = 62
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _untraced(method: _Method) -> _Method:
+    """Break the graph at a method where compiled code calls it: generator states cannot be traced."""
+    return torch.compiler.disable(method)  # type: ignore[no-any-return]  # untyped in torch
 
 
 def mix(seed: int, rank: int) -> int:
@@ -83,6 +91,8 @@ class RandomStream:
         self._outside: list[Tensor] = []  # the user's states while the stream is in use
         # How many forks there were when each of the modules that use the stream now was entered.
         self._levels: list[int] = []
+        #: Whether the stream is swapped in, so that a fork costs the user's generators nothing.
+        self.in_use = False
         self._thread = 0  # that uses the stream
         self._forks: dict[Hashable, _Fork] = {}  # by region, in the order of entry
         self.seed(seed)
@@ -118,6 +128,7 @@ class RandomStream:
         if self._levels:
             self._write(self._states)
 
+    @_untraced
     def enter(self, draws: Callable[[], bool] = lambda: False) -> None:
         """Swap the stream in, unless an enclosing module has done so.
 
@@ -134,6 +145,7 @@ class RandomStream:
             self._outside = self._read()
             self._forks.clear()
             self._write(self._states)
+            self.in_use = True
         elif self._thread != threading.get_ident():
             raise NotSupportedError(TWO_THREADS)
         self._levels.append(len(self._forks))
@@ -148,6 +160,7 @@ class RandomStream:
         finally:
             self.leave()
 
+    @_untraced
     def leave(self) -> None:
         """Swap the stream out again, or leave it to the enclosing module.
 
@@ -160,15 +173,17 @@ class RandomStream:
         if not self._levels:
             self._states = self._read()
             self._write(self._outside)
+            self.in_use = False
 
-    @property
-    def in_use(self) -> bool:
-        """Whether the stream is swapped in, so that a fork costs the user's generators nothing."""
-        return bool(self._levels)
+    @_untraced
+    def fork(self, region: Hashable, *, once: bool = False) -> None:
+        """Draw different numbers on each rank from here on, until `join` is called for the same region.
 
-    def fork(self, region: Hashable) -> None:
-        """Draw different numbers on each rank from here on, until `join` is called for the same region."""
-        if not self._may_fork:
+        Args:
+            region: what the fork is known by. One of the same region that was cut short is replaced.
+            once: do nothing if there is one.
+        """
+        if not self._may_fork or (once and region in self._forks):
             return
         before = self._read()
         seed = mix(_draw(), self._rank)
@@ -176,6 +191,7 @@ class RandomStream:
         self._seed_generators(seed)
         self._forks[region] = _Fork(before, shared, shared, self._read())
 
+    @_untraced
     def join(self, region: Hashable) -> None:
         """Draw the same numbers on every rank again; does nothing if the region was not forked."""
         fork = self._forks.pop(region, None)
@@ -200,10 +216,6 @@ class RandomStream:
         finally:
             self._forks[region] = fork._replace(shared=self._read())
             self._write(own)
-
-    def forked(self, region: Hashable) -> bool:
-        """Tell whether the stream is forked for this region."""
-        return region in self._forks
 
     @property
     def forking(self) -> bool:

@@ -24,7 +24,6 @@ from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp
 from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows
-from shardcore.comm.sequence import enter_from_sequence
 from shardcore.comm.strided import Runs, install, torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext, as_context
@@ -36,7 +35,7 @@ from shardcore.nn.linear.parallel import RowLinear
 from shardcore.nn.linear.together import take_rows
 from shardcore.nn.masks import additive, of_keys, of_queries
 from shardcore.nn.region.flow import has_entered
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
 __all__ = ["Of", "SplitAttention", "output_options"]
 
@@ -297,11 +296,7 @@ class SplitAttention(SwappedModule):
 
     def _enter(self, x: Tensor) -> Tensor:
         """Enter with the states that the output is added to, or with this rank's tokens of them."""
-        tokens = self._sequence
-        if tokens is None or tokens.length is None:
-            return self._whole(x)
-        tokens.expect(x, tokens.local, type(self).__name__)
-        return enter_from_sequence(x, self._shard_context.channel, tokens.length)
+        return enter_region(x, self._shard_context.channel, self._sequence, type(self).__name__)
 
     def _beside(self, x: Tensor) -> Tensor:
         """Enter with states that all ranks have whole, unless they have entered above."""
@@ -343,7 +338,7 @@ class SplitAttention(SwappedModule):
         rate = float(self.dropout) if self.training else 0.0  # type: ignore[arg-type]  # a number, as torch sets it
         forks = bool(rate) and not self._shard_context.random.forking
         if forks:
-            _fork(self)
+            self._shard_context.random.fork(id(self))
         try:
             if not need_weights:
                 return F.scaled_dot_product_attention(q, k, v, mask, rate, causal), None
@@ -352,7 +347,7 @@ class SplitAttention(SwappedModule):
             return attended @ v, attended
         finally:
             if forks:
-                _join(self)
+                self._shard_context.random.join(id(self))
 
     def _gathered(self, attended: Tensor, *, average: bool) -> Tensor:
         """Return the attention weights of all heads: (B, L, S) on average, or (B, H, L, S)."""
@@ -362,14 +357,3 @@ class SplitAttention(SwappedModule):
         return gather_from_tp(
             attended, channel, 1, [len(_heads_at(self, channel.size, rank)) for rank in range(channel.size)]
         )
-
-
-# Generator states cannot be traced; these break the graph, and only where the dropout is live.
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _fork(module: SplitAttention) -> None:
-    module._shard_context.random.fork(id(module))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _join(module: SplitAttention) -> None:
-    module._shard_context.random.join(id(module))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -27,9 +27,7 @@ from shardcore.nn.layout import Layout, distribute
 from shardcore.nn.living import is_living
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.process import watch_torch
-
-if TYPE_CHECKING:
-    from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "ReplacedMethods", "SwappedModule", "with_methods"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -112,38 +113,29 @@ def sharded_class(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> 
         _NATIVE: native,
         _BEHAVIOURS: own,
     }
-    around = [behaviour for behaviour in own if behaviour.forward is not nn.Module.forward]
-    signed: _Signed | None = None
-    if named is native and around:
-        # Libraries look at the signature of a model's forward to decide which arguments it takes.
-        replaced = [b.forward for b in around if getattr(b, "replaces_forward", False)]
-        signed = _Signed([*replaced, native.forward][0])
-        namespace["forward"] = signed.forward
     inside = tuple(b for b in own if vars(b).get("plan_serves_super", False) and not issubclass(b, native))
     made = type(named.__name__, (*(b for b in own if b not in inside), native, *inside), namespace)
-    if signed is not None:
-        signed.own(made)
+    if named is native and any(behaviour.forward is not nn.Module.forward for behaviour in own):
+        replaced = [b.forward for b in own if getattr(b, "replaces_forward", False)]
+        _sign(made, [*replaced, native.forward][0])
     return made
 
 
-class _Signed:
-    """A forward with the signature of another one, which calls the first behaviour in the order of resolution.
+def _sign(made: Any, native: Callable[..., Any]) -> None:
+    """Give a generated class the signature of ``native``: libraries look there for the arguments that a model takes.
 
-    A behaviour that inherits its forward may stand before others that the inherited one stands behind.
+    Its forward is a copy of the first one in the order of resolution, so that no call goes through one frame more;
+    unless a library has put one into each subclass of its own, and knows it by identity.
     """
-
-    def __init__(self, native: Callable[..., Any]) -> None:
-        owner: Any = None
-
-        @functools.wraps(native)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return super(owner, self).forward(*args, **kwargs)  # type: ignore[misc]  # the first behaviour's
-
-        def own(made: type[nn.Module]) -> None:
-            nonlocal owner
-            owner = made
-
-        self.forward, self.own = forward, own
+    forward = vars(made).get("forward")
+    if forward is None:
+        first = next(vars(base)["forward"] for base in made.__mro__ if "forward" in vars(base))
+        forward = types.FunctionType(
+            first.__code__, first.__globals__, "forward", first.__defaults__, first.__closure__
+        )
+        forward.__kwdefaults__ = first.__kwdefaults__
+        forward.__dict__.update(first.__dict__)
+    made.forward = functools.update_wrapper(forward, native)
 
 
 def is_generated(cls: type[nn.Module]) -> bool:

@@ -14,7 +14,7 @@ from shardcore.comm.collectives import gather_from_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["CAPTURED", "OutputGatherer", "RefusesCaptured", "ReturnDict", "StageAttentions"]
 

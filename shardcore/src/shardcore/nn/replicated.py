@@ -18,7 +18,7 @@ from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout
 from shardcore.nn.linear.together import Reading
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["HeadParameters", "Replicated"]
 
@@ -75,7 +75,7 @@ class Replicated(SwappedModule):
         names: tuple[str, ...] = (),
         **options: Any,
     ) -> Mapping[str, Layout]:
-        return dict.fromkeys(names or _own(module), ReplicatedLayout(partial_gradient=partial))
+        return dict.fromkeys(names or _own(module._parameters), ReplicatedLayout(partial_gradient=partial))
 
     @classmethod
     @override
@@ -113,8 +113,8 @@ class Replicated(SwappedModule):
             state |= {"_summed": frozenset(), "_shard_sequence": None, "_native_class": native}
             state["_shard_reading"] = None
             state["_fresh"] = native.forward is nn.Embedding.forward
-            state["_split"] = frozenset(name for name in _own(new) if _is_split(new._parameters[name]))
-        state["_summed"] |= frozenset(names or _own(new) if partial else ())
+            state["_split"] = frozenset(name for name in _own(new._parameters) if _is_split(new._parameters[name]))
+        state["_summed"] |= frozenset(names or _own(new._parameters) if partial else ())
         return new
 
     def __getattr__(self, name: str) -> Any:
@@ -138,17 +138,21 @@ class Replicated(SwappedModule):
         """Run the native forward on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
             return self._stand_in().forward(*args, **kwargs)
-        own = self._exchange()
+        state, own = self.__dict__, self._parameters
+        if not isinstance(own, _Local):  # else a method that `run_method` runs calls it
+            # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
+            state["_parameters"] = _Local(self._read(own, fresh=self._fresh))
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.__dict__["_parameters"] = own
+            state["_parameters"] = own
 
     def run_method(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``method``, one of the native class, on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
             return method(self._stand_in(), *args, **kwargs)
-        own = self._exchange()
+        own = self._parameters
+        self.__dict__["_parameters"] = own if isinstance(own, _Local) else _Local(self._read(own, fresh=self._fresh))
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -163,14 +167,12 @@ class Replicated(SwappedModule):
         """Return ``own``, parameters by name, with local tensors in place of DTensors; ``fresh`` as `read_local`."""
         context, tokens = self._shard_context, self._shard_sequence
         alike = tokens is None or tokens.length is None  # every rank sees the same tokens
-        shared = [name for name, parameter in own.items() if parameter is not None]
+        shared = _own(own)
         if alike and not self._summed and self._shard_reading is None:
-            read = read_local(*map(own.__getitem__, shared), fresh=fresh)
-            return {**own, **dict(zip(shared, read, strict=True))}
+            return {**own, **dict(zip(shared, read_local(*shared.values(), fresh=fresh), strict=True))}
         reading = None if torch.compiler.is_compiling() else self._shard_reading
         if reading is not None and reading.is_of(self._shard_parameters):
-            names = [name for name, parameter in self._parameters.items() if parameter is not None]
-            found = dict(zip(names, reading.parameters, strict=True))
+            found = dict(zip(_own(self._parameters), reading.parameters, strict=True))
             return {**own, **{name: found[name] for name in shared}}
         summed = [name for name in shared if name in self._summed or not (alike or name in self._split)]
         local = dict(own)
@@ -180,14 +182,6 @@ class Replicated(SwappedModule):
         if rest := [name for name in shared if name not in summed]:
             local.update(zip(rest, read_local(*(own[name] for name in rest), fresh=fresh), strict=True))
         return local
-
-    def _exchange(self) -> dict[str, Any]:
-        """Replace the parameters by local tensors, unless they are, and return what was there before."""
-        own: dict[str, Any] = self._parameters
-        if not isinstance(own, _Local):
-            # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
-            self.__dict__["_parameters"] = _Local(self._read(own, fresh=self._fresh))
-        return own
 
     def _stand_in(self) -> Any:
         # A checkpoint in a compiled graph may not change what was there before it, so a stand-in holds the parameters.
@@ -215,7 +209,7 @@ class HeadParameters(Replicated):
     def layouts(
         cls, module: nn.Module, ranks: int, *, dim: int = 0, names: tuple[str, ...] = (), **options: Any
     ) -> Mapping[str, Layout]:
-        ndims = {name: parameter.ndim for name, parameter in _own(module).items()}
+        ndims = {name: parameter.ndim for name, parameter in _own(module._parameters).items()}
         return {name: ShardedLayout(dim % ndims[name]) for name in names or ndims}
 
     @classmethod
@@ -238,8 +232,9 @@ def _asked_by_torch() -> bool:
     return caller is not None and str(caller.f_globals.get("__name__", "")).startswith("torch.distributed.")
 
 
-def _own(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+def _own(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a module really has: it may register None under a name."""
+    return {name: parameter for name, parameter in parameters.items() if parameter is not None}
 
 
 def _is_split(parameter: Tensor | None) -> bool:

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
+from shardcore.comm.collectives import packed
 from shardcore.comm.experts import share_gradient
-from shardcore.comm.sequence import enter_from_sequence, leave_to_sequence
 from shardcore.mesh import ShardContext
+from shardcore.nn.arguments import Argument
 from shardcore.nn.base import SwappedModule
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard, enter_region, leave_region
 
 __all__ = ["ExpertsBlock", "RouterLogits"]
 
@@ -42,7 +42,7 @@ class ExpertsBlock(SwappedModule):
 
     #: Set where the activations outside are split along the sequence.
     _experts_sequence: SequenceShard | None
-    _experts_argument: tuple[str, int]
+    _experts_argument: Argument
     _shard_context: ShardContext
 
     @override
@@ -55,39 +55,26 @@ class ExpertsBlock(SwappedModule):
         cls, module: nn.Module, context: ShardContext, *, argument: tuple[str, int] = ("", 0), **options: Any
     ) -> Self:
         new = super().swap_class(module, context)
-        new.__dict__.update(_experts_sequence=None, _experts_argument=argument)
+        new.__dict__.update(_experts_sequence=None, _experts_argument=Argument(*argument))
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on all tokens, and sum what it returns."""
-        tokens = self._experts_sequence
-        length = None if tokens is None else tokens.length
-        name, place = self._experts_argument
-        if name in kwargs:
-            kwargs = {**kwargs, name: self._enter(kwargs[name], length)}
-        else:
-            args = (*args[:place], self._enter(args[place], length), *args[place + 1 :])
+        args, kwargs = self._experts_argument.changed(args, kwargs, self._enter)
         out = super().forward(*args, **kwargs)
         if not isinstance(out, tuple):
-            return self._leave(out, length)
-        channel = self._shard_context.channel
-        others = (share_gradient(o, channel.size) if isinstance(o, Tensor) else o for o in out[1:])
-        return (self._leave(out[0], length), *others)
+            return self._leave(out)
+        ranks = self._shard_context.size
+        others = (share_gradient(o, ranks) if isinstance(o, Tensor) else o for o in out[1:])
+        return (self._leave(out[0]), *others)
 
-    def _enter(self, x: Tensor, length: int | None) -> Tensor:
-        channel = self._shard_context.channel
-        if length is None or self._experts_sequence is None:
-            return copy_to_tp(x, channel)
-        self._experts_sequence.expect(x, self._experts_sequence.local, type(self).__name__)
+    def _enter(self, x: Tensor) -> Tensor:
+        x = enter_region(x, self._shard_context.channel, self._experts_sequence, type(self).__name__)
         # Blocks view their tokens as (B * S, H), and cutting the padding off leaves gaps.
-        return enter_from_sequence(x, channel, length).contiguous()
+        return packed(x)
 
-    def _leave(self, out: Tensor, length: int | None) -> Tensor:
-        channel = self._shard_context.channel
-        if length is None or self._experts_sequence is None:
-            return reduce_from_tp(out, channel)
-        self._experts_sequence.expect(out, length, type(self).__name__)
-        return leave_to_sequence(out, channel)
+    def _leave(self, out: Tensor) -> Tensor:
+        return leave_region(out, self._shard_context.channel, self._experts_sequence, type(self).__name__)
 
 
 class RouterLogits(SwappedModule):

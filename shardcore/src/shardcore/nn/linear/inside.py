@@ -13,7 +13,7 @@ from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
 from shardcore.comm.dtensor_params import read_local
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.linear.parallel import RowLinear
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["InnerRowLinear"]
 

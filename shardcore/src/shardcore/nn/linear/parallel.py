@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
+from shardcore.comm.collectives import copy_to_tp, gather_from_tp, split_to_tp
 from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows, misused
-from shardcore.comm.sequence import leave_to_sequence
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.costs import Collective, Site, backward, forward
@@ -29,7 +28,7 @@ from shardcore.nn.linear.native import ParallelLinear
 from shardcore.nn.linear.together import Reading, read_together, shared_parameters
 from shardcore.nn.region.region import OPEN, MemberLinear, Region, require_entered
 from shardcore.nn.region.sole import SoleRegion
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard, leave_region
 
 __all__ = ["ColumnLinear", "RowLinear"]
 
@@ -249,8 +248,8 @@ class ColumnLinear(ParallelLinear):
         # Dropouts up to the row linear act on split activations. Nothing is known about them here; a compiled graph
         # cannot hold this (regions find their dropouts and can tell).
         random = self._shard_context.random
-        if not torch.compiler.is_compiling() and (self.training or random.in_use) and not random.forked(_OWN_FORK):
-            random.fork(_OWN_FORK)
+        if not torch.compiler.is_compiling() and (self.training or random.in_use):
+            random.fork(_OWN_FORK, once=True)
 
     def extra_repr(self) -> str:
         """Describe the full linear and the number of ranks."""
@@ -371,20 +370,15 @@ class RowLinear(ParallelLinear):
 
     def finish(self, out: Tensor) -> Tensor:
         """Leave the region with this rank's summand (..., out), which `local` and others have added up."""
+        context, tokens = self._shard_context, self.sequence
         if self.region is not None:
             self.region.leave()
         elif not torch.compiler.is_compiling():
-            self._shard_context.random.join(_OWN_FORK)
-        length = None if self.sequence is None else self.sequence.length
-        if self.sequence is None or length is None:
-            out = reduce_from_tp(out, self._shard_context.channel, fresh=True)
-        else:
-            self.sequence.expect(out, length, type(self).__name__)
-            out = leave_to_sequence(out, self._shard_context.channel)
+            context.random.join(_OWN_FORK)
+        out = leave_region(out, context.channel, tokens, type(self).__name__, fresh=True)
         if self.bias is None:
             return out
-        context = self._shard_context
-        if length is None:
+        if tokens is None or tokens.length is None:
             (bias,) = read_local(self.bias)
         else:
             (bias,) = read_partial(context.channel, self.bias, deferred=context.defers)

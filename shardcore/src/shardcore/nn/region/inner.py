@@ -69,15 +69,11 @@ class InnerRegion(Region):
         return copy_to_tp(x, self.context.channel) if torch.is_grad_enabled() else x
 
     def _fork_once(self) -> None:
+        random = self.context.random
         if torch.compiler.is_compiling():
-            if self._dropouts is not None and self._dropouts.live():
-                _fork_once(self)
-        elif not self.context.random.forked(id(self)):
-            super()._fork()
-
-
-# Generator states cannot be traced: a graph break, and only where a dropout is live.
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _fork_once(region: InnerRegion) -> None:
-    if not region.context.random.forked(id(region)):
-        region.context.random.fork(id(region))
+            live = self._dropouts is not None and self._dropouts.live()
+        else:
+            live = self._dropouts is not None and (random.in_use or self._dropouts.live())
+            self._is_forked = live
+        if live:
+            random.fork(id(self), once=True)

@@ -23,17 +23,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore._torch import backward_task
-from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
+from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import gathered_part, local_tensor, spec_of, with_spec
 from shardcore.comm.flow import Flow, State
-from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
+from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
+from shardcore.nn.arguments import Argument
 from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, product, weight_gradient
 from shardcore.nn.linear.together import Reading, read_together
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.flow import has_entered
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
 if TYPE_CHECKING:
     from shardcore.nn.linear.parallel import ColumnLinear
@@ -43,6 +44,8 @@ __all__ = ["OPEN", "MemberLinear", "Region", "require_entered"]
 
 #: On the tensor that enter returned: the open region, on which a member finds what it multiplies with by its id.
 OPEN = "_shardcore_region"
+
+_WHERE = "a tensor-parallel region"
 
 
 class _Member(NamedTuple):
@@ -81,17 +84,19 @@ class _Open:
         self._calls: list[_Call] = []
         self._task: int | None = None
         for member in members:
-            parameters = member.own_parameters
-            if (weight := gathered_part(parameters[0])) is None:
+            weight, bias = member._parameters.get("weight"), member._parameters.get("bias")
+            part = None if weight is None else gathered_part(weight)
+            if weight is None or part is None:
                 continue  # a linear that FSDP2 wraps by itself is gathered in its call
-            bias = gathered_part(parameters[1]) if len(parameters) > 1 else None
+            added = None if bias is None else gathered_part(bias)
+            parameters: tuple[Tensor, ...] = (weight,) if bias is None else (weight, bias)
             if member.reading is not None:
                 # The gradient of what was read together is a plain one: the node that read it sums and places it.
                 parameters = member.reading.parameters
-                weight = local_tensor(parameters[0]).detach()
-                bias = local_tensor(parameters[1]).detach() if len(parameters) > 1 else None
-            weight = weight.t() if member.transposed else weight
-            self.members[id(member)] = _Member(len(self.parameters), weight, bias, member.transposed)
+                part = local_tensor(parameters[0]).detach()
+                added = None if bias is None else local_tensor(parameters[1]).detach()
+            part = part.t() if member.transposed else part
+            self.members[id(member)] = _Member(len(self.parameters), part, added, member.transposed)
             self.parameters += parameters
 
     def record(self, call: _Call) -> None:
@@ -256,7 +261,7 @@ class Region:
         self._beside = list(beside)
         #: Set where the activations outside are split along the sequence.
         self.sequence: SequenceShard | None = None
-        self._name, self._position = argument
+        self._argument = Argument(*argument)
         self._dropouts = dropouts
         #: Set while the stream is forked by an entry in eager mode; the row linear may be in a compiled graph.
         self._is_forked = False
@@ -270,17 +275,7 @@ class Region:
         length = None if self.sequence is None else self.sequence.length
         if length is None:
             self._fork()  # where tokens are split, the whole block is forked
-        if length is None and not torch.is_grad_enabled():
-            return args, kwargs
-        if self._name in kwargs:
-            return args, {**kwargs, self._name: self._enter(kwargs[self._name])}
-        if self._position >= len(args):
-            raise TypeError(
-                f"{type(module).__name__}.forward was called without the argument {self._name!r}, which enters its "
-                f"tensor-parallel region; got {len(args)} positional arguments and {sorted(kwargs)}"
-            )
-        place = self._position
-        return (*args[:place], self._enter(args[place]), *args[place + 1 :]), kwargs
+        return self._argument.changed(args, kwargs, self._enter)
 
     def _read(self) -> None:
         ready = [member for member in self._sharing if _is_readable(member.weight)]
@@ -299,19 +294,19 @@ class Region:
                 member.reading = None
             for module in self._beside:
                 module.__dict__["_shard_reading"] = None
-            self._is_forked = False
-            self.context.random.join(id(self))
-        elif self._is_forked or (self._dropouts is not None and self._dropouts.live()):
-            _join(self)
+        elif not (self._is_forked or (self._dropouts is not None and self._dropouts.live())):
+            return
+        self._is_forked = False
+        self.context.random.join(id(self))
 
     def _fork(self) -> None:
         if self._dropouts is None:
             return
+        random = self.context.random
         if torch.compiler.is_compiling():
             if self._dropouts.live():
-                _fork(self)
+                random.fork(id(self))
             return
-        random = self.context.random
         # What draws numbers inside need not be known. Outside of the stream the user's generators would move on.
         self._is_forked = random.in_use or self._dropouts.live()
         if self._is_forked:
@@ -320,26 +315,14 @@ class Region:
             random.drop(id(self))
 
     def _enter(self, x: Tensor) -> Tensor:
-        length = None
-        if self.sequence is not None and (length := self.sequence.length) is not None:
-            self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
-            if not self.context.fuses or not torch.is_grad_enabled():
-                return enter_from_sequence(x, self.context.channel, length)
-        elif not self.context.fuses:
-            return copy_to_tp(x, self.context.channel)
-        region = _Open(self.context, self.members, again=length is not None and not self.context.keeps_gathered)
+        context, tokens = self.context, self.sequence
+        # A compiled graph cannot hold what the fast path keeps in Python.
+        if not context.fuses_regions or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return enter_region(x, context.channel, tokens, _WHERE)
+        length = None if tokens is None else tokens.length
+        if tokens is not None and length is not None:
+            tokens.expect(x, tokens.local, _WHERE)
+        region = _Open(context, self.members, again=length is not None and not context.keeps_gathered)
         new = _EnterRegion.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, OPEN, region)
         return new  # type: ignore[no-any-return]  # Function.apply is untyped
-
-
-# Generator states cannot be traced: these two are the only graph breaks, and only where a dropout is live.
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _fork(region: Region) -> None:
-    region.context.random.fork(id(region))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _join(region: Region) -> None:
-    region._is_forked = False
-    region.context.random.join(id(region))

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
+from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import held, local_tensor, spec_of, with_spec
 from shardcore.comm.flow import Flow, State
-from shardcore.comm.sequence import Gathering, all_gather_tokens, enter_from_sequence, start_reduce_scatter
+from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, product, weight_gradient
 from shardcore.nn.randomness.dropout import DropoutSites
-from shardcore.nn.region.region import Region
+from shardcore.nn.region.region import _WHERE, Region
+from shardcore.nn.sequence.shard import enter_region
 
 if TYPE_CHECKING:
     from shardcore.nn.linear.parallel import ColumnLinear
@@ -95,25 +96,22 @@ class SoleRegion(Region):
     def multiply(self, x: Tensor) -> Tensor:
         """Enter with ``x`` and return its product: (..., in), or this rank's tokens of it, to (..., out/tp)."""
         (member,) = self.members
-        length = None if self.sequence is None else self.sequence.length
-        if length is None or self.sequence is None:
+        context, tokens = self.context, self.sequence
+        length = None if tokens is None else tokens.length
+        if tokens is None or length is None:
             self._fork()
-        else:
-            self.sequence.expect(x, self.sequence.local, "a tensor-parallel region")
-        if not self.context.fuses or not torch.is_grad_enabled():
-            if length is not None:
-                x = enter_from_sequence(x, self.context.channel, length)
-            elif torch.is_grad_enabled():
-                x = copy_to_tp(x, self.context.channel)
-            return member.product(x)
+        if not context.fuses_regions or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return member.product(enter_region(x, context.channel, tokens, _WHERE))
+        if tokens is not None and length is not None:
+            tokens.expect(x, tokens.local, _WHERE)
         held(member.weight)
         out: Tensor = _EnteredLinear.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-            self.context, length, member.transposed, x, member.weight, member.bias
+            context, length, member.transposed, x, member.weight, member.bias
         )
         return out
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter with ``x``, for a member that multiplies later and in parts."""
-        (_, kwargs) = self(self.members[0], (), {self._name: x})
-        entered: Tensor = kwargs[self._name]
+        (_, kwargs) = self(self.members[0], (), {self._argument.name: x})
+        entered: Tensor = kwargs[self._argument.name]
         return entered

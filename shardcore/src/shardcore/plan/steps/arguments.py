@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from shardcore.nn.region.slices import SlicedArgument
+from shardcore.nn.arguments import SlicedArgument
 from shardcore.plan.steps.base import Bench, Commit, Phase, Step
 
 __all__ = ["SliceArgument"]

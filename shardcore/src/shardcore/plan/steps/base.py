@@ -16,7 +16,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout
-from shardcore.nn.sequence.tokens import SequenceShard
+from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan.digest import to_data
 
 __all__ = ["Bench", "Commit", "Options", "Phase", "PlanView", "Step", "above"]

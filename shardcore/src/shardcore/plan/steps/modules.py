@@ -12,8 +12,8 @@ from typing_extensions import override
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
-from shardcore.nn.randomness.guard import RngScope
 from shardcore.nn.replicated import HeadParameters, Replicated
+from shardcore.nn.root import RngScope
 from shardcore.nn.views import with_value
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step

@@ -10,12 +10,12 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.errors import Problem
+from shardcore.nn.arguments import EnteredArgument
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ReplicatedLayout
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.linear.together import shared_parameters
 from shardcore.nn.randomness.dropout import DropoutSites
-from shardcore.nn.region.argument import EnteredArgument
 from shardcore.nn.region.inner import InnerRegion
 from shardcore.nn.region.region import Region
 from shardcore.nn.region.sole import SoleRegion
