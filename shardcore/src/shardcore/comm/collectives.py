@@ -145,14 +145,10 @@ class _SplitToTP(Function):
         return _all_gather(grads[0], ctx.channel, ctx.dim, _sizes(ctx.size, ctx.channel.size)), None, None
 
 
-def _apply(function: type[Function], *args: Any) -> Tensor:
-    out: Tensor = function.apply(*args)
-    return out
-
-
 def copy_to_tp(x: Tensor, channel: Channel) -> Tensor:
     """Enter a region: identity forward, all-reduce backward (Megatron's *f*). Shape (..., H) in and out."""
-    return _apply(_CopyToTP, x, channel)
+    out: Tensor = _CopyToTP.apply(x, channel)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
 
 
 def reduce_from_tp(x: Tensor, channel: Channel, *, fresh: bool = False) -> Tensor:
@@ -175,9 +171,11 @@ def gather_from_tp(x: Tensor, channel: Channel, dim: int, size: int | Sequence[i
     backward holds if what follows is the same on all ranks, as it is outside regions.
     """
     sizes = _sizes(size, channel.size) if isinstance(size, int) else size
-    return _apply(_GatherFromTP, x, channel, dim % x.ndim, sizes)
+    out: Tensor = _GatherFromTP.apply(x, channel, dim % x.ndim, sizes)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
 
 
 def split_to_tp(x: Tensor, channel: Channel, dim: int) -> Tensor:
     """Own part forward, all-gather backward: (..., H, ...) to (..., H/tp, ...) along ``dim``."""
-    return _apply(_SplitToTP, x, channel, dim % x.ndim)
+    out: Tensor = _SplitToTP.apply(x, channel, dim % x.ndim)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out

@@ -55,14 +55,16 @@ class JudgedModel(SwappedModule):
         return out
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        ranks = self._shard_context.size
-        named = sorted(kwargs)
-        return (
-            self.training,
-            *[p is not None and p.requires_grad for held in self._judged_parameters for p in held.values()],
-            *(_kind_of(value, ranks) for value in args),
-            *((name, _kind_of(kwargs[name], ranks)) for name in named),
-        )
+        ranks = self._shard_context.channel.size
+        found: list[Any] = [self.training]
+        for held in self._judged_parameters:
+            for parameter in held.values():
+                found.append(parameter is not None and parameter.requires_grad)
+        for value in args:
+            found.append(_kind_of(value, ranks))
+        for name in sorted(kwargs):
+            found += (name, _kind_of(kwargs[name], ranks))
+        return tuple(found)
 
     def _judge(self, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         outputs = list(_differentiated(out))

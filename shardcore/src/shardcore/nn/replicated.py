@@ -167,9 +167,15 @@ class Replicated(SwappedModule):
         """Return ``own``, parameters by name, with local tensors in place of DTensors; ``fresh`` as `read_local`."""
         context, tokens = self._shard_context, self._shard_sequence
         alike = tokens is None or tokens.length is None  # every rank sees the same tokens
-        shared = _own(own)
         if alike and not self._summed and self._shard_reading is None:
-            return {**own, **dict(zip(shared, read_local(*shared.values(), fresh=fresh), strict=True))}
+            local, names, tensors = dict(own), [], []
+            for name, parameter in own.items():  # on the way of every norm: a comprehension would be a call more
+                if parameter is not None:
+                    names.append(name)
+                    tensors.append(parameter)
+            local.update(zip(names, read_local(*tensors, fresh=fresh), strict=True))
+            return local
+        shared = _own(own)
         reading = None if torch.compiler.is_compiling() else self._shard_reading
         if reading is not None and reading.is_of(self._shard_parameters):
             found = dict(zip(_own(self._parameters), reading.parameters, strict=True))

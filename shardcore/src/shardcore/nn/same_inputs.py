@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -70,7 +69,7 @@ def _is_due(number: int, every: int) -> bool:
 
 
 class SameInputs(SwappedModule):
-    """A model that compares its inputs over its tensor-parallel ranks, in the first calls and then now and then.
+    """A module that compares its inputs over its tensor-parallel ranks, in the first calls and then now and then.
 
     Also where calls become others, as an evaluation or a generation after steps of training: there one rank is most
     likely to be alone.
@@ -96,24 +95,25 @@ class SameInputs(SwappedModule):
         """
         if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
             return super().__call__(*args, **kwargs)
-        return self._attended(super().__call__, args, kwargs)
+        self._open(args, kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._inputs_open.clear()
 
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward, which some wrappers call by itself."""
-        if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
-            return super().forward(*args, **kwargs)
-        return self._attended(super().forward, args, kwargs)
-
-    def _attended(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a call, after comparing what it is called with if it is due."""
+        number, kind = self._inputs_calls, (self.training, torch.is_grad_enabled())
+        self._inputs_open.append(threading.get_ident())
         own = self.__dict__
-        with self._opened():
-            number, kind = self._inputs_calls, (self.training, torch.is_grad_enabled())
-            own["_inputs_calls"] = number + 1
+        own["_inputs_calls"] = number + 1
+        try:
             if _is_due(number, self._inputs_every) or kind != self._inputs_kind:
                 self._compare(args, kwargs)
-            own["_inputs_kind"] = kind
-            return function(*args, **kwargs)
+        except BaseException:
+            self._inputs_open.clear()
+            raise
+        own["_inputs_kind"] = kind
 
     def _is_open(self) -> bool:
         """Tell whether this is within a call, or a comparison, that has begun already.
@@ -124,14 +124,6 @@ class SameInputs(SwappedModule):
         if self._inputs_open and self._inputs_open[0] != threading.get_ident():
             raise NotSupportedError(TWO_THREADS)
         return bool(self._inputs_open)
-
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        self._inputs_open.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._inputs_open.clear()
 
     def compare_generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare the tensors that a generation begins with, if as many calls were made as between comparisons.
@@ -147,9 +139,12 @@ class SameInputs(SwappedModule):
         if self._is_open() or not (number < _FIRST or number - self._inputs_begun >= every):
             return
         self.__dict__["_inputs_begun"] = number - number % every
-        with self._opened():
+        self._inputs_open.append(threading.get_ident())
+        try:
             tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
             self._compare(args, tensors, generates=True)
+        finally:
+            self._inputs_open.clear()
 
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, generates: bool = False) -> None:
         kind = "a generation" if generates else _kind_of_call(self.training, torch.is_grad_enabled())
@@ -182,6 +177,22 @@ class SameInputs(SwappedModule):
         return f"{what} that begins with {first}", self._inputs_checksum(value)
 
 
+class SameInputsOfModel(SameInputs):
+    """A model that compares its inputs also where a wrapper calls its forward by itself."""
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the native forward; see `__call__`."""
+        # Whether the thread is the one that has opened the call, `__call__` has looked.
+        if self._inputs_open or torch.compiler.is_compiling() or backward_task() != -1:
+            return super().forward(*args, **kwargs)
+        self._open(args, kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._inputs_open.clear()
+
+
 def compare_inputs(modules: Sequence[nn.Module], every: int, checksum: Callable[[Tensor], str], meet: Meet) -> None:
     """Let a sharded model compare the inputs of its first calls, and of each ``every``-th; for all ranks alike.
 
@@ -191,7 +202,7 @@ def compare_inputs(modules: Sequence[nn.Module], every: int, checksum: Callable[
     opened: list[int] = []
     for module in modules:
         context = module.__dict__["_shard_context"]
-        add_behaviour(module, SameInputs)
+        add_behaviour(module, SameInputsOfModel if module is modules[0] else SameInputs)
         module.__dict__.update(
             _shard_context=context,
             _inputs_calls=0,
