@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
-from shardcore.comm.parts import part_of
+from shardcore.comm.parts import laid_out, part_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.nn.optimizers import looks_at_wholes
 
@@ -304,25 +304,15 @@ class LocalParts(_Handing):
 
     @override
     def _state_out(self, value: Any, p: Tensor) -> Any:
-        spec = spec_of(p)
-        if spec is None or not isinstance(value, Tensor) or value.shape != local_tensor(p).shape:
+        if not isinstance(p, DTensor) or not isinstance(value, Tensor) or value.shape != local_tensor(p).shape:
             return value
-        return with_spec(value, spec) if value.dtype == p.dtype else _dtensor(value, p)
+        return with_spec(value, spec_of(p)) if value.dtype == p.dtype else laid_out(value, p)
 
     @override
     def _state_in(self, value: Any, p: Tensor) -> Any:
         if isinstance(p, DTensor) and isinstance(value, Tensor) and value.shape == p.shape:
             value = value if isinstance(value, DTensor) else part_of(value, p)
         return local_tensor(value) if isinstance(value, Tensor) else value
-
-
-def _dtensor(local: Tensor, like: Tensor) -> Tensor:
-    spec = spec_of(like)
-    if spec is None:
-        return local
-    return DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
-    )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,24 +1,131 @@
-"""Which part of a DTensor is at which coordinate of its mesh, for every placement that shardcore and FSDP2 make."""
+"""Which part of a DTensor is at which coordinate of its mesh, for every placement that shardcore and FSDP2 make.
+
+A part is a box of the whole tensor, or several: of a weight ``[q|k|v]`` whose segments are split each by itself, a rank
+has several runs of rows (see `shardcore.comm.strided`). Whoever saves, loads or sends parts cuts them here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from shardcore._torch import DTensorSpec
+from shardcore._torch import DTensorSpec, StridedShard
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.dtensor_params import local_tensor, spec_of
-from shardcore.comm.strided import Block, blocks_at
 from shardcore.errors import ConfigError, NotSupportedError
 
-__all__ = ["Block", "Place", "blocks_of", "check_parts", "part_of", "part_shape", "place_of", "split_dim"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+__all__ = [
+    "Block",
+    "Place",
+    "Runs",
+    "blocks_of",
+    "check_parts",
+    "copies_of",
+    "laid_out",
+    "own_blocks",
+    "part_of",
+    "part_shape",
+    "place_of",
+    "segment_runs",
+    "several_runs",
+    "split_dim",
+]
 
 #: The part of a tensor that one rank holds: (start, stop) along every dim.
 Place = tuple[tuple[int, int], ...]
+
+#: First and one-past-last index of each of several runs of rows.
+Runs = tuple[tuple[int, int], ...]
+
+
+class Block(NamedTuple):
+    """A box of the whole tensor that is also a box of one rank's part."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    in_local: tuple[slice, ...]
+
+    @property
+    def in_whole(self) -> tuple[slice, ...]:
+        """The box in the whole tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The box as `torch.distributed.checkpoint` says it."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+
+
+def segment_runs(size: int, segments: int, ranks: int, rank: int) -> Runs:
+    """Return the rows of ``rank`` if each of the equal ``segments`` of ``size`` rows is split over ``ranks``."""
+    step = size // segments
+    start, stop = chunk_bounds(step, ranks, rank)
+    return tuple((at + start, at + stop) for at in range(0, step * segments, step))
+
+
+def split_dim(placement: Placement) -> int | None:
+    """Return the dim that ``placement`` splits; ``is_shard()`` says no for the strided kind."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
+def several_runs(spec: DTensorSpec) -> dict[int, int]:
+    """Return the dims of which a rank holds several runs, each with the axis that splits it.
+
+    FSDP2 over a plain split on dim 0 writes ``(_StridedShard(0, tp), Shard(0))``: later placements cut the same dim
+    into as many parts as the factor says, which leaves one run.
+    """
+    found = {}
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, StridedShard):
+            later = [i for i in range(axis + 1, spec.mesh.ndim) if split_dim(spec.placements[i]) == placement.dim]
+            if placement.split_factor not in (1, math.prod(map(spec.mesh.size, later))):
+                found[int(placement.dim)] = axis
+    return found
+
+
+def place_of(
+    shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> Place:
+    """Return which part of a tensor of ``shape`` is at ``coordinate`` on a mesh of ``sizes``.
+
+    Axes cut from left to right, except that those of a strided placement (FSDP2 over ``tp``) cut what the axes to their
+    right have left. DTensor's own ``__create_chunk_list__`` cuts in another order: 97 rows on 3 x 2 ranks come out
+    wrong there in torch 2.13. A rank that holds several runs of rows has no such part, see `blocks_of`.
+    """
+    place = [(0, size) for size in shape]
+    strided = [axis for axis, placement in enumerate(placements) if getattr(placement, "split_factor", 1) > 1]
+    for axis in [*(a for a in range(len(placements)) if a not in strided), *reversed(strided)]:
+        dim = split_dim(placements[axis])
+        if dim is not None:
+            start, stop = place[dim]
+            left, right = chunk_bounds(stop - start, sizes[axis], coordinate[axis])
+            place[dim] = (start + left, start + right)
+    return tuple(place)
+
+
+def _runs(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Runs]:
+    """Return the runs along every dim that are at ``coordinate``; some may be empty."""
+    runs: list[Runs] = [(span,) for span in place_of(spec.shape, spec.mesh.shape, spec.placements, coordinate)]
+    for dim, axis in several_runs(spec).items():
+        size, segments = spec.shape[dim], spec.placements[axis].split_factor  # type: ignore[attr-defined]  # strided
+        if sum(split_dim(placement) == dim for placement in spec.placements) > 1:
+            raise NotSupportedError(f"dim {dim} of a DTensor with placements {spec.placements} is cut twice")
+        if size % segments:
+            raise NotSupportedError(f"{size} rows in {segments} segments: placements {spec.placements}, dim {dim}")
+        runs[dim] = segment_runs(size, segments, spec.mesh.size(axis), coordinate[axis])
+    return runs
 
 
 def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
@@ -27,14 +134,41 @@ def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
     Raises:
         NotSupportedError: its placements cut one dim in a way that leaves no such boxes.
     """
-    blocks = blocks_at(spec, coordinate)
-    if blocks is not None:
-        return blocks
-    place = place_of(spec.shape, spec.mesh.shape, spec.placements, coordinate)
-    if any(start == stop for start, stop in place):
-        return []
-    sizes = tuple(stop - start for start, stop in place)
-    return [Block(tuple(start for start, _ in place), sizes, tuple(slice(0, size) for size in sizes))]
+    blocks = []
+    for box in itertools.product(*map(_with_local_start, _runs(spec, coordinate))):
+        sizes = tuple(stop - start for start, stop, _ in box)
+        in_local = tuple(slice(at, at + size) for (*_, at), size in zip(box, sizes, strict=True))
+        blocks.append(Block(tuple(start for start, *_ in box), sizes, in_local))
+    return blocks
+
+
+def _with_local_start(runs: Runs) -> list[tuple[int, int, int]]:
+    """Add to the first and one-past-last index of each run that is not empty where it starts in the local tensor."""
+    starts = itertools.accumulate((stop - start for start, stop in runs), initial=0)
+    return [(start, stop, at) for (start, stop), at in zip(runs, starts, strict=False) if stop > start]
+
+
+def own_blocks(tensor: Tensor) -> list[Block]:
+    """Return the boxes of ``tensor`` that are here: of a plain one all of it."""
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        return [] if coordinate is None else blocks_of(spec_of(tensor), coordinate)
+    shape = tuple(tensor.shape)
+    return [Block((0,) * len(shape), shape, tuple(slice(0, size) for size in shape))] if tensor.numel() else []
+
+
+def copies_of(tensor: DTensor, home: Sequence[int]) -> Iterator[tuple[int, Block]]:
+    """Yield (global rank, box) for boxes that make up ``tensor``, in the same order on all ranks.
+
+    Of the copies of a box that one is taken which has the coordinate ``home`` on every axis that replicates.
+    """
+    spec = spec_of(tensor)
+    ranks = spec.mesh.mesh
+    split = [split_dim(placement) is not None for placement in spec.placements]
+    ways = [range(n) if s else (h,) for n, s, h in zip(ranks.shape, split, home, strict=True)]
+    for coordinate in itertools.product(*ways):
+        for block in blocks_of(spec, coordinate):
+            yield int(ranks[coordinate]), block
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
@@ -61,50 +195,25 @@ def check_parts(state: Mapping[str, Any]) -> None:
 
 def part_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the local tensor at ``coordinate``."""
-    blocks = blocks_of(spec, coordinate)
-    if not blocks:
-        place = place_of(spec.shape, spec.mesh.shape, spec.placements, coordinate)
-        return tuple(stop - start for start, stop in place)
-    return tuple(max(block.in_local[dim].stop for block in blocks) for dim in range(len(spec.shape)))
+    return tuple(sum(stop - start for start, stop in runs) for runs in _runs(spec, coordinate))
 
 
 def part_of(full: Tensor, like: DTensor) -> DTensor:
     """Return the tensor ``full``, which every rank holds, as a DTensor that lies as ``like`` does; nothing is sent."""
     spec = spec_of(like)
-    coordinate = spec.mesh.get_coordinate() or ()
-    blocks = blocks_of(spec, coordinate)
+    blocks = own_blocks(like)
     if len(blocks) == 1:
         local = full[blocks[0].in_whole]
     else:
-        local = torch.empty(part_shape(spec, coordinate), dtype=full.dtype, device=full.device)
+        local = torch.empty(part_shape(spec, spec.mesh.get_coordinate() or ()), dtype=full.dtype, device=full.device)
         for block in blocks:
             local[block.in_local] = full[block.in_whole]
+    return laid_out(local, like)
+
+
+def laid_out(local: Tensor, like: DTensor) -> DTensor:
+    """Return this rank's part of a tensor, of any dtype, as a DTensor of the shape of ``like`` that lies as it does."""
+    spec = spec_of(like)
     return DTensor.from_local(
         local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
     )
-
-
-def place_of(
-    shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
-) -> Place:
-    """Return which part of a tensor of ``shape`` is at ``coordinate`` on a mesh of ``sizes``.
-
-    Axes cut from left to right, except that those of a strided placement (FSDP2 over ``tp``) cut what the axes to their
-    right have left. DTensor's own ``__create_chunk_list__`` cuts in another order: 97 rows on 3 x 2 ranks come out
-    wrong there in torch 2.13. A rank that holds several runs of rows has no such part, see `blocks_of`.
-    """
-    place = [(0, size) for size in shape]
-    strided = [axis for axis, placement in enumerate(placements) if getattr(placement, "split_factor", 1) > 1]
-    for axis in [*(a for a in range(len(placements)) if a not in strided), *reversed(strided)]:
-        dim = split_dim(placements[axis])
-        if dim is not None:
-            start, stop = place[dim]
-            left, right = chunk_bounds(stop - start, sizes[axis], coordinate[axis])
-            place[dim] = (start + left, start + right)
-    return tuple(place)
-
-
-def split_dim(placement: Placement) -> int | None:
-    """Return the dim that ``placement`` splits; ``is_shard()`` says no for the strided kind."""
-    dim: int | None = getattr(placement, "dim", None)
-    return dim

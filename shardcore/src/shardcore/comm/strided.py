@@ -18,10 +18,7 @@ on to torch's own unless a DTensor has such a placement. Why it is done so: ``do
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,37 +26,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 # The public placements cannot say "every segment is split".
 from shardcore._private import FUSED, complaint, missing
-from shardcore._torch import DTensorSpec, StridedShard
-from shardcore.comm.collectives import chunk_bounds
+from shardcore._torch import StridedShard
 from shardcore.comm.dtensor_params import local_tensor, spec_of
+from shardcore.comm.parts import Block, Runs, laid_out, own_blocks, segment_runs, several_runs, split_dim
 from shardcore.errors import NotSupportedError
 
-__all__ = ["Block", "Runs", "blocks_at", "fsdp_placement", "install", "segment_runs", "segmented", "torch_lacks"]
-
-#: First and one-past-last index of each of several runs of rows.
-Runs = tuple[tuple[int, int], ...]
+__all__ = ["Runs", "fsdp_placement", "install", "segment_runs", "segmented", "torch_lacks"]
 
 _INSTALLED = "_shardcore_several_blocks"  # on DTensor: the patches are in place
-
-
-class Block(NamedTuple):
-    """A box of the whole tensor that is also a box of one rank's part."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    in_local: tuple[slice, ...]
-
-    @property
-    def in_whole(self) -> tuple[slice, ...]:
-        """The box in the whole tensor."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
-
-
-def segment_runs(size: int, segments: int, ranks: int, rank: int) -> Runs:
-    """Return the rows of ``rank`` if each of the equal ``segments`` of ``size`` rows is split over ``ranks``."""
-    step = size // segments
-    start, stop = chunk_bounds(step, ranks, rank)
-    return tuple((at + start, at + stop) for at in range(0, step * segments, step))
 
 
 def segmented(segments: int, dim: int = 0) -> Placement:
@@ -98,26 +72,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     booster do. ``in_features`` must be divisible by the size of the mesh then.
     """
     spec = spec_of(parameter)
-    return Shard(1) if spec is not None and parameter.ndim > 1 and _strided_dim(spec) == 0 else None
-
-
-def _strided_dim(spec: DTensorSpec) -> int | None:
-    """Return the dim of which a rank holds several runs, or None.
-
-    FSDP2 over a plain split on dim 0 writes ``(_StridedShard(0, tp), Shard(0))``: later placements cut the same dim
-    into as many parts as the factor says, which leaves one run. Those are torch's own to handle.
-    """
-    for at, placement in enumerate(spec.placements):
-        if isinstance(placement, StridedShard):
-            later = _cuts(spec, placement.dim)
-            parts = math.prod(spec.mesh.size(i) for i in later if i > at)
-            if placement.split_factor not in (1, parts):
-                return int(placement.dim)
-    return None
-
-
-def _cuts(spec: DTensorSpec, dim: int) -> list[int]:
-    return [i for i, p in enumerate(spec.placements) if isinstance(p, Shard | StridedShard) and p.dim == dim]
+    return Shard(1) if spec is not None and parameter.ndim > 1 and 0 in several_runs(spec) else None
 
 
 def _blocks(tensor: DTensor) -> list[Block] | None:
@@ -127,49 +82,11 @@ def _blocks(tensor: DTensor) -> list[Block] | None:
         NotSupportedError: another placement cuts the same dim.
     """
     spec = spec_of(tensor)
-    if spec is None or _strided_dim(spec) is None:
-        return None
-    coordinate = spec.mesh.get_coordinate()
-    return [] if coordinate is None else blocks_at(spec, coordinate)
-
-
-def blocks_at(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block] | None:
-    """Return the boxes that are at ``coordinate`` of a tensor of several runs; None for all other placements.
-
-    Raises:
-        NotSupportedError: another placement cuts the same dim.
-    """
-    if _strided_dim(spec) is None:
-        return None
-    runs: list[Runs] = [((0, size),) for size in spec.shape]
-    for dim, size in enumerate(spec.shape):
-        cuts = _cuts(spec, dim)
-        if len(cuts) > 1:
-            raise NotSupportedError(f"dim {dim} of a DTensor with placements {spec.placements} is cut twice")
-        for axis in cuts:
-            factor = getattr(spec.placements[axis], "split_factor", 1)
-            if size % factor:
-                raise NotSupportedError(f"{size} rows in {factor} segments: placements {spec.placements}, dim {dim}")
-            runs[dim] = segment_runs(size, factor, spec.mesh.size(axis), coordinate[axis])
-    return [_block(box) for box in itertools.product(*map(_with_local_start, runs))]
-
-
-def _with_local_start(runs: Runs) -> list[tuple[int, int, int]]:
-    """Add to the first and one-past-last index of each run that is not empty where it starts in the local tensor."""
-    starts = itertools.accumulate((stop - start for start, stop in runs), initial=0)
-    return [(start, stop, at) for (start, stop), at in zip(runs, starts, strict=False) if stop > start]
-
-
-def _block(box: tuple[tuple[int, int, int], ...]) -> Block:
-    return Block(
-        offsets=tuple(start for start, _, _ in box),
-        sizes=tuple(stop - start for start, stop, _ in box),
-        in_local=tuple(slice(at, at + stop - start) for start, stop, at in box),
-    )
+    return own_blocks(tensor) if spec is not None and several_runs(spec) else None
 
 
 def _patch_checkpoint() -> None:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     cls: Any = DTensor
@@ -179,9 +96,6 @@ def _patch_checkpoint() -> None:
         cls.__get_tensor_shard__,
     )
 
-    def chunks(blocks: list[Block]) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in blocks]
-
     @functools.wraps(write_items)
     def create_write_items(self: DTensor, fqn: str, obj: Any) -> Any:
         if (blocks := _blocks(self)) is None:
@@ -189,16 +103,16 @@ def _patch_checkpoint() -> None:
         properties = TensorProperties.create_from_tensor(local_tensor(self))
         return [
             WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
+                MetadataIndex(fqn, block.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
+                tensor_data=TensorWriteData(block.chunk, properties, self.size()),
             )
-            for chunk in chunks(blocks)
+            for block in blocks
         ]
 
     @functools.wraps(chunk_list)
     def create_chunk_list(self: DTensor) -> Any:
-        return chunk_list(self) if (blocks := _blocks(self)) is None else chunks(blocks)
+        return chunk_list(self) if (blocks := _blocks(self)) is None else [block.chunk for block in blocks]
 
     @functools.wraps(tensor_shard)
     def get_tensor_shard(self: DTensor, index: MetadataIndex) -> Any:
@@ -235,12 +149,7 @@ def _filled(target: DTensor, whole: Tensor, blocks: list[Block], device: Any) ->
         local = torch.empty_like(local, device=device)
     for block in blocks:
         local[block.in_local] = whole[block.in_whole].to(local)
-    if not target.is_meta:
-        return target
-    stride: Any = target.stride()
-    return DTensor.from_local(
-        local, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=stride
-    )
+    return laid_out(local, target) if target.is_meta else target
 
 
 def _patch_fully_shard() -> None:
@@ -252,13 +161,14 @@ def _patch_fully_shard() -> None:
     @functools.wraps(init)
     def init_sharded_param(self: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> None:
         init(self, param, *args, **kwargs)
-        spec = spec_of(param)
-        dim = None if spec is None else _strided_dim(spec)
-        made = spec_of(self.sharded_param)
-        if dim is not None and made is not None and len(_cuts(made, dim)) > 1:
+        spec, made = spec_of(param), spec_of(self.sharded_param)
+        if spec is None or made is None:
+            return
+        cut = [split_dim(placement) for placement in made.placements]
+        if twice := [dim for dim in several_runs(spec) if cut.count(dim) > 1]:
             raise NotSupportedError(
                 f"fully_shard would cut the fused tensor-parallel weight {self._module_info.param_name!r} "
-                f"{tuple(param.shape)} on dim {dim}, along which each rank already holds several runs; pass "
+                f"{tuple(param.shape)} on dim {twice[0]}, along which each rank already holds several runs; pass "
                 "shard_placement_fn=shardcore.nn.fsdp_placement to every fully_shard that covers it"
             )
 

@@ -5,7 +5,6 @@ How they meet, and follow the writer, is in `shardcore.agree.meeting`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.dtensor_params import spec_of
-from shardcore.comm.parts import Block, blocks_of, split_dim
+from shardcore.comm.parts import Block, copies_of
 from shardcore.comm.raw import as_bytes
 from shardcore.mesh import device_type_of
 
@@ -119,10 +117,5 @@ def _parts(tensor: DTensor, writer: int) -> Iterator[tuple[int, Block]]:
     Of the copies of a part, the one that is nearest the writer is taken: on its own coordinate of every axis that
     replicates. Nothing is yielded on a mesh that the writer is not on.
     """
-    ranks = tensor.device_mesh.mesh
-    for home in (ranks == writer).nonzero().tolist():
-        split = [split_dim(placement) is not None for placement in tensor.placements]
-        ways = [range(n) if s else (h,) for n, s, h in zip(ranks.shape, split, home, strict=True)]
-        for coordinate in itertools.product(*ways):
-            for block in blocks_of(spec_of(tensor), coordinate):
-                yield int(ranks[coordinate]), block
+    for home in (tensor.device_mesh.mesh == writer).nonzero().tolist():
+        yield from copies_of(tensor, home)
