@@ -15,7 +15,6 @@ the files that ``model.safetensors.index.json`` names, whatever their names are.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -25,6 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from shardcore.checkpoint.folders import sync
 
 __all__ = ["STAGING", "Staging"]
 
@@ -90,7 +91,7 @@ class Staging:
         files = _files_in(self.path)
         self._take_modes(files)
         for file in sorted(files):
-            _sync(self.path / file)
+            sync(self.path / file)
         if Path(self.weights) in files:
             _move(self.path, self.folder, files - {Path(self.weights)})
             self._place_one()
@@ -102,7 +103,7 @@ class Staging:
         else:  # no weights of the model itself: an adapter
             _move(self.path, self.folder, files)
         self.discard()
-        _sync(self.folder)
+        sync(self.folder)
 
     def _take_modes(self, files: Iterable[Path]) -> None:
         """Let others read the weights as far as any new file: safetensors makes files for their owner alone."""
@@ -116,9 +117,9 @@ class Staging:
                 path.chmod(mode)
 
     def _place_one(self) -> None:
-        _sync(self.folder)
+        sync(self.folder)
         (self.path / self.weights).replace(self.folder / self.weights)
-        _sync(self.folder)
+        sync(self.folder)
         (self.folder / self.index).unlink(missing_ok=True)
         self._remove_numbered(())
 
@@ -129,7 +130,7 @@ class Staging:
             (self.path / name).replace(self.folder / place)
         self._write_index(index, places)
         (self.folder / self.weights).unlink(missing_ok=True)
-        _sync(self.folder)
+        sync(self.folder)
         if self._link(places):
             self._write_index(index, {name: name for name in names})
             places = {name: name for name in names}
@@ -160,10 +161,10 @@ class Staging:
         text = json.dumps({**index, "weight_map": where}, indent=2, sort_keys=True) + "\n"
         new = self.path / self.index
         new.write_text(text, encoding="utf-8")
-        _sync(new)
-        _sync(self.folder)
+        sync(new)
+        sync(self.folder)
         new.replace(self.folder / self.index)
-        _sync(self.folder)
+        sync(self.folder)
 
     def _remove_numbered(self, kept: Iterable[str]) -> None:
         stem = re.escape(self.weights.removesuffix(_SUFFIX))
@@ -190,18 +191,3 @@ def _named_by(index: Path) -> set[str]:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    if os.name == "nt" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Network file systems that have no such call for folders.
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(handle)

@@ -21,25 +21,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardcore.errors import CheckpointError, ConfigError, ShardcoreWarning
+from shardcore.errors import CheckpointError, ShardcoreWarning
 
 __all__ = [
-    "FORMAT",
-    "INDEX",
     "Claim",
     "begin",
     "check_index",
-    "check_keep_last",
     "checksum_of",
     "complete",
     "damaged",
-    "discard",
     "find",
     "find_any",
     "latest",
-    "problem",
     "prune",
     "read_index",
+    "sync",
     "telling",
     "write_json",
 ]
@@ -309,15 +305,10 @@ def complete(staging: Path, final: Path, index: dict[str, Any], parts: dict[str,
         whole = {**index, "format": FORMAT, "files": files, "checksums": {**parts, **others}}
         whole["checksums"][INDEX] = _checksum(whole)
         write_json(staging / INDEX, whole)
-        _sync(staging)
+        sync(staging)
         _refuse(final)
         staging.rename(final)
-        _sync(final.parent)
-
-
-def discard(staging: Path) -> None:
-    """Remove what was written of a checkpoint that failed; what cannot be removed is left to the next save."""
-    shutil.rmtree(staging, ignore_errors=True)
+        sync(final.parent)
 
 
 def prune(newest: Path, keep_last: int | None) -> None:
@@ -347,16 +338,6 @@ def prune(newest: Path, keep_last: int | None) -> None:
             warnings.warn(message, ShardcoreWarning, stacklevel=2)
 
 
-def check_keep_last(keep_last: int | None) -> None:
-    """Refuse a number of checkpoints that cannot be kept.
-
-    Raises:
-        ConfigError: it is not a positive integer.
-    """
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise ConfigError(f"keep_last= must be a positive integer or None (keep all), got {keep_last!r}")
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` to a new file that is on the disk when this returns."""
     with path.open("x", encoding="utf-8") as file:
@@ -365,10 +346,16 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Network file systems that have no such call for folders.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(handle)

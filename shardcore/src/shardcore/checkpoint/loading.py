@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardcore.checkpoint.folders import find, find_any
 from shardcore.checkpoint.generators import set_generators
-from shardcore.checkpoint.ranks import Ranks
+from shardcore.checkpoint.ranks import RankGroup
 from shardcore.checkpoint.reading import Checkpoint
 from shardcore.checkpoint.saving import Saves
 from shardcore.checkpoint.snapshot import replica_of
@@ -105,7 +105,7 @@ def load_checkpoint(
     """
     model = unwrapped(model)
     Saves.of(model).wait()
-    ranks = Ranks.of(model, "load_checkpoint")
+    ranks = RankGroup.of(model, "load_checkpoint")
     path = ranks.first(lambda: _found(where, missing_ok=missing_ok))
     if path is None:  # on all ranks alike
         ranks.together(lambda: None, items=lambda _: [("the argument missing_ok", str(missing_ok))])
@@ -131,7 +131,7 @@ class _Restoring:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        ranks: Ranks,
+        ranks: RankGroup,
         model: nn.Module,
         optimizer: Optimizer | None,
         scheduler: Any,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,20 +13,18 @@ from torch.distributed import ProcessGroup
 
 from shardcore._private import SAVING, require
 from shardcore.agree.agreement import Report, agree
+from shardcore.agree.fingerprint import Item
 from shardcore.agree.meeting import Meeting
-from shardcore.errors import AgreementError, MissingRanksError, ShardcoreError
+from shardcore.errors import MissingRanksError, ShardcoreError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
 
-__all__ = ["Item", "Ranks"]
+__all__ = ["RankGroup"]
 
 Value = TypeVar("Value")
 
-#: A name, and what has to be equal on all ranks.
-Item = tuple[str, str]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ranks:
+class RankGroup:
     """All ranks of a model.
 
     Attributes:
@@ -38,7 +37,7 @@ class Ranks:
     group: ProcessGroup | None
 
     @classmethod
-    def of(cls, model: nn.Module, call: str) -> Ranks:
+    def of(cls, model: nn.Module, call: str) -> RankGroup:
         """Find the ranks of ``model``, those of its mesh or of the default process group, and wait until all are here.
 
         Args:
@@ -63,12 +62,12 @@ class Ranks:
             Meeting.hold(ranks, {}, call)
             return cls(ranks, host_group(ranks))
 
-    def apart(self) -> Ranks:
+    def apart(self) -> RankGroup:
         """Return the same ranks with a group of their own, for another thread; all of them make the call."""
         if self.group is None:
             return self
         with _naming_the_lost():
-            return Ranks(self.ranks, host_group(self.ranks, shared=False))
+            return RankGroup(self.ranks, host_group(self.ranks, shared=False))
 
     @property
     def own(self) -> int:
@@ -104,45 +103,25 @@ class Ranks:
             AgreementError: it failed on another rank, or the ranks differ.
             MissingRanksError: a rank is gone.
         """
+        if self.group is None:
+            return work()
         try:
             value = work()
             report, failure = Report(items=tuple(items(value))), None
         except Exception as error:
             report, failure = Report.of_error(error), error
-        if self.group is None:
-            if failure is not None:
-                raise failure
-        else:
-            with _naming_the_lost(failure):
-                agree(report, failure, changing=changing, group=self.group)
+        with _naming_the_lost(failure):
+            agree(report, failure, changing=changing, group=self.group)
         return value
 
     def first(self, work: Callable[[], Value]) -> Value:
-        """Do ``work`` on the first rank alone and return, on every rank, what it returned.
-
-        Raises:
-            ShardcoreError: what ``work`` raised, on the first rank.
-            AgreementError: it failed, on the others.
-            MissingRanksError: a rank is gone.
-        """
-        if self.group is None:
-            return work()
-        answer: list[Any] = [None, None]
-        failure: Exception | None = None
-        if self.is_first:
-            try:
-                answer[0] = work()
-            except Exception as error:
-                failure = error
-                answer[1] = f"{type(error).__name__}: {error}"
-        with _naming_the_lost():
-            dist.broadcast_object_list(answer, self.ranks[0], group=self.group)
-        if failure is not None:
-            raise failure
-        if answer[1] is not None:
-            raise AgreementError(f"rank {self.ranks[0]} failed. Its error: {answer[1]}")
-        found: Value = answer[0]
-        return found
+        """Do ``work`` on the first rank alone and return, on every rank, what it returned; raise as `together` does."""
+        answer = [self.together(lambda: work() if self.is_first else None)]
+        if self.group is not None:
+            with _naming_the_lost():
+                dist.broadcast_object_list(answer, self.ranks[0], group=self.group)
+        found: Any = answer[0]
+        return found  # type: ignore[no-any-return]  # of the first rank
 
     def gathered(self, value: Value) -> list[Value]:
         """Return on the first rank the values of all, in the order of `ranks`; on the others an empty list."""
@@ -151,10 +130,7 @@ class Ranks:
         found: list[Any] | None = [None] * len(self.ranks) if self.is_first else None
         with _naming_the_lost():
             dist.gather_object(value, found, self.ranks[0], group=self.group)
-        if not found:
-            return []
-        values = dict(zip(sorted(self.ranks), found, strict=True))  # torch orders the ranks of a group by number
-        return [values[rank] for rank in self.ranks]
+        return self._in_order(found) if found else []
 
     def shared(self, value: Value) -> list[Value]:
         """Return on every rank the values of all, in the order of `ranks`."""
@@ -163,23 +139,23 @@ class Ranks:
         found: list[Any] = [None] * len(self.ranks)
         with _naming_the_lost():
             dist.all_gather_object(found, value, group=self.group)
-        values = dict(zip(sorted(self.ranks), found, strict=True))
+        return self._in_order(found)
+
+    def _in_order(self, found: Sequence[Any]) -> list[Any]:
+        values = dict(zip(sorted(self.ranks), found, strict=True))  # torch orders the ranks of a group by number
         return [values[rank] for rank in self.ranks]
 
 
-class _naming_the_lost:  # noqa: N801  # reads as what it does
+@contextmanager
+def _naming_the_lost(own: BaseException | None = None) -> Iterator[None]:
     """Turn an error of the process group, which is how a lost rank shows, into one that says so."""
-
-    def __init__(self, own: BaseException | None = None) -> None:
-        self._own = own
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, ShardcoreError) and error is not self._own:
-            raise MissingRanksError(
-                "a checkpoint is saved and loaded by all ranks of a model together, and at least one of them did not "
-                "come or is gone. Checkpoints that were complete before are as they were; start the job again. Said "
-                f"by torch: {error}"
-            ) from error
+    try:
+        yield
+    except RuntimeError as error:
+        if error is own or isinstance(error, ShardcoreError):
+            raise
+        raise MissingRanksError(
+            "a checkpoint is saved and loaded by all ranks of a model together, and at least one of them did not come "
+            "or is gone. Checkpoints that were complete before are as they were; start the job again. Said by torch: "
+            f"{error}"
+        ) from error

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from shardcore._progress import Progress
 from shardcore.agree.fingerprint import checksum
-from shardcore.checkpoint.chunks import reads
+from shardcore.checkpoint.dcp import reads
 from shardcore.checkpoint.folders import check_index, checksum_of, damaged, find, read_index, telling
 from shardcore.checkpoint.values import decoded
 from shardcore.errors import CheckpointError
@@ -191,7 +191,7 @@ class Checkpoint:
             CheckpointError: a part is missing or damaged. Some of the targets may have been filled.
         """
         taken = reads(targets, self.metadata)
-        total = sum(one.target.nbytes for of_part in taken.values() for one in of_part)
+        total = sum(target.nbytes for of_part in taken.values() for target, _ in of_part)
         with (
             Progress(total, f"reading {self.path.name}", shown=shown) as progress,
             telling(f"reading {self.path}"),

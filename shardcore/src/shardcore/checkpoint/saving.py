@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import json
 import logging
 import os
-import threading
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from shardcore._progress import Progress
 from shardcore.checkpoint import folders
-from shardcore.checkpoint.chunks import Writing, entries_of, own_parts
-from shardcore.checkpoint.ranks import Ranks
-from shardcore.checkpoint.snapshot import Snapshot
-from shardcore.checkpoint.stages import Stages
+from shardcore.checkpoint.dcp import Writer, entries_of, own_parts
+from shardcore.checkpoint.ranks import RankGroup
+from shardcore.checkpoint.snapshot import Snapshot, merged
 from shardcore.errors import CheckpointError, ConfigError
 from shardcore.mesh import unwrapped
 
@@ -84,28 +79,26 @@ def save_checkpoint(
     model = unwrapped(model)
     saves = Saves.of(model)
     saves.wait()
-    ranks = Ranks.of(model, "save_checkpoint")
+    ranks = RankGroup.of(model, "save_checkpoint")
 
     def take() -> Snapshot:
         _check_arguments(step, keep_last, asynchronous)
         return Snapshot.of(model, ranks, optimizer, scheduler, loader, extra)
 
     arguments = {"folder": str(folder), "step": step, "keep_last": keep_last, "asynchronous": asynchronous}
-    snapshot = ranks.together(take, items=lambda taken: taken.items(arguments))
-    stages = Stages.of(model, ranks)
-    ranks.together(lambda: stages.check(snapshot))
+    snapshot = ranks.together(take, items=lambda taken: taken.items(arguments)).of_own_stage(ranks)
     claim = folders.Claim()
     staging, final = map(Path, ranks.first(lambda: tuple(map(str, folders.begin(Path(folder), step, claim)))))
-    job = _Job(snapshot, saves.apart(ranks) if asynchronous else ranks, stages, staging, final, keep_last, claim)
+    save = _Save(snapshot, saves.apart(ranks) if asynchronous else ranks, staging, final, keep_last, claim)
     try:
-        ranks.together(functools.partial(job.prepare, copies=asynchronous))
+        ranks.together(lambda: save.prepare(copies=asynchronous))
     except BaseException:
-        job.discard()
+        save.discard()
         raise
     if asynchronous:
-        saves.start(job)
+        saves.start(save)
     else:
-        job.run(shown=ranks.is_first)
+        save.run(shown=ranks.is_first)
     return final
 
 
@@ -126,17 +119,17 @@ def _check_arguments(step: Any, keep_last: Any, asynchronous: Any) -> None:
         raise ConfigError(f"step= must be an integer from 0 on, or None for the next one, got {step!r}")
     if not isinstance(asynchronous, bool):
         raise ConfigError(f"asynchronous= must be True or False, got {asynchronous!r}")
-    folders.check_keep_last(keep_last)
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ConfigError(f"keep_last= must be a positive integer or None (keep all), got {keep_last!r}")
 
 
 class Saves:
     """What a model remembers of its saves: its ranks, and the save that is running."""
 
     def __init__(self) -> None:
-        self._ranks: Ranks | None = None  # of the thread
+        self._ranks: RankGroup | None = None  # of the thread
         self._world: Any = None  # the default process group that they are of
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._running: Future[None] | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> Saves:
@@ -150,85 +143,55 @@ class Saves:
     def __reduce__(self) -> tuple[type[Saves], tuple[()]]:
         return Saves, ()
 
-    def apart(self, ranks: Ranks) -> Ranks:
+    def apart(self, ranks: RankGroup) -> RankGroup:
         """Return ``ranks`` with a group for the thread; every one of them makes the first call."""
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._ranks is None or self._world is not world:
             self._ranks, self._world = ranks.apart(), world
         return self._ranks
 
-    def start(self, job: _Job) -> None:
-        """Run ``job`` in a thread, for which the end of the process waits."""
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"saving {job.final}")
-        self._thread.start()
-
-    def _run(self, job: _Job) -> None:
-        try:
-            job.run(shown=False)
-        except BaseException as error:
-            self._failure = error
-            logging.getLogger("shardcore").error("the checkpoint %s was not saved: %s", job.final, error)
+    def start(self, save: _Save) -> None:
+        """Run ``save`` in a thread, for which the end of the process waits."""
+        thread = ThreadPoolExecutor(1, f"saving {save.final}")
+        self._running = thread.submit(save.run_in_background)
+        thread.shutdown(wait=False)  # after what it was given
 
     def wait(self) -> None:
         """Wait for the save that is running, and raise what it failed with."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        running, self._running = self._running, None
+        if running is not None and (failure := running.exception()) is not None:
             failure.add_note("This was an asynchronous save; no checkpoint was made of it.")
             raise failure
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer, with the final name in the index instead of the folder that it writes to."""
-
-    def __init__(self, staging: Path, final: Path) -> None:
-        super().__init__(str(staging))
-        self._final = final
-
-    def storage_meta(self) -> StorageMeta:
-        """Say of which checkpoint the files are."""
-        return StorageMeta(checkpoint_id=self._final.name, save_id=self.save_id)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Brought:
+class _Report:
     """What a rank tells the first one when it has written its part.
 
     Attributes:
-        results: what it wrote.
-        checksums: of what it wrote.
-        replica: its replica.
-        loader: stands for the state of its loader.
+        results: what it wrote, each with its checksum.
         entries: what is to be known of the tensors of its stage, if it tells that.
         snapshot: its snapshot, without tensors.
     """
 
-    results: list[WriteResult]
-    checksums: dict[MetadataIndex, str]
-    replica: int
-    loader: str
+    results: list[tuple[WriteResult, str]]
     entries: dict[str, Any]
     snapshot: Snapshot
 
 
-class _Job:
+class _Save:
     """One save, from the folder that was made for it to its name."""
 
     def __init__(
         self,
         snapshot: Snapshot,
-        ranks: Ranks,
-        stages: Stages,
+        ranks: RankGroup,
         staging: Path,
         final: Path,
         keep_last: int | None,
         claim: folders.Claim,
     ) -> None:
-        self._claim = claim
-        self._snapshot, self._ranks, self._stages, self._keep_last = snapshot, ranks, stages, keep_last
-        self._tensors = {key: tensor for key, tensor in snapshot.tensors.items() if key not in stages.elsewhere}
+        self._snapshot, self._ranks, self._keep_last, self._claim = snapshot, ranks, keep_last, claim
         self._staging, self.final = staging, final
         self._parts: dict[MetadataIndex, Tensor] = {}
 
@@ -239,77 +202,73 @@ class _Job:
                 f"{self._staging}, which rank {self._ranks.ranks[0]} has made, cannot be seen on this rank; save to a "
                 "folder that all hosts share"
             )
-        parts = own_parts(self._tensors, self._stages.first, self._ranks.own)
+        parts = own_parts(self._snapshot.tensors, self._snapshot.first, self._ranks.own)
         self._parts = {index: part.to("cpu", copy=True) for index, part in parts.items()} if copies else parts
 
     def run(self, *, shown: bool) -> None:
         """Write this rank's part, and on the first rank complete the checkpoint once all have."""
         try:
-            results, checksums = self._ranks.together(lambda: self._write(shown))
-            loader = hashlib.sha256(json.dumps(self._snapshot.own["loader"]).encode()).hexdigest()
-            entries = entries_of(self._tensors, self._stages.first)  # refuses on every rank what cannot be described
-            brought = self._ranks.gathered(
-                _Brought(
-                    results=results,
-                    checksums=checksums,
-                    replica=self._snapshot.own["replica"],
-                    loader=loader,
-                    entries=entries if self._stages.tells else {},
-                    snapshot=dataclasses.replace(self._snapshot, tensors={}),
-                )
+            results = self._ranks.together(lambda: self._write(shown))
+            tensors, first = self._snapshot.tensors, self._snapshot.first
+            entries = entries_of(tensors, first)  # refuses on every rank what cannot be described
+            report = _Report(
+                results=results,
+                entries=entries if self._ranks.own == first else {},
+                snapshot=dataclasses.replace(self._snapshot, tensors={}),
             )
-            self._ranks.first(lambda: self._complete(brought))
+            reports = self._ranks.gathered(report)
+            self._ranks.first(lambda: self._complete(reports))
         except BaseException:
             self.discard()
             raise
 
+    def run_in_background(self) -> None:
+        """Do what `run` does, and log what it fails with at once: nobody may ask."""
+        try:
+            self.run(shown=False)
+        except BaseException as error:
+            logging.getLogger("shardcore").error("the checkpoint %s was not saved: %s", self.final, error)
+            raise
+
     def discard(self) -> None:
-        """Remove what was written; done by the first rank."""
+        """Remove what was written, on the first rank; what cannot be removed is left to the next save."""
         if self._ranks.is_first:
-            folders.discard(self._staging)
+            shutil.rmtree(self._staging, ignore_errors=True)
             self._claim.give_up()
 
-    def _write(self, shown: bool) -> tuple[list[WriteResult], dict[MetadataIndex, str]]:
-        position, first = self._ranks.position, self._ranks.is_first
+    def _write(self, shown: bool) -> list[tuple[WriteResult, str]]:
+        sizes = {key: tensor.size() for key, tensor in self._snapshot.tensors.items()}
+        position = self._ranks.position
         with folders.telling(f"writing to {self._staging}"):
             folders.write_json(self._staging / f"rank-{position}.json", self._snapshot.own)
-            if not self._parts:
-                return [], {}
-            sizes = {key: tensor.size() for key, tensor in self._snapshot.tensors.items()}
-            total = sum(part.nbytes for part in self._parts.values())
-            writer = _Writer(self._staging, self.final)
-            with Progress(total, f"saving {self.final.name}", shown=shown) as progress:
-                planner = Writing(self._parts, sizes, progress)
-                # The place of a plan among those of all ranks names its file.
-                plans = [SavePlan([])] * position + [planner.create_local_plan()]
-                writer.set_up_storage_writer(first)
-                plan = writer.prepare_global_plan(plans)[position]
-                return writer.write_data(plan, planner).wait(), planner.checksums
+            return Writer(self._staging, self.final).write(self._parts, sizes, position, shown=shown)
 
-    def _complete(self, brought: list[_Brought]) -> None:
-        entries = {key: entry for one in brought for key, entry in one.entries.items()}
-        aliases = {alias: key for one in brought for alias, key in one.snapshot.aliases.items()}
+    def _complete(self, reports: list[_Report]) -> None:
+        snapshots = [report.snapshot for report in reports]
+        entries = {key: entry for report in reports for key, entry in report.entries.items()}
+        aliases = {alias: key for snapshot in snapshots for alias, key in snapshot.aliases.items()}
         metadata = Metadata(entries, planner_data={key: tuple(key.split(".", 1)) for key in (*entries, *aliases)})
-        results = [result for one in brought for result in one.results]
+        results: list[WriteResult] = []
         checksums: dict[str, dict[str, str]] = {}  # by file and place in it
-        for one in brought:
-            for result in one.results:
-                place = result.storage_data
-                checksums.setdefault(place.relative_path, {})[str(place.offset)] = one.checksums[result.index]
+        for result, checksum in (pair for report in reports for pair in report.results):
+            results.append(result)
+            checksums.setdefault(result.storage_data.relative_path, {})[str(result.storage_data.offset)] = checksum
         for alias, key in aliases.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
             results += [_renamed(result, alias) for result in results if result.index.fqn == key]
-        replicas, loaders = [one.replica for one in brought], {one.loader for one in brought}
         with folders.telling(f"writing to {self._staging}"):
-            _Writer(self._staging, self.final).finish(metadata, [results])
-        step = int(self.final.name.removeprefix("step-"))
-        own = self._stages.merged([one.snapshot.index for one in brought])
-        index = {"step": step, **own, "aliases": aliases, "replicas": replicas, "loader is shared": len(loaders) == 1}
+            Writer(self._staging, self.final).finish(metadata, [results])
+        index = {
+            "step": int(self.final.name.removeprefix("step-")),
+            **merged(snapshots),
+            "aliases": aliases,
+            "replicas": [snapshot.own["replica"] for snapshot in snapshots],
+            "loader is shared": len({json.dumps(snapshot.own["loader"]) for snapshot in snapshots}) == 1,
+        }
         folders.complete(self._staging, self.final, index, checksums)
         folders.prune(self.final, self._keep_last)
         self._claim.give_up()
 
 
 def _renamed(result: WriteResult, key: str) -> WriteResult:
-    index = dataclasses.replace(result.index, fqn=key)
-    return dataclasses.replace(result, index=index)
+    return dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=key))

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardcore.agree.fingerprint import checksum
-from shardcore.checkpoint.describing import described
+from shardcore.agree.fingerprint import Item, checksum, libraries
 from shardcore.checkpoint.generators import generators_of
-from shardcore.checkpoint.ranks import Item, Ranks
-from shardcore.checkpoint.state import ModelState, OptimizerState
+from shardcore.checkpoint.ranks import RankGroup
+from shardcore.checkpoint.state import ModelState, optimizer_state
 from shardcore.checkpoint.values import encoded
-from shardcore.errors import ConfigError
+from shardcore.errors import AgreementError, ConfigError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, division_of
+from shardcore.nn.behaviour import native_class
 
-__all__ = ["Snapshot", "replica_of"]
+__all__ = ["Snapshot", "merged", "replica_of"]
 
 
-def replica_of(model: nn.Module, ranks: Ranks) -> tuple[int, int]:
+def replica_of(model: nn.Module, ranks: RankGroup) -> tuple[int, int]:
     """Return which data-parallel replica this rank belongs to, counted from 0, and how many there are."""
     context = context_of(model)
     if context is None:
@@ -44,18 +46,20 @@ class Snapshot:
         aliases: further names of tied ones.
         index: what the first rank writes besides.
         own: what this rank writes of its own.
-        divided: other ranks of a pipeline have other tensors.
+        stage: the position of this rank in a pipeline, whose other ranks have other tensors; None without one.
+        first: the first rank that has the tensors of this one, and tells what is to be known of them.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     index: dict[str, Any]
     own: dict[str, Any]
-    divided: bool
+    stage: int | None
+    first: int
 
     @classmethod
     def of(
-        cls, model: nn.Module, ranks: Ranks, optimizer: Optimizer | None, scheduler: Any, loader: Any, extra: Any
+        cls, model: nn.Module, ranks: RankGroup, optimizer: Optimizer | None, scheduler: Any, loader: Any, extra: Any
     ) -> Snapshot:
         """Take that of a training on this rank.
 
@@ -66,18 +70,16 @@ class Snapshot:
         """
         state = ModelState.of(model)
         tensors = {f"model.{name}": tensor for name, tensor in state.tensors.items()}
-        divided = division_of(model) is not None
         kept = None
         if optimizer is not None:
-            held = OptimizerState.of(optimizer, model)
-            tensors |= {f"optimizer.state.{name}": tensor for name, tensor in held.tensors.items()}
-            kept = {"kinds": held.kinds, "groups": held.groups}
+            held, kept = optimizer_state(optimizer, model)
+            tensors |= {f"optimizer.state.{name}": tensor for name, tensor in held.items()}
         aliases = {f"model.{name}": f"model.{of}" for name, of in state.aliases.items()}
-        context = context_of(model)
+        context, division = context_of(model), division_of(model)
         axes = {} if context is None else dataclasses.asdict(context.sizes)
         index = {
             "torch": torch.__version__,
-            "about": described(model),
+            "about": _about(model),
             "aliases": aliases,
             "world": len(ranks.ranks),
             "axes": {name: size for name, size in axes.items() if size > 1},
@@ -91,7 +93,12 @@ class Snapshot:
             "generators": encoded(generators_of(model), "the generators"),
             "loader": None if loader is None else encoded(_state_dict("loader", loader), "loader"),
         }
-        return cls(tensors=tensors, aliases=aliases, index=index, own=own, divided=divided)
+        stage, first = None, ranks.ranks[0]
+        if division is not None and context is not None:
+            names = context.mesh.mesh_dim_names or ()
+            stage = division.position
+            first = int(context.mesh.mesh.select(names.index("pp"), stage).flatten()[0])
+        return cls(tensors=tensors, aliases=aliases, index=index, own=own, stage=stage, first=first)
 
     def items(self, arguments: Mapping[str, Any]) -> Iterator[Item]:
         """Yield what has to be equal on all ranks: of what is no DTensor one rank's is saved for all."""
@@ -102,10 +109,10 @@ class Snapshot:
         yield "the state of the scheduler", json.dumps(self.index["scheduler"])
         if (kept := self.index["optimizer"]) is not None:
             yield "the options of the optimizer", json.dumps([kept["kinds"], *(g["options"] for g in kept["groups"])])
-        if not self.divided:
-            yield from self.items_of_tensors()
+        if self.stage is None:
+            yield from self._items_of_tensors()
 
-    def items_of_tensors(self) -> Iterator[Item]:
+    def _items_of_tensors(self) -> Iterator[Item]:
         """Yield what has to be equal on all ranks that have the same tensors."""
         for name, tensor in self.tensors.items():
             yield f"the tensor {name}", f"{tuple(tensor.shape)} {tensor.dtype}"
@@ -113,6 +120,72 @@ class Snapshot:
             if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
                 yield f"the plain parameter {name}", checksum(tensor)
         yield "the state of the optimizer", json.dumps(self.index["optimizer"])
+
+    def of_own_stage(self, ranks: RankGroup) -> Snapshot:
+        """Leave out tensors that an earlier stage of the pipeline has too; every rank makes the call.
+
+        Raises:
+            AgreementError: ranks that have the same stages differ.
+        """
+        if self.stage is None:
+            return self
+        digest = hashlib.sha256(repr(tuple(self._items_of_tensors())).encode()).hexdigest()
+        told = ranks.shared((self.stage, digest, tuple(self.tensors)))
+
+        def check() -> None:
+            known: dict[int, tuple[int, str]] = {}
+            for rank, (stage, other, _) in zip(ranks.ranks, told, strict=True):
+                first, expected = known.setdefault(stage, (rank, other))
+                if other != expected:
+                    raise AgreementError(
+                        f"ranks {first} and {rank} differ in the tensors of their stage, or in the state of the "
+                        "optimizer. Nothing was written; call save_checkpoint on the same model with the same "
+                        "arguments."
+                    )
+
+        ranks.together(check)
+        elsewhere = {name for stage, _, names in told if stage < self.stage for name in names}
+        own = {name: tensor for name, tensor in self.tensors.items() if name not in elsewhere}
+        return dataclasses.replace(self, tensors=own)
+
+
+def merged(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
+    """Return what is written once for all ranks, of what each of them would write."""
+    indices = [snapshot.index for snapshot in snapshots]
+    whole = dict(indices[0])
+    if snapshots[0].stage is None:
+        return whole
+    whole["modules"] = {name: value for index in indices for name, value in (index["modules"] or {}).items()}
+    if whole["optimizer"] is not None:
+        groups = [dict(group, parameters={}) for group in whole["optimizer"]["groups"]]
+        for index in indices:
+            for group, own in zip(groups, index["optimizer"]["groups"], strict=True):
+                group["parameters"] |= own["parameters"]
+        whole["optimizer"] = {**whole["optimizer"], "groups": groups}
+    return whole
+
+
+def _about(model: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint says about its model, as JSON, for whoever looks at it without having it.
+
+    The class as it was before the model was sharded, its configurations, and the versions of the libraries and of the
+    pack whose policy it was sharded by.
+    """
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
+    cls = native_class(next(kinds))
+    context = context_of(model)
+    pack, _, version = ("" if context is None else context.origin).partition(" ")
+    return {
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "config": _as_data(getattr(model, "config", None)),
+        "generation_config": _as_data(getattr(model, "generation_config", None)),
+        "libraries": {**libraries(model), **({pack: version} if pack else {})},
+    }
+
+
+def _as_data(config: Any) -> Any:
+    """Return a configuration in its own words; None of what has no such words."""
+    return json.loads(config.to_json_string()) if callable(getattr(config, "to_json_string", None)) else None
 
 
 def _state_dict(name: str, holder: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardcore.checkpoint.values import decoded, encoded
-from shardcore.comm.dtensor_params import local_tensor, spec_of
-from shardcore.comm.parts import check_parts, split_dim
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.comm.parts import check_parts, laid_out, split_dim
 from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
 from shardcore.mesh import division_of
 from shardcore.nn.optimizers import split_whole_state
 
-__all__ = ["ModelState", "OptimizerState", "restored", "set_values", "settings_of"]
+__all__ = ["ModelState", "optimizer_state", "restored", "set_values"]
 
 # Parts of names that wrappers of modules add.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -37,10 +37,10 @@ def _clean(name: str) -> str:
     return name
 
 
-def _listed(names: Iterator[str] | list[str] | set[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+def _listed(what: Iterable[str], between: str = ", ", last: str = " and ") -> str:
+    found = list(what)
+    more = f"{last}{len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return between.join(found[:_SHOWN]) + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class ModelState:
                 tensors[name] = value
         if lost := [_clean(name) for name, p in model.named_parameters() if id(p) not in seen]:
             raise NotSupportedError(
-                f"the model's state_dict() leaves out its parameters {_listed(lost)}, which would not be saved. Remove "
-                "the hook that does so for the checkpoint."
+                f"the model's state_dict() leaves out its parameters {_listed(sorted(lost))}, which would not be "
+                "saved. Remove the hook that does so for the checkpoint."
             )
         check_parts(tensors)
         division = division_of(model)
@@ -106,21 +106,25 @@ class ModelState:
         Raises:
             CheckpointError: names, shapes or dtypes differ; says which.
         """
-        saved = {key.removeprefix("model."): e for key, e in _tensors_in(metadata) if key.startswith("model.")}
+        entries: dict[str, Any] = metadata.state_dict_metadata
+        saved = {key.removeprefix("model."): e for key, e in entries.items() if key.startswith("model.")}
         names = self.tensors.keys() | self.aliases.keys() | self.elsewhere
         problems = []
         if missing := names - saved.keys():
-            problems.append(f"it lacks {_listed(missing)}, which the model has")
+            problems.append(f"it lacks {_listed(sorted(missing))}, which the model has")
         if more := saved.keys() - names:
-            problems.append(f"it has {_listed(more)}, which the model lacks")
+            problems.append(f"it has {_listed(sorted(more))}, which the model lacks")
         for name, tensor in self.tensors.items():
-            if name in saved and (wrong := _difference(saved[name], tensor)):
-                problems.append(f"{name} {wrong}")
+            if (entry := saved.get(name)) is None:
+                continue
+            if entry.size != tensor.shape:
+                problems.append(f"{name} has the shape {tuple(entry.size)} there and {tuple(tensor.shape)} here")
+            elif entry.properties.dtype != tensor.dtype:
+                problems.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
         if problems:
-            first = "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN))
             raise CheckpointError(
-                f"the checkpoint is not one of this model: {first}. Nothing was loaded. Build the model as it was "
-                "when it was saved, in the same dtype."
+                f"the checkpoint is not one of this model: {_listed(problems, '; ', '; and ')}. Nothing was loaded. "
+                "Build the model as it was when it was saved, in the same dtype."
             )
 
 
@@ -131,63 +135,37 @@ def set_values(model: nn.Module, values: Mapping[str, Any]) -> None:
         modules[name.removesuffix("_extra_state") or "."].set_extra_state(value)
 
 
-def _tensors_in(metadata: Metadata) -> Iterator[tuple[str, Any]]:
-    yield from metadata.state_dict_metadata.items()
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of the ``optimizer`` of ``model``.
 
+    Returns:
+        The tensors of its state, by ``NAME.KEY``; and as JSON the names of its class and of those that it derives from
+        (``kinds``), and for each parameter group (``groups``) its options, and for each parameter in it, by name, which
+        tensors and what else its state holds.
 
-def _difference(saved: Any, tensor: Tensor) -> str:
-    if saved.size != tensor.shape:
-        return f"has the shape {tuple(saved.size)} there and {tuple(tensor.shape)} here"
-    dtype = saved.properties.dtype
-    return "" if dtype == tensor.dtype else f"is {dtype} there and {tensor.dtype} here"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState:
-    """The state of an optimizer by names of parameters.
-
-    Attributes:
-        tensors: the tensors of its state, by ``NAME.KEY``.
-        groups: for each parameter group the names in it and its options, and for each parameter the names of its
-            tensors and what else its state holds; as JSON.
-        kinds: the names of its class and of those that it derives from.
+    Raises:
+        ConfigError: it is none, or has parameters that are not the model's.
+        NotSupportedError: it keeps state that cannot be brought to another mesh.
+        CheckpointError: it has options that cannot be stored.
     """
-
-    tensors: dict[str, Tensor]
-    groups: list[dict[str, Any]]
-    kinds: list[str]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, model: nn.Module) -> OptimizerState:
-        """Return the state of the ``optimizer`` of ``model``.
-
-        Raises:
-            ConfigError: it is none, or has parameters that are not the model's.
-            NotSupportedError: it keeps state that cannot be brought to another mesh.
-            CheckpointError: it has options that cannot be stored.
-        """
-        names = _names(optimizer, model)
-        split_whole_state(optimizer)
-        tensors: dict[str, Tensor] = {}
-        groups = []
-        for at, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
-            states = {}
-            for parameter in group["params"]:
-                name, values = names[id(parameter)], {}
-                state = optimizer.state.get(parameter, {})
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        _refuse_local(f"{key} of {name}", value, parameter)
-                        tensors[f"{name}.{key}"] = value
-                    else:
-                        values[key] = value
-                own = [key for key, value in state.items() if isinstance(value, Tensor)]
-                where = f"the optimizer's state of {name}"
-                states[name] = {"tensors": own, "values": encoded(values, where)}
-            groups.append({"options": encoded(options, f"optimizer.param_groups[{at}]"), "parameters": states})
-        check_parts(tensors)
-        return cls(tensors=tensors, groups=groups, kinds=_kinds(optimizer))
+    names = _names(optimizer, model)
+    split_whole_state(optimizer)
+    tensors: dict[str, Tensor] = {}
+    groups = []
+    for at, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+        states = {}
+        for parameter in group["params"]:
+            name, state = names[id(parameter)], optimizer.state.get(parameter, {})
+            own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            for key, value in own.items():
+                _refuse_local(f"{key} of {name}", value, parameter)
+                tensors[f"{name}.{key}"] = value
+            others = {key: value for key, value in state.items() if key not in own}
+            states[name] = {"tensors": list(own), "values": encoded(others, f"the optimizer's state of {name}")}
+        groups.append({"options": encoded(options, f"optimizer.param_groups[{at}]"), "parameters": states})
+    check_parts(tensors)
+    return tensors, {"kinds": _kinds(optimizer), "groups": groups}
 
 
 def _kinds(optimizer: Optimizer) -> list[str]:
@@ -237,29 +215,32 @@ def _refuse_local(what: str, value: Tensor, parameter: Tensor) -> None:
         )
 
 
-def settings_of(groups: list[dict[str, Any]], optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the saved options of each group of ``optimizer``.
+def _options(groups: list[dict[str, Any]], held: list[list[str]], *, divided: bool) -> list[dict[str, Any]]:
+    """Return the saved options of each parameter group of an optimizer.
 
     Its groups may be others than the saved ones, as long as all parameters of one had the same options.
+
+    Args:
+        groups: the saved ones.
+        held: the names of the parameters in each group of the optimizer.
+        divided: other ranks of a pipeline have the rest of the parameters.
 
     Raises:
         CheckpointError: they had not, or the checkpoint has other parameters.
     """
-    names = _names(optimizer, model)
-    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if _are_the_same(held, groups, divided=division_of(model) is not None):
+    pairs = [(set(own), group["parameters"].keys()) for own, group in zip(held, groups, strict=False)]
+    if len(held) == len(groups) and all(own <= saved if divided else own == saved for own, saved in pairs):
         return [decoded(group["options"]) for group in groups]
     options = {name: group["options"] for group in groups for name in group["parameters"]}
     here = {name for group in held for name in group}
-    differing = here - options.keys() if division_of(model) is not None else here ^ options.keys()
-    if differing:
+    if differing := here - options.keys() if divided else here ^ options.keys():
         raise CheckpointError(
-            f"the saved optimizer and this one have other parameters: {_listed(differing)} are in one only. Nothing "
-            "was loaded. Freeze the same parameters and make the optimizer from the same ones."
+            f"the saved optimizer and this one have other parameters: {_listed(sorted(differing))} are in one only. "
+            "Nothing was loaded. Freeze the same parameters and make the optimizer from the same ones."
         )
     found: list[dict[str, Any]] = []
     for at, group in enumerate(held):
-        if not group and division_of(model) is not None:
+        if not group and divided:
             found.append({})  # its parameters are on other ranks
             continue
         if not group or any(options[name] != options[group[0]] for name in group):
@@ -269,14 +250,6 @@ def settings_of(groups: list[dict[str, Any]], optimizer: Optimizer, model: nn.Mo
             )
         found.append(decoded(options[group[0]]))
     return found
-
-
-def _are_the_same(held: list[list[str]], groups: list[dict[str, Any]], *, divided: bool) -> bool:
-    """Tell whether an optimizer has the saved groups; if the model is divided, what is here of them."""
-    if len(held) != len(groups):
-        return False
-    pairs = [(set(own), group["parameters"].keys()) for own, group in zip(held, groups, strict=True)]
-    return all(own <= saved if divided else own == saved for own, saved in pairs)
 
 
 def restored(
@@ -294,8 +267,9 @@ def restored(
             f"{type(optimizer).__name__}, whose state is another; nothing was loaded. Make the same one, or leave "
             "optimizer= out."
         )
-    settings = settings_of(groups, optimizer, model)
     names = _names(optimizer, model)
+    held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    settings = _options(groups, held, divided=division_of(model) is not None)
     saved = {name: state for group in groups for name, state in group["parameters"].items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     rooms: dict[str, Tensor] = {}
@@ -326,15 +300,7 @@ def _room(entry: Any, parameter: Tensor) -> Tensor:
     """Return a tensor for saved state: laid out as its parameter if it is of the same shape, else whole."""
     dtype = entry.properties.dtype
     if isinstance(parameter, DTensor) and entry.size == parameter.shape:
-        spec, local = spec_of(parameter), local_tensor(parameter)
-        return DTensor.from_local(
-            torch.empty_like(local, dtype=dtype, requires_grad=False),
-            spec.mesh,
-            spec.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=tuple(parameter.stride()),
-        )
+        return laid_out(torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False), parameter)
     return torch.empty(entry.size, dtype=dtype, device=parameter.device if entry.size == parameter.shape else "cpu")
 
 

@@ -2,61 +2,49 @@
 
 Everything follows from names, shapes and placements, so that every rank knows the boxes of all others and nothing is
 sent to plan a save. Several runs of rows on one rank, which DCP has no words for, are several boxes; of a tensor that
-ranks hold alike one of them writes each box.
+ranks hold alike one of them writes each box. DCP's own planner cuts 97 rows on 3 x 2 ranks wrongly.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from shardcore._progress import Progress
 from shardcore.agree.fingerprint import checksum
-from shardcore.comm.dtensor_params import local_tensor, spec_of
-from shardcore.comm.parts import Block, blocks_of, split_dim
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.comm.parts import Block, copies_of, own_blocks
 from shardcore.errors import CheckpointError
 
-__all__ = ["Part", "Taken", "Writing", "entries_of", "own_parts", "reads", "writes"]
+__all__ = ["Box", "Writer", "entries_of", "own_parts", "reads"]
+
+#: A box in a part that was saved.
+Box: TypeAlias = tuple[slice, ...]
 
 
-class Part(NamedTuple):
-    """A box of a tensor that one rank writes."""
+def _writes(tensors: Mapping[str, Tensor], first: int) -> Iterator[tuple[str, int, Block]]:
+    """Yield all boxes of all tensors, each with its name and the rank that writes it, in the same order on every rank.
 
-    key: str
-    owner: int  # global rank
-    block: Block
-
-    @property
-    def entry(self) -> MetadataIndex:
-        """What DCP calls it."""
-        return MetadataIndex(self.key, self.block.offsets)
-
-
-def writes(tensors: Mapping[str, Tensor], first: int) -> Iterator[Part]:
-    """Yield all parts of all tensors, in the same order on every rank.
-
-    A tensor whose mesh lacks the rank ``first`` has copies of all its parts on one that has it, and yields none. What
+    A tensor whose mesh lacks the rank ``first`` has copies of all its boxes on one that has it, and yields none. What
     several ranks hold alike they write in turn.
 
     Args:
@@ -65,35 +53,18 @@ def writes(tensors: Mapping[str, Tensor], first: int) -> Iterator[Part]:
     """
     for turn, (key, tensor) in enumerate(tensors.items()):
         if not isinstance(tensor, DTensor):
-            yield from (Part(key, first, block) for block in _blocks(tensor))
-            continue
-        spec = spec_of(tensor)
-        ranks = spec.mesh.mesh
-        if not bool((ranks == first).any()):
-            continue
-        splits = [split_dim(placement) is not None for placement in spec.placements]
-        ways = [range(n) if split else (turn % n,) for n, split in zip(ranks.shape, splits, strict=True)]
-        for coordinate in itertools.product(*ways):
-            for block in blocks_of(spec, coordinate):
-                yield Part(key, int(ranks[coordinate]), block)
-
-
-def _blocks(tensor: Tensor) -> list[Block]:
-    """Return the boxes of ``tensor`` that are here."""
-    if isinstance(tensor, DTensor):
-        spec = spec_of(tensor)
-        coordinate = spec.mesh.get_coordinate()
-        return [] if coordinate is None else blocks_of(spec, coordinate)
-    shape = tuple(tensor.shape)
-    return [Block((0,) * len(shape), shape, tuple(slice(0, size) for size in shape))] if tensor.numel() else []
+            yield from ((key, first, block) for block in own_blocks(tensor))
+        elif bool((tensor.device_mesh.mesh == first).any()):
+            home = [turn % n for n in tensor.device_mesh.mesh.shape]
+            yield from ((key, owner, block) for owner, block in copies_of(tensor, home))
 
 
 def own_parts(tensors: Mapping[str, Tensor], first: int, rank: int) -> dict[MetadataIndex, Tensor]:
     """Return what ``rank``, this one, writes: views of its tensors by what DCP calls them."""
     return {
-        part.entry: local_tensor(tensors[part.key]).detach()[part.block.in_local]
-        for part in writes(tensors, first)
-        if part.owner == rank
+        MetadataIndex(key, block.offsets): local_tensor(tensors[key]).detach()[block.in_local]
+        for key, owner, block in _writes(tensors, first)
+        if owner == rank
     }
 
 
@@ -104,8 +75,8 @@ def entries_of(tensors: Mapping[str, Tensor], first: int) -> dict[str, TensorSto
         CheckpointError: the parts of a tensor are not the whole tensor.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
-    for part in writes(tensors, first):
-        chunks[part.key].append(ChunkStorageMetadata(torch.Size(part.block.offsets), torch.Size(part.block.sizes)))
+    for key, _, block in _writes(tensors, first):
+        chunks[key].append(block.chunk)
     for key, tensor in tensors.items():
         if sum(math.prod(chunk.sizes) for chunk in chunks[key]) != tensor.numel():
             raise CheckpointError(
@@ -117,17 +88,8 @@ def entries_of(tensors: Mapping[str, Tensor], first: int) -> dict[str, TensorSto
     }
 
 
-class Writing(DefaultSavePlanner):
-    """Hands the parts of this rank to a storage writer.
-
-    Args:
-        parts: of this rank, as `own_parts` returns them, or copies of them.
-        sizes: of the whole tensors, by name.
-        progress: is told of every part.
-
-    Attributes:
-        checksums: of the parts that were handed out.
-    """
+class _Planner(DefaultSavePlanner):
+    """Hands the parts of this rank to DCP's writer, and keeps the checksums of those that were handed out."""
 
     def __init__(
         self, parts: Mapping[MetadataIndex, Tensor], sizes: Mapping[str, torch.Size], progress: Progress
@@ -153,38 +115,62 @@ class Writing(DefaultSavePlanner):
         return tensor
 
 
-class Taken(NamedTuple):
-    """What this rank takes of a part that was saved.
+class Writer(FileSystemWriter):
+    """DCP's writer, with the final name in the index instead of the folder that it writes to."""
 
-    Attributes:
-        target: where it goes: memory of this rank, of the shape of what is taken.
-        box: what is taken.
-    """
+    def __init__(self, staging: Path, final: Path) -> None:
+        super().__init__(str(staging))
+        self._final = final
 
-    target: Tensor
-    box: tuple[slice, ...]
+    def storage_meta(self) -> StorageMeta:
+        """Say of which checkpoint the files are."""
+        return StorageMeta(checkpoint_id=self._final.name, save_id=self.save_id)
+
+    def write(
+        self, parts: Mapping[MetadataIndex, Tensor], sizes: Mapping[str, torch.Size], position: int, *, shown: bool
+    ) -> list[tuple[WriteResult, str]]:
+        """Write the ``parts`` of this rank and return what was written, each with its checksum.
+
+        Args:
+            parts: as `own_parts` returns them, or copies of them.
+            sizes: of the whole tensors, by name.
+            position: of this rank among all, which names its file.
+            shown: show a line of progress on a terminal.
+        """
+        if not parts:
+            return []
+        total = sum(part.nbytes for part in parts.values())
+        with Progress(total, f"saving {self._final.name}", shown=shown) as progress:
+            planner = _Planner(parts, sizes, progress)
+            plans = [SavePlan([])] * position + [planner.create_local_plan()]
+            self.set_up_storage_writer(position == 0)
+            plan = self.prepare_global_plan(plans)[position]
+            results = self.write_data(plan, planner).wait()
+        return [(result, planner.checksums[result.index]) for result in results]
 
 
-def reads(targets: Mapping[str, Tensor], metadata: Metadata) -> dict[MetadataIndex, list[Taken]]:
-    """Return what this rank takes, and of which parts, to fill ``targets``, of the shapes and dtypes that were saved.
+def reads(targets: Mapping[str, Tensor], metadata: Metadata) -> dict[MetadataIndex, list[tuple[Tensor, Box]]]:
+    """Return which parts this rank reads to fill ``targets``, of the shapes and dtypes that were saved.
+
+    Each has the boxes that are taken of it, with the memory of this rank, of the shape of the box, that they go to.
 
     Raises:
         CheckpointError: the checkpoint lacks a part of a tensor.
     """
-    taken: dict[MetadataIndex, list[Taken]] = {}
+    taken: dict[MetadataIndex, list[tuple[Tensor, Box]]] = {}
     for key, target in targets.items():
         saved: Any = metadata.state_dict_metadata[key]
-        blocks = {block.offsets: block for block in _blocks(target)}
-        wanted = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in blocks.values()]
+        blocks = {block.offsets: block for block in own_blocks(target)}
+        wanted = [block.chunk for block in blocks.values()]
         found = create_read_items_for_chunk_list(key, saved, wanted)
         if sum(math.prod(item.lengths) for item in found) != sum(math.prod(chunk.sizes) for chunk in wanted):
             raise CheckpointError(f"the checkpoint lacks a part of {key} {tuple(target.shape)}; its index is damaged")
         for item in found:
-            block = local_tensor(target).detach()[blocks[tuple(item.dest_index.offset or ())].in_local]
-            one = Taken(block[_box(item.dest_offsets, item.lengths)], _box(item.storage_offsets, item.lengths))
+            own = local_tensor(target).detach()[blocks[tuple(item.dest_index.offset or ())].in_local]
+            one = own[_box(item.dest_offsets, item.lengths)], _box(item.storage_offsets, item.lengths)
             taken.setdefault(item.storage_index, []).append(one)
     return taken
 
 
-def _box(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+def _box(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
     return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
