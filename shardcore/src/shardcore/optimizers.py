@@ -41,7 +41,9 @@ class _Handing(Optimizer):
     def __init__(self, kind: Callable[..., Optimizer], params: Iterable[Any], apart: bool, settings: Any) -> None:
         groups = _groups(params)
         self._stand_ins: dict[Tensor, nn.Parameter] = {
-            p: self._stand_in(p) for group in groups for p in group["params"]
+            p: nn.Parameter(self._between_steps(p), requires_grad=p.requires_grad)
+            for group in groups
+            for p in group["params"]
         }
         self._owners: dict[Tensor, Tensor] = {stand_in: p for p, stand_in in self._stand_ins.items()}
         # For each: the optimizer, and which of our groups each of its groups is a part of.
@@ -156,20 +158,31 @@ class _Handing(Optimizer):
                 else:
                     ours[key] = values
 
-    def _stand_in(self, p: Tensor) -> nn.Parameter:
-        """Return a plain parameter for ``p``, without memory where it is to have memory in a step alone."""
-        raise NotImplementedError
-
     def _lend(self, mine: list[Tensor]) -> None:
         """Give the stand-ins values and gradients."""
+        for p in mine:
+            stand_in = self._stand_ins[p]
+            stand_in.grad = None
+            stand_in.data = self._plain(p)
+            stand_in.grad = None if p.grad is None else self._plain(p.grad)
+
+    def _leave(self, mine: list[Tensor]) -> None:
+        """Free what the stand-ins hold."""
+        for p in mine:
+            stand_in = self._stand_ins[p]
+            stand_in.grad = None
+            stand_in.data = self._between_steps(p)
+
+    def _between_steps(self, p: Tensor) -> Tensor:
+        """Return what the stand-in of ``p`` holds, without memory where it is to have memory in a step alone."""
+        raise NotImplementedError
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        """Return what a stand-in has of a parameter or a gradient in a step."""
         raise NotImplementedError
 
     def _give_back(self, mine: list[Tensor]) -> None:
         """Bring the values of the stand-ins to the parameters."""
-        raise NotImplementedError
-
-    def _leave(self, mine: list[Tensor]) -> None:
-        """Free what the stand-ins hold."""
         raise NotImplementedError
 
     def _state_out(self, value: Any, p: Tensor) -> Any:
@@ -205,33 +218,19 @@ class WholeTensors(_Handing):
         super().__init__(kind, params, one_by_one, settings)
 
     @override
-    def _stand_in(self, p: Tensor) -> nn.Parameter:
+    def _between_steps(self, p: Tensor) -> Tensor:
         # One number that has the shape of all of them.
-        device = local_tensor(p).device
-        return nn.Parameter(
-            torch.zeros((), dtype=p.dtype, device=device).expand(p.shape), requires_grad=p.requires_grad
-        )
+        return torch.zeros((), dtype=p.dtype, device=local_tensor(p).device).expand(p.shape)
 
     @override
-    def _lend(self, mine: list[Tensor]) -> None:
-        for p in mine:
-            stand_in = self._stand_ins[p]
-            stand_in.grad = None
-            stand_in.data = _whole(p)
-            stand_in.grad = None if p.grad is None else _whole(p.grad)
+    def _plain(self, tensor: Tensor) -> Tensor:
+        return _whole(tensor)
 
     @override
     def _give_back(self, mine: list[Tensor]) -> None:
         for p in mine:
             whole = self._stand_ins[p].detach()
             p.copy_(part_of(whole, p) if isinstance(p, DTensor) else whole)
-
-    @override
-    def _leave(self, mine: list[Tensor]) -> None:
-        for p in mine:
-            stand_in = self._stand_ins[p]
-            stand_in.grad = None
-            stand_in.data = stand_in.data.new_zeros(()).expand(p.shape)
 
     @override
     def _state_out(self, value: Any, p: Tensor) -> Any:
@@ -272,22 +271,17 @@ class LocalParts(_Handing):
             )
 
     @override
-    def _stand_in(self, p: Tensor) -> nn.Parameter:
-        return nn.Parameter(local_tensor(p).detach(), requires_grad=p.requires_grad)
+    def _between_steps(self, p: Tensor) -> Tensor:
+        return local_tensor(p).detach()
 
     @override
-    def _lend(self, mine: list[Tensor]) -> None:
-        for p in mine:
-            stand_in = self._stand_ins[p]
-            stand_in.grad = None
-            stand_in.data = local_tensor(p).detach()
-            if p.grad is not None:
-                if isinstance(p.grad, DTensor) and any(isinstance(way, Partial) for way in p.grad.placements):
-                    raise ConfigError(
-                        "LocalParts.step with partial gradients: call shardcore.reduce_partial_gradients(model) after "
-                        "the last backward"
-                    )
-                stand_in.grad = local_tensor(p.grad)
+    def _plain(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) and any(isinstance(way, Partial) for way in tensor.placements):
+            raise ConfigError(
+                "LocalParts.step with partial gradients: call shardcore.reduce_partial_gradients(model) after the last "
+                "backward"
+            )
+        return local_tensor(tensor).detach()
 
     @override
     def _give_back(self, mine: list[Tensor]) -> None:
@@ -296,11 +290,6 @@ class LocalParts(_Handing):
             if part.data_ptr() != stand_in.data_ptr():  # it was given another tensor
                 part.copy_(stand_in)
         torch.autograd.graph.increment_version(mine)
-
-    @override
-    def _leave(self, mine: list[Tensor]) -> None:
-        for p in mine:
-            self._stand_ins[p].grad = None
 
     @override
     def _state_out(self, value: Any, p: Tensor) -> Any:

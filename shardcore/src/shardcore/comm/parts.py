@@ -134,8 +134,20 @@ def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
     Raises:
         NotSupportedError: its placements cut one dim in a way that leaves no such boxes.
     """
+    return _boxes(_runs(spec, coordinate))
+
+
+def own_blocks(tensor: Tensor) -> list[Block]:
+    """Return the boxes of ``tensor`` that are here: of a plain one all of it."""
+    if not isinstance(tensor, DTensor):
+        return _boxes([((0, size),) for size in tensor.shape])
+    coordinate = tensor.device_mesh.get_coordinate()
+    return [] if coordinate is None else blocks_of(spec_of(tensor), coordinate)
+
+
+def _boxes(runs: Sequence[Runs]) -> list[Block]:
     blocks = []
-    for box in itertools.product(*map(_with_local_start, _runs(spec, coordinate))):
+    for box in itertools.product(*map(_with_local_start, runs)):
         sizes = tuple(stop - start for start, stop, _ in box)
         in_local = tuple(slice(at, at + size) for (*_, at), size in zip(box, sizes, strict=True))
         blocks.append(Block(tuple(start for start, *_ in box), sizes, in_local))
@@ -146,15 +158,6 @@ def _with_local_start(runs: Runs) -> list[tuple[int, int, int]]:
     """Add to the first and one-past-last index of each run that is not empty where it starts in the local tensor."""
     starts = itertools.accumulate((stop - start for start, stop in runs), initial=0)
     return [(start, stop, at) for (start, stop), at in zip(runs, starts, strict=False) if stop > start]
-
-
-def own_blocks(tensor: Tensor) -> list[Block]:
-    """Return the boxes of ``tensor`` that are here: of a plain one all of it."""
-    if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        return [] if coordinate is None else blocks_of(spec_of(tensor), coordinate)
-    shape = tuple(tensor.shape)
-    return [Block((0,) * len(shape), shape, tuple(slice(0, size) for size in shape))] if tensor.numel() else []
 
 
 def copies_of(tensor: DTensor, home: Sequence[int]) -> Iterator[tuple[int, Block]]:

@@ -18,9 +18,9 @@ on to torch's own unless a DTensor has such a placement. Why it is done so: ``do
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from shardcore._private import FUSED, complaint, missing
 from shardcore._torch import StridedShard
 from shardcore.comm.dtensor_params import local_tensor, spec_of
-from shardcore.comm.parts import Block, Runs, laid_out, own_blocks, segment_runs, several_runs, split_dim
+from shardcore.comm.parts import Block, Runs, laid_out, own_blocks, part_of, segment_runs, several_runs, split_dim
 from shardcore.errors import NotSupportedError
 
 __all__ = ["Runs", "fsdp_placement", "install", "segment_runs", "segmented", "torch_lacks"]
@@ -89,17 +89,7 @@ def _patch_checkpoint() -> None:
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    cls: Any = DTensor
-    write_items, chunk_list, tensor_shard = (
-        cls.__create_write_items__,
-        cls.__create_chunk_list__,
-        cls.__get_tensor_shard__,
-    )
-
-    @functools.wraps(write_items)
-    def create_write_items(self: DTensor, fqn: str, obj: Any) -> Any:
-        if (blocks := _blocks(self)) is None:
-            return write_items(self, fqn, obj)
+    def write_items(self: DTensor, blocks: list[Block], fqn: str, obj: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(local_tensor(self))
         return [
             WriteItem(
@@ -110,20 +100,25 @@ def _patch_checkpoint() -> None:
             for block in blocks
         ]
 
-    @functools.wraps(chunk_list)
-    def create_chunk_list(self: DTensor) -> Any:
-        return chunk_list(self) if (blocks := _blocks(self)) is None else [block.chunk for block in blocks]
-
-    @functools.wraps(tensor_shard)
-    def get_tensor_shard(self: DTensor, index: MetadataIndex) -> Any:
-        if index.offset is None or (blocks := _blocks(self)) is None:
-            return tensor_shard(self, index)
+    def tensor_shard(self: DTensor, blocks: list[Block], index: MetadataIndex) -> Tensor:
         places = {block.offsets: block.in_local for block in blocks}
-        return local_tensor(self).detach()[places[tuple(index.offset)]]
+        return self.to_local() if index.offset is None else local_tensor(self).detach()[places[tuple(index.offset)]]
 
-    cls.__create_write_items__ = create_write_items
-    cls.__create_chunk_list__ = create_chunk_list
-    cls.__get_tensor_shard__ = get_tensor_shard
+    _let("__create_write_items__", write_items)
+    _let("__create_chunk_list__", lambda _, blocks: [block.chunk for block in blocks])
+    _let("__get_tensor_shard__", tensor_shard)
+
+
+def _let(name: str, own: Callable[..., Any]) -> None:
+    """Let a method of DTensors of several runs be ``own``, which is given their boxes too."""
+    native = getattr(DTensor, name)
+
+    @functools.wraps(native)
+    def method(self: DTensor, *args: Any) -> Any:
+        blocks = _blocks(self)
+        return native(self, *args) if blocks is None else own(self, blocks, *args)
+
+    setattr(DTensor, name, method)
 
 
 def _patch_broadcast() -> None:
@@ -136,20 +131,17 @@ def _patch_broadcast() -> None:
     def distribute_tensors(state: dict[str, Any], keys: list[str], device: Any, pg: Any = None) -> None:
         for key in keys:
             pair = state.get(key)  # the DTensor to fill and the whole tensor, or what needs no distribution
-            if isinstance(pair, tuple) and (blocks := _blocks(pair[0])) is not None:
-                state[key] = _filled(pair[0], pair[1], blocks, device)
+            if isinstance(pair, tuple) and _blocks(pair[0]) is not None:
+                target, whole = pair
+                part = local_tensor(part_of(whole, target))
+                if target.is_meta:
+                    target = laid_out(part.to(device, target.dtype, copy=True), target)
+                else:
+                    local_tensor(target).detach().copy_(part)
+                state[key] = target
         distribute(state, keys, device, pg)
 
     module._distribute_tensors = distribute_tensors
-
-
-def _filled(target: DTensor, whole: Tensor, blocks: list[Block], device: Any) -> DTensor:
-    local = local_tensor(target).detach()
-    if target.is_meta:
-        local = torch.empty_like(local, device=device)
-    for block in blocks:
-        local[block.in_local] = whole[block.in_whole].to(local)
-    return laid_out(local, target) if target.is_meta else target
 
 
 def _patch_fully_shard() -> None:
