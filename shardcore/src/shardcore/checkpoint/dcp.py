@@ -91,21 +91,10 @@ def entries_of(tensors: Mapping[str, Tensor], first: int) -> dict[str, TensorSto
 class _Planner(DefaultSavePlanner):
     """Hands the parts of this rank to DCP's writer, and keeps the checksums of those that were handed out."""
 
-    def __init__(
-        self, parts: Mapping[MetadataIndex, Tensor], sizes: Mapping[str, torch.Size], progress: Progress
-    ) -> None:
+    def __init__(self, parts: Mapping[MetadataIndex, Tensor], progress: Progress) -> None:
         super().__init__()
-        self._parts, self._sizes, self._progress = parts, sizes, progress
+        self._parts, self._progress = parts, progress
         self.checksums: dict[MetadataIndex, str] = {}
-
-    def create_local_plan(self) -> SavePlan:
-        """Return what this rank writes."""
-        return SavePlan([self._item(index, tensor) for index, tensor in self._parts.items()])
-
-    def _item(self, index: MetadataIndex, tensor: Tensor) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(index.offset or ()), tensor.size())
-        data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), self._sizes[index.fqn])
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the values of a part."""
@@ -139,12 +128,16 @@ class Writer(FileSystemWriter):
         """
         if not parts:
             return []
+        items = []
+        for index, part in parts.items():
+            chunk = ChunkStorageMetadata(torch.Size(index.offset or ()), part.size())
+            data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), sizes[index.fqn])
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         total = sum(part.nbytes for part in parts.values())
         with Progress(total, f"saving {self._final.name}", shown=shown) as progress:
-            planner = _Planner(parts, sizes, progress)
-            plans = [SavePlan([])] * position + [planner.create_local_plan()]
+            planner = _Planner(parts, progress)
             self.set_up_storage_writer(position == 0)
-            plan = self.prepare_global_plan(plans)[position]
+            plan = self.prepare_global_plan([*[SavePlan([])] * position, SavePlan(items)])[position]
             results = self.write_data(plan, planner).wait()
         return [(result, planner.checksums[result.index]) for result in results]
 

@@ -17,11 +17,17 @@ __all__ = ["generators_of", "set_generators"]
 
 def generators_of(model: nn.Module) -> dict[str, Any]:
     """Return the states of all generators, in the order of the devices instead of by name: other ranks have others."""
-    context = context_of(model)
-    own = _process(model)
-    stream = own["torch"] if context is None else list(context.random.state().values())
-    follows = context is None or context.random.follows
-    return {"model": stream, "follows": follows, **own, "python": random.getstate(), "numpy": np.random.get_state()}
+    context, device = context_of(model), _device(model)
+    states = [torch.get_rng_state()]
+    if device is not None:
+        states.append(torch.get_device_module(device.type).get_rng_state())
+    return {
+        "model": states if context is None else list(context.random.state().values()),
+        "follows": context is None or context.random.follows,
+        "torch": states,
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
 
 
 def set_generators(model: nn.Module, states: dict[str, Any], *, further: int = 0) -> None:
@@ -47,13 +53,6 @@ def set_generators(model: nn.Module, states: dict[str, Any], *, further: int = 0
     else:
         context.random.load(dict(zip(devices, saved, strict=True)))
     context.random.follows = states.get("follows", False)  # streams of older checkpoints never did
-
-
-def _process(model: nn.Module) -> dict[str, list[Tensor]]:
-    states = [torch.get_rng_state()]
-    if (device := _device(model)) is not None:
-        states.append(torch.get_device_module(device.type).get_rng_state())
-    return {"torch": states}
 
 
 def _device(model: nn.Module) -> torch.device | None:

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +158,17 @@ class Saves:
 
     def wait(self) -> None:
         """Wait for the save that is running, and raise what it failed with."""
-        running, self._running = self._running, None
-        if running is not None and (failure := running.exception()) is not None:
+        if self._running is None:
+            return
+        failure = self._running.exception()
+        self._running = None
+        if failure is not None:
             failure.add_note("This was an asynchronous save; no checkpoint was made of it.")
             raise failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Report:
+class _Written:
     """What a rank tells the first one when it has written its part.
 
     Attributes:
@@ -179,45 +182,41 @@ class _Report:
     snapshot: Snapshot
 
 
+@dataclass(slots=True, eq=False)
 class _Save:
-    """One save, from the folder that was made for it to its name."""
+    """One save, from the folder ``staging`` that was made for it to its ``final`` name."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        ranks: RankGroup,
-        staging: Path,
-        final: Path,
-        keep_last: int | None,
-        claim: folders.Claim,
-    ) -> None:
-        self._snapshot, self._ranks, self._keep_last, self._claim = snapshot, ranks, keep_last, claim
-        self._staging, self.final = staging, final
-        self._parts: dict[MetadataIndex, Tensor] = {}
+    snapshot: Snapshot
+    ranks: RankGroup
+    staging: Path
+    final: Path
+    keep_last: int | None
+    claim: folders.Claim
+    parts: dict[MetadataIndex, Tensor] = field(default_factory=dict)
 
     def prepare(self, *, copies: bool) -> None:
         """Find out what this rank writes; with ``copies`` nothing that happens to the model later changes it."""
-        if not self._staging.is_dir():
+        if not self.staging.is_dir():
             raise CheckpointError(
-                f"{self._staging}, which rank {self._ranks.ranks[0]} has made, cannot be seen on this rank; save to a "
+                f"{self.staging}, which rank {self.ranks.ranks[0]} has made, cannot be seen on this rank; save to a "
                 "folder that all hosts share"
             )
-        parts = own_parts(self._snapshot.tensors, self._snapshot.first, self._ranks.own)
-        self._parts = {index: part.to("cpu", copy=True) for index, part in parts.items()} if copies else parts
+        parts = own_parts(self.snapshot.tensors, self.snapshot.first, self.ranks.own)
+        self.parts = {index: part.to("cpu", copy=True) for index, part in parts.items()} if copies else parts
 
     def run(self, *, shown: bool) -> None:
         """Write this rank's part, and on the first rank complete the checkpoint once all have."""
         try:
-            results = self._ranks.together(lambda: self._write(shown))
-            tensors, first = self._snapshot.tensors, self._snapshot.first
+            results = self.ranks.together(lambda: self._write(shown))
+            tensors, first = self.snapshot.tensors, self.snapshot.first
             entries = entries_of(tensors, first)  # refuses on every rank what cannot be described
-            report = _Report(
+            written = _Written(
                 results=results,
-                entries=entries if self._ranks.own == first else {},
-                snapshot=dataclasses.replace(self._snapshot, tensors={}),
+                entries=entries if self.ranks.own == first else {},
+                snapshot=dataclasses.replace(self.snapshot, tensors={}),
             )
-            reports = self._ranks.gathered(report)
-            self._ranks.first(lambda: self._complete(reports))
+            everybody = self.ranks.gathered(written)
+            self.ranks.first(lambda: self._complete(everybody))
         except BaseException:
             self.discard()
             raise
@@ -232,32 +231,32 @@ class _Save:
 
     def discard(self) -> None:
         """Remove what was written, on the first rank; what cannot be removed is left to the next save."""
-        if self._ranks.is_first:
-            shutil.rmtree(self._staging, ignore_errors=True)
-            self._claim.give_up()
+        if self.ranks.is_first:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self.claim.give_up()
 
     def _write(self, shown: bool) -> list[tuple[WriteResult, str]]:
-        sizes = {key: tensor.size() for key, tensor in self._snapshot.tensors.items()}
-        position = self._ranks.position
-        with folders.telling(f"writing to {self._staging}"):
-            folders.write_json(self._staging / f"rank-{position}.json", self._snapshot.own)
-            return Writer(self._staging, self.final).write(self._parts, sizes, position, shown=shown)
+        sizes = {key: tensor.size() for key, tensor in self.snapshot.tensors.items()}
+        position = self.ranks.position
+        with folders.telling(f"writing to {self.staging}"):
+            folders.write_json(self.staging / f"rank-{position}.json", self.snapshot.own)
+            return Writer(self.staging, self.final).write(self.parts, sizes, position, shown=shown)
 
-    def _complete(self, reports: list[_Report]) -> None:
-        snapshots = [report.snapshot for report in reports]
-        entries = {key: entry for report in reports for key, entry in report.entries.items()}
+    def _complete(self, written: list[_Written]) -> None:
+        snapshots = [one.snapshot for one in written]
+        entries = {key: entry for one in written for key, entry in one.entries.items()}
         aliases = {alias: key for snapshot in snapshots for alias, key in snapshot.aliases.items()}
         metadata = Metadata(entries, planner_data={key: tuple(key.split(".", 1)) for key in (*entries, *aliases)})
         results: list[WriteResult] = []
         checksums: dict[str, dict[str, str]] = {}  # by file and place in it
-        for result, checksum in (pair for report in reports for pair in report.results):
+        for result, checksum in (pair for one in written for pair in one.results):
             results.append(result)
             checksums.setdefault(result.storage_data.relative_path, {})[str(result.storage_data.offset)] = checksum
         for alias, key in aliases.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
             results += [_renamed(result, alias) for result in results if result.index.fqn == key]
-        with folders.telling(f"writing to {self._staging}"):
-            Writer(self._staging, self.final).finish(metadata, [results])
+        with folders.telling(f"writing to {self.staging}"):
+            Writer(self.staging, self.final).finish(metadata, [results])
         index = {
             "step": int(self.final.name.removeprefix("step-")),
             **merged(snapshots),
@@ -265,9 +264,9 @@ class _Save:
             "replicas": [snapshot.own["replica"] for snapshot in snapshots],
             "loader is shared": len({json.dumps(snapshot.own["loader"]) for snapshot in snapshots}) == 1,
         }
-        folders.complete(self._staging, self.final, index, checksums)
-        folders.prune(self.final, self._keep_last)
-        self._claim.give_up()
+        folders.complete(self.staging, self.final, index, checksums)
+        folders.prune(self.final, self.keep_last)
+        self.claim.give_up()
 
 
 def _renamed(result: WriteResult, key: str) -> WriteResult:

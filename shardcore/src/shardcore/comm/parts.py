@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Block",
-    "Place",
     "Runs",
     "blocks_of",
     "check_parts",
@@ -39,9 +38,6 @@ __all__ = [
     "several_runs",
     "split_dim",
 ]
-
-#: The part of a tensor that one rank holds: (start, stop) along every dim.
-Place = tuple[tuple[int, int], ...]
 
 #: First and one-past-last index of each of several runs of rows.
 Runs = tuple[tuple[int, int], ...]
@@ -97,8 +93,8 @@ def several_runs(spec: DTensorSpec) -> dict[int, int]:
 
 def place_of(
     shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
-) -> Place:
-    """Return which part of a tensor of ``shape`` is at ``coordinate`` on a mesh of ``sizes``.
+) -> tuple[tuple[int, int], ...]:
+    """Return which part of a tensor of ``shape`` is at ``coordinate`` on a mesh of ``sizes``: its bounds on every dim.
 
     Axes cut from left to right, except that those of a strided placement (FSDP2 over ``tp``) cut what the axes to their
     right have left. DTensor's own ``__create_chunk_list__`` cuts in another order: 97 rows on 3 x 2 ranks come out

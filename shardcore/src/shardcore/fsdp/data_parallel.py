@@ -48,9 +48,11 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     options["ignored_params"] = {*(options.get("ignored_params") or ()), *replicate_scalars(model, context, axes)}
     wrap: Callable[..., Any] = _replicate if wide == ("dp_replicate",) else fully_shard
     if wrap is fully_shard and any(fsdp_placement(p) for p in model.parameters()):
-        options["shard_placement_fn"] = _placement(options.get("shard_placement_fn"))
+        others = options.get("shard_placement_fn")
+        options["shard_placement_fn"] = lambda p: fsdp_placement(p) or (None if others is None else others(p))
     lists = stages.lists if stages else ()
-    blocks = [block for name in lists for block in model.get_submodule(name).children() if _holds_any(block)]
+    blocks = [block for name in lists for block in model.get_submodule(name).children()]
+    blocks = [block for block in blocks if any(True for _ in block.parameters())]  # else of another stage of a pipeline
     if sizes.pp > 1 and wrap is fully_shard:
         options.setdefault("reshard_after_forward", False)  # see `shardcore.fsdp.accumulation`
     reshards = options.get("reshard_after_forward") is not False
@@ -83,11 +85,6 @@ def _wide(context: ShardContext) -> tuple[str, ...]:
     sizes = context.sizes
     found = (("dp_replicate", sizes.dp_replicate), ("dp_shard", sizes.dp_shard))
     return tuple(axis for axis, size in found if size > 1) or ("dp_shard",)
-
-
-def _holds_any(block: nn.Module) -> bool:
-    """Tell whether this rank has parameters of a block: those of other stages of a pipeline have none."""
-    return next(block.parameters(), None) is not None
 
 
 def _of_experts(module: WholeExperts, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,10 +132,6 @@ def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
         if what:
             problems.append(Problem(where=parameter.name, rule="(data parallelism)", what=what, todo=todo))
     return problems
-
-
-def _placement(others: Callable[[nn.Parameter], Any] | None) -> Callable[[nn.Parameter], Any]:
-    return lambda p: fsdp_placement(p) or (None if others is None else others(p))
 
 
 def _replicate(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> None:

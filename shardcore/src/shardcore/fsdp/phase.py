@@ -91,8 +91,8 @@ class Fsdp(ModelPhase):
             )
         if (config.pipeline_parallel_size or 1) > 1:
             self._check_in_pipeline()
-        if (config.pipeline_parallel_size or 1) > 1 and (config.data_parallel_size or 1) > 1:
-            require(PIPELINES)
+            if (config.data_parallel_size or 1) > 1:
+                require(PIPELINES)
         experts = config.expert_parallel_size or 1
         if not self._wrap and experts > 1:
             raise ConfigError(

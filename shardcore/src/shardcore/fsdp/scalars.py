@@ -7,11 +7,11 @@ averages their gradients over the replicas, as FSDP2 does with those that it div
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
@@ -59,13 +59,7 @@ def on_replicas(parameter: nn.Parameter, context: ShardContext, axes: Sequence[s
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=tuple(parameter.stride())
     )
     groups = [context.mesh.get_group(axis) for axis in axes]
-    return _averaged(nn.Parameter(whole), groups, learns=parameter.requires_grad)
-
-
-def _averaged(parameter: nn.Parameter, groups: Sequence[ProcessGroup], *, learns: bool) -> nn.Parameter:
-    ranks = 1
-    for group in groups:
-        ranks *= group.size()
+    ranks = math.prod(group.size() for group in groups)
 
     def average(grad: Tensor) -> Tensor:
         mean = local_tensor(grad) / ranks
@@ -73,6 +67,7 @@ def _averaged(parameter: nn.Parameter, groups: Sequence[ProcessGroup], *, learns
             dist.all_reduce(mean, group=group)
         return with_spec(mean, spec_of(grad))
 
-    parameter.register_hook(average)  # of one that is frozen too: it may be trained later
-    parameter.requires_grad_(learns)
-    return parameter
+    made = nn.Parameter(whole)
+    made.register_hook(average)  # of one that is frozen too: it may be trained later
+    made.requires_grad_(parameter.requires_grad)
+    return made
