@@ -24,8 +24,9 @@ from shardcore.nn.layout import (
     last_rank_is_empty,
 )
 from shardcore.nn.linear.functional import local_linear, multiply
+from shardcore.nn.linear.member import Member
 from shardcore.nn.linear.native import ParallelLinear
-from shardcore.nn.linear.together import Reading, read_together, shared_parameters
+from shardcore.nn.linear.together import read_together, shared_parameters
 from shardcore.nn.region.region import OPEN, MemberLinear, Region, require_entered
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.sequence.shard import SequenceShard, leave_region
@@ -51,7 +52,7 @@ def _divides(rows: int, ranks: int) -> bool:
     return rows % ranks == 0
 
 
-class ColumnLinear(ParallelLinear):
+class ColumnLinear(Member):
     """A linear whose output features are split: weight (out/tp, in), or (in, out/tp) if transposed; bias (out/tp).
 
     Input (..., in), the same on all ranks; output (..., out/tp), or (..., out) with ``gather_output``. Alone it sums
@@ -73,16 +74,6 @@ class ColumnLinear(ParallelLinear):
 
     option_names: ClassVar[frozenset[str]] = frozenset({"enters", "gather_output", "in_parts", "replication", "used"})
 
-    #: How many neighbouring ranks gather the rows that they use from the parts that they hold; 1 for none.
-    group_size: int
-    #: How ranks get the rows that they use from those that hold them; None if each uses what it or a group holds.
-    exchange: Exchange | None
-    #: While its region is open: what the region's entry has read for it, if ranks share its parameters.
-    reading: Reading | None
-    #: The rows of the weight that this rank uses if its local tensor has others too, else None.
-    rows: Runs | None
-    #: Likewise of the bias.
-    bias_rows: Runs | None
     gather_output: bool
     enters_alone: bool
     #: The region that is entered here, of which this linear is the only member; None for any other.
@@ -223,17 +214,6 @@ class ColumnLinear(ParallelLinear):
                 return out
             require_entered(self, x)
         return self.product(x)
-
-    @property
-    def uses_what_it_holds(self) -> bool:
-        """Tell whether the local tensors have the rows that this rank uses, and no others."""
-        return self.group_size == 1 and self.exchange is None and self.rows is None and self.bias_rows is None
-
-    @property
-    def own_parameters(self) -> tuple[Tensor, ...]:
-        """The weight, and the bias if there is one, as this rank holds them."""
-        weight, bias = self.weight, self.bias
-        return (weight,) if bias is None else (weight, bias)
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply by this rank's rows, outside the fast path of a region: (..., in) to (..., out/tp)."""

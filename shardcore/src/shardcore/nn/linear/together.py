@@ -10,51 +10,24 @@ the region's fast path on one rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardcore.comm.dtensor_params import held, local_tensor, read_partial
+from shardcore.comm.dtensor_params import held, read_partial
 from shardcore.comm.exchange import exchange_rows
 from shardcore.comm.neighbours import gather_rows
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ExchangedLayout, GroupShardedLayout, ReplicatedLayout
+from shardcore.nn.linear.member import Member
 
-if TYPE_CHECKING:
-    from shardcore.nn.linear.parallel import ColumnLinear
-
-__all__ = ["Reading", "read_together", "shared_parameters", "take_rows"]
-
-
-class Reading:
-    """What the entry of a region has read for one member, or for a module beside the members.
-
-    An exception inside the region leaves it on the member, so it says whether the parameters have changed since.
-    """
-
-    def __init__(self, own: Sequence[Tensor], parameters: tuple[Tensor, ...]) -> None:
-        self.parameters = parameters
-        self._versions = _versions(own)
-
-    def is_of(self, own: Sequence[Tensor]) -> bool:
-        """Tell whether the parameters of the member are what they were."""
-        return self._versions == _versions(own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # tensors with a graph cannot be copied, and a copy of the model is in no region
-
-
-def _versions(own: Sequence[Tensor]) -> list[int]:
-    # An operation on a DTensor counts there, one on its local part here.
-    tensors = (t for parameter in own for t in (parameter, local_tensor(parameter)))
-    return [0 if t.is_inference() else t._version for t in tensors]
+__all__ = ["read_together", "shared_parameters", "take_rows"]
 
 
 def read_together(
-    context: ShardContext, members: Sequence[ColumnLinear], beside: Sequence[tuple[Tensor, ...]] = ()
+    context: ShardContext, members: Sequence[Member], beside: Sequence[tuple[Tensor, ...]] = ()
 ) -> list[tuple[Tensor, ...]]:
     """Return for each member the weight and the bias (if there is one) that this rank multiplies with.
 

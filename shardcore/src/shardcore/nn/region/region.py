@@ -15,7 +15,7 @@ and the collectives are the same: *enter* sums nothing but the gradient of its i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,12 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, product, weight_gradient
-from shardcore.nn.linear.together import Reading, read_together
+from shardcore.nn.linear.member import Member, Reading
+from shardcore.nn.linear.together import read_together
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.flow import has_entered
+from shardcore.nn.replicated import Replicated
 from shardcore.nn.sequence.shard import SequenceShard, enter_region
-
-if TYPE_CHECKING:
-    from shardcore.nn.linear.parallel import ColumnLinear
-    from shardcore.nn.replicated import Replicated
 
 __all__ = ["OPEN", "MemberLinear", "Region", "require_entered"]
 
@@ -48,7 +46,7 @@ OPEN = "_shardcore_region"
 _WHERE = "a tensor-parallel region"
 
 
-class _Member(NamedTuple):
+class _Own(NamedTuple):
     """What this rank uses of a member's parameters while the region is open."""
 
     place: int  # of the weight among the parameters of the region; the bias has the next one
@@ -60,7 +58,7 @@ class _Member(NamedTuple):
 class _Call(NamedTuple):
     """One call of a member, as its backward recorded it."""
 
-    member: _Member
+    member: _Own
     grad: Tensor  # (..., out/tp)
     x: Tensor | None  # (..., in); None where enter gathers it again
     weight: Tensor  # (out/tp, in), in the dtype of the product
@@ -75,11 +73,11 @@ class _Open:
     the backward that they belong to.
     """
 
-    def __init__(self, context: ShardContext, members: Sequence[ColumnLinear], *, again: bool = False) -> None:
+    def __init__(self, context: ShardContext, members: Sequence[Member], *, again: bool = False) -> None:
         self.context = context
         self.again = again  # what members multiply is gathered again in the backward, not kept
         self.known = members  # those outside of the fast path too
-        self.members: dict[int, _Member] = {}
+        self.members: dict[int, _Own] = {}
         self.parameters: list[Tensor] = []  # of all members
         self._calls: list[_Call] = []
         self._task: int | None = None
@@ -96,7 +94,7 @@ class _Open:
                 part = local_tensor(parameters[0]).detach()
                 added = None if bias is None else local_tensor(parameters[1]).detach()
             part = part.t() if member.transposed else part
-            self.members[id(member)] = _Member(len(self.parameters), part, added, member.transposed)
+            self.members[id(member)] = _Own(len(self.parameters), part, added, member.transposed)
             self.parameters += parameters
 
     def record(self, call: _Call) -> None:
@@ -191,7 +189,7 @@ class MemberLinear(Function):
     flow = Flow(group="region")
 
     @staticmethod
-    def forward(ctx: Any, region: _Open, member: _Member, x: Tensor) -> Tensor:
+    def forward(ctx: Any, region: _Open, member: _Own, x: Tensor) -> Tensor:
         """Return (..., out/tp) of (..., in)."""
         ctx.region, ctx.member = region, member
         weight, bias = member.weight, member.bias
@@ -212,7 +210,7 @@ class MemberLinear(Function):
         return None, None, None
 
 
-def require_entered(member: ColumnLinear, x: Tensor) -> None:
+def require_entered(member: Member, x: Tensor) -> None:
     """Refuse ``x``, which a member is called with, if it needs a gradient and did not come in through an entry.
 
     The entry is a hook on the call of a module. Whoever calls that module's ``forward``, or the member by itself,
@@ -251,7 +249,7 @@ class Region:
         self,
         context: ShardContext,
         argument: tuple[str, int],
-        members: Sequence[ColumnLinear],
+        members: Sequence[Member],
         dropouts: DropoutSites | None,
         beside: Sequence[Replicated] = (),
     ) -> None:

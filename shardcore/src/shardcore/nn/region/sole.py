@@ -7,7 +7,7 @@ anything, and no hook runs. See `shardcore.nn.region.region` for what a region i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from shardcore.comm.flow import Flow, State
 from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, product, weight_gradient
+from shardcore.nn.linear.member import Member
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.region.region import _WHERE, Region
 from shardcore.nn.sequence.shard import enter_region
-
-if TYPE_CHECKING:
-    from shardcore.nn.linear.parallel import ColumnLinear
 
 __all__ = ["SoleRegion"]
 
@@ -90,7 +88,7 @@ class SoleRegion(Region):
         dropouts: see `Region`.
     """
 
-    def __init__(self, context: ShardContext, member: ColumnLinear, dropouts: DropoutSites | None) -> None:
+    def __init__(self, context: ShardContext, member: Member, dropouts: DropoutSites | None) -> None:
         super().__init__(context, ("input", 0), [member], dropouts)
 
     def multiply(self, x: Tensor) -> Tensor:
