@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, BertForSequenceClassification, set_seed
 from transformers.utils import logging
 
-from shardcore import ShardFormer
-from shardcore_shardformer import Booster, HybridParallelPlugin
+from shardcore_shardformer import Booster, HybridParallelPlugin, ShardFormer
 
 KINDS = ("asyncio", "email", "http", "importlib", "logging", "xml")
 _TOGETHER = 16
@@ -137,7 +136,7 @@ def main(about: str | None) -> None:
     hybrid = settings.plugin == "hybrid_parallel"
     plugin = HybridParallelPlugin(
         **(sizes if hybrid else {}),
-        precision=settings.precision,  # type: ignore[arg-type]  # checked there
+        precision=settings.precision,
         max_norm=settings.clip,
         microbatch_size=settings.microbatch,
     )

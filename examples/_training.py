@@ -32,6 +32,11 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def replicas_of(tp: int) -> int:
+    """Return how many models of ``tp`` ranks train together, after the first one was sharded."""
+    return dist.get_world_size() // tp if dist.is_initialized() else 1
+
+
 def say(text: str) -> None:
     """Print on the first rank."""
     if is_first():

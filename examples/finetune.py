@@ -33,6 +33,7 @@ from _training import (
     leave,
     mean_over_ranks,
     memory,
+    replicas_of,
     resume,
     save,
     say,
@@ -46,7 +47,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaForSequenceClassification
 
 import shardcore
-from shardcore import ShardConfig, ShardFormer
+from shardcore import ShardedDataLoader
 
 PADDING = 0  # a byte that no text has
 
@@ -108,12 +109,12 @@ class Docstrings(Dataset[dict[str, Tensor]]):
 # --- the model and its steps ---
 
 
-def build(settings: Settings, former: ShardFormer) -> nn.Module:
+def build(settings: Settings) -> nn.Module:
     """Return the sharded model with the pretrained weights, each rank its part, and a head that is new."""
     model = shardcore.from_pretrained(
         LlamaForSequenceClassification,
         settings.model,
-        shard_config=former.shard_config,
+        tp=settings.tp,
         seed=settings.seed,  # of the head
         num_labels=len(PACKAGES),
         pad_token_id=PADDING,
@@ -172,16 +173,14 @@ def main() -> None:
     checkpoints = output / "checkpoints"
 
     # 1. The ranks, the model on them, and the data of each replica.
-    former = ShardFormer(ShardConfig(tensor_parallel_size=settings.tp))
-    replicas = former.init_distributed().size("dp")
+    model, replicas = build(settings), replicas_of(settings.tp)
     if settings.batch % replicas:
         raise SystemExit(f"--batch {settings.batch} does not divide by {replicas} replicas")
-    model = build(settings, former)
     device = next(model.parameters()).device
     share = settings.batch // replicas
     data = Docstrings(settings.length, held_out=False)
-    loader = former.shard_dataset(data, batch_size=share, shuffle=True, seed=settings.seed, drop_last=True)
-    held_out = former.shard_dataset(Docstrings(settings.length, held_out=True), batch_size=share)
+    loader = ShardedDataLoader.of(model, data, batch_size=share, shuffle=True, seed=settings.seed, drop_last=True)
+    held_out = ShardedDataLoader.of(model, Docstrings(settings.length, held_out=True), batch_size=share)
 
     # 2. The optimizer, made after the model is sharded, and the schedule.
     optimizer = adamw(model, settings.lr, settings.weight_decay)

@@ -26,6 +26,7 @@ from _training import (
     leave,
     mean_over_ranks,
     memory,
+    replicas_of,
     resume,
     save,
     say,
@@ -39,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardcore
-from shardcore import ShardConfig, ShardFormer
+from shardcore import ShardedDataLoader
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Windows(Dataset[Tensor]):
         return self.rows[index]
 
 
-def build(settings: Settings, former: ShardFormer) -> LlamaForCausalLM:
+def build(settings: Settings) -> LlamaForCausalLM:
     """Return the sharded model, which no rank ever holds as a whole; bytes are its vocabulary."""
     config = LlamaConfig(
         vocab_size=256,
@@ -102,7 +103,8 @@ def build(settings: Settings, former: ShardFormer) -> LlamaForCausalLM:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model = former.shard_model(model.double() if settings.precision == "float64" else model)
+    model = model.double() if settings.precision == "float64" else model
+    model = shardcore.shard(model, tp=settings.tp, enable_sequence_parallelism=settings.sp)
     return shardcore.initialize(model, seed=settings.seed)  # the same values on any mesh
 
 
@@ -144,16 +146,15 @@ def main() -> None:
     checkpoints = output / "checkpoints"
 
     # 1. The ranks, the model on them, and the data of each replica.
-    former = ShardFormer(ShardConfig(tensor_parallel_size=settings.tp, enable_sequence_parallelism=settings.sp))
-    replicas = former.init_distributed().size("dp")
+    model, replicas = build(settings), replicas_of(settings.tp)
     if settings.batch % replicas:
         raise SystemExit(f"--batch {settings.batch} does not divide by {replicas} replicas")
-    model = build(settings, former)
     device = next(model.parameters()).device
     text, share = Text.read(), settings.batch // replicas
     data = Windows(text.train, settings.length)
-    loader = former.shard_dataset(data, batch_size=share, shuffle=True, seed=settings.seed, drop_last=True)
-    held_out = former.shard_dataset(Windows(text.held_out, settings.length), batch_size=share, drop_last=True)
+    loader = ShardedDataLoader.of(model, data, batch_size=share, shuffle=True, seed=settings.seed, drop_last=True)
+    windows = Windows(text.held_out, settings.length)
+    held_out = ShardedDataLoader.of(model, windows, batch_size=share, drop_last=True)
 
     # 2. The optimizer, made after the model is sharded, and the schedule.
     optimizer = adamw(model, settings.lr, settings.weight_decay)

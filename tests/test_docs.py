@@ -86,7 +86,12 @@ def test_every_parallel_module_and_alias_is_in_the_reference():
     elsewhere = set(shardcore.__all__)
     assert {n for n in nn.__all__ if n not in elsewhere and f"::: shardcore.nn.{n}\n" not in page} == set()
     aliases = {n for n in compat.__all__ if n != getattr(compat, n).__name__}
-    rooms = {n: "shardcore" if getattr(compat, n).__name__ in elsewhere else "shardcore.nn" for n in aliases}
+    names = {n: getattr(compat, n).__name__ for n in aliases}
+    here = {*compat.__all__} - elsewhere
+    rooms = {
+        n: "shardcore" if name in elsewhere else "shardcore_shardformer" if name in here else "shardcore.nn"
+        for n, name in names.items()
+    }
     assert {
         n for n, room in rooms.items() if f"| `{n}` | `{room}.{getattr(compat, n).__name__}` |" not in page
     } == set()

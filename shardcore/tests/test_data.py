@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from tiny import TinyPolicy, build
 from torch.utils.data import Dataset, IterableDataset
 
 import shardcore
-from shardcore.api import ShardFormer
-from shardcore.config import ShardConfig
 from shardcore.data import ShardedDataLoader
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
+from shardcore.mesh import context_of
 
 
 class Numbers(Dataset):
@@ -139,7 +137,7 @@ def test_positions_that_do_not_fit(change, message):
 def test_what_cannot_be_divided():
     with pytest.raises(NotSupportedError, match="Stream is an IterableDataset, which only its own code can divide"):
         ShardedDataLoader(Stream(), replicas=2)
-    with pytest.raises(ConfigError, match="shard_dataset makes the sampler itself"):
+    with pytest.raises(ConfigError, match="ShardedDataLoader makes the sampler itself"):
         ShardedDataLoader(Numbers(), sampler=[1, 2])
     with pytest.raises(ConfigError, match="in_order=False hands out batches as they are ready"):
         ShardedDataLoader(Numbers(), num_workers=2, in_order=False)
@@ -167,33 +165,17 @@ def test_the_datasets_randomness_is_its_own(workers):
 
 
 def shared(tp, dp):
-    former = ShardFormer(ShardConfig(tensor_parallel_size=tp, data_parallel_size=dp))
+    model = shardcore.shard(build(), policy=TinyPolicy, tp=tp, dp=dp)
     torch.manual_seed(dist.get_rank())
-    loader = former.shard_dataset(Numbers(10, noise=True), batch_size=2, shuffle=True)
-    mine = _values(loader)
+    loader = ShardedDataLoader.of(model, Numbers(10, noise=True), batch_size=2, shuffle=True)
+    mine, replica = _values(loader), context_of(model).replica
     everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (former.pg_manager.rank("dp"), mine))
-    for replica, values in everybody:
-        assert (values == mine) == (replica == former.pg_manager.rank("dp"))
-    assert former.pg_manager.size("dp") == dp == len({replica for replica, _ in everybody})
+    dist.all_gather_object(everybody, (replica, mine))
+    for other, values in everybody:
+        assert (values == mine) == (replica == other)
+    assert loader.sampler.num_replicas == dp == len({other for other, _ in everybody})
     seen = [int(v) for replica in range(dp) for v in _flat(next(b for r, b in everybody if r == replica))]
     assert set(seen) == set(range(10))
-
-
-def differing():
-    former = ShardFormer(ShardConfig(tensor_parallel_size=2))
-    rank = dist.get_rank()
-    for arguments, message in (
-        ({"seed": rank}, r"ranks 0 and 1 differ in shard_dataset\(seed=\): 0 on rank 0, 1 on rank 1"),
-        ({"batch_size": 1 + rank}, r"differ in shard_dataset\(batch_size=\)"),
-        ({"dataset": Numbers(10 + rank)}, "differ in the number of samples: 10 on rank 0, 11 on rank 1"),
-    ):
-        with pytest.raises(AgreementError, match=message):
-            former.shard_dataset(**{"dataset": Numbers(10), **arguments})
-
-
-def test_ranks_that_would_see_other_samples(pool):
-    pool.run(differing, world=2)
 
 
 def test_ranks_of_one_replica_get_the_same(pool):
@@ -201,41 +183,45 @@ def test_ranks_of_one_replica_get_the_same(pool):
     pool.run(shared, 2, 1, world=2)
 
 
-def groups():
-    former = ShardFormer(ShardConfig(tensor_parallel_size=2, dp_replicate_size=1, dp_shard_size=2))
-    manager = former.init_distributed()
-    assert manager is former.init_distributed() is former.pg_manager
-    assert repr(manager) == "ProcessGroupManager(pp=1, dp_replicate=1, dp_shard=2, ep=1, cp=1, tp=2)"
-    rank = dist.get_rank()
-    assert dist.get_process_group_ranks(manager.get("tp")) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert dist.get_process_group_ranks(manager.get("dp")) == [rank % 2, rank % 2 + 2]
-    assert (manager.size("tp"), manager.rank("tp"), manager.size("dp"), manager.rank("dp")) == (
-        2,
-        rank % 2,
-        2,
-        rank // 2,
-    )
-    with pytest.raises(ConfigError, match="the mesh has no axis 'xp'; its axes are pp, dp_replicate"):
-        manager.get("xp")
-    both = ShardFormer(ShardConfig(tensor_parallel_size=1, dp_replicate_size=2, dp_shard_size=2)).init_distributed()
-    assert (both.size("dp"), both.rank("dp"), both.rank("dp_replicate")) == (4, rank, rank // 2)
-    with pytest.raises(ConfigError, match="dp has two axes here"):
-        both.get("dp")
+def differing():
+    model, rank = shardcore.shard(build(), policy=TinyPolicy, tp=2), dist.get_rank()
+    for arguments, message in (
+        ({"seed": rank}, r"ranks 0 and 1 differ in the loader's seed: 0 on rank 0, 1 on rank 1"),
+        ({"batch_size": 1 + rank}, r"differ in the loader's batch_size"),
+        ({"dataset": Numbers(10 + rank)}, "differ in the loader's samples_in_dataset: 10 on rank 0, 11 on rank 1"),
+    ):
+        with pytest.raises(AgreementError, match=message):
+            ShardedDataLoader.of(model, **{"dataset": Numbers(10), **arguments})
+    with pytest.raises(AgreementError if rank else NotSupportedError, match="only its own code can divide"):
+        ShardedDataLoader.of(model, Numbers(10) if rank else Stream())
 
 
-def test_process_groups(pool):
-    pool.run(groups, world=4)
+def test_ranks_that_would_see_other_samples(pool):
+    pool.run(differing, world=2)
 
 
-def test_one_rank_alone_has_no_groups():
-    former = ShardFormer(ShardConfig())
-    manager = former.init_distributed()
-    assert (manager.mesh, manager.size("tp"), manager.rank("dp"), manager.axes) == (None, 1, 0, ())
-    with pytest.raises(ConfigError, match="this process runs alone; start it with torchrun"):
-        manager.get("tp")
-    assert _values(former.shard_dataset(Numbers(3))) == [[0], [1], [2]]
+def unknown():
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        model = shardcore.shard(build(), policy=TinyPolicy, tensor_parallel_process_group=pair)
+        with pytest.raises(ConfigError, match=r"the 4 ranks are not all on this mesh \(2\), and nothing says which"):
+            ShardedDataLoader.of(model, Numbers())
+    with pytest.raises(ConfigError, match=r"the 4 ranks are not all on this mesh \(1\)"):
+        ShardedDataLoader.of(None, Numbers())
+
+
+def test_replicas_that_nobody_knows(pool):
+    pool.run(unknown, world=4)
+
+
+def test_a_loader_of_one_rank():
+    model = build()
+    with pytest.raises(ConfigError, match="got a TinyLM that was not sharded"):
+        ShardedDataLoader.of(model, Numbers())
+    model = shardcore.shard(model, policy=TinyPolicy)
     options = {"batch_size": 3, "shuffle": True, "seed": 3, "drop_last": True, "collate_fn": tuple}
-    assert list(former.shard_dataset(Numbers(), **options)) == list(ShardedDataLoader(Numbers(), **options))
+    for place in (model, None):
+        assert list(ShardedDataLoader.of(place, Numbers(), **options)) == list(ShardedDataLoader(Numbers(), **options))
     assert shardcore.ShardedDataLoader is ShardedDataLoader
 
 
@@ -291,17 +277,3 @@ def test_nothing_and_less_than_a_batch():
     batches = iter(single)
     assert [next(batches), next(batches)] == [0, 2]
     assert single.state_dict()["samples"] == 4
-
-
-def asked_before_the_start():
-    former = ShardFormer(ShardConfig(tensor_parallel_size=1))
-    with mock.patch.object(dist, "is_initialized", return_value=False):
-        assert former.init_distributed().size("dp") == 1
-    assert former.shard_dataset(Numbers()).sampler.num_replicas == 2
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    with pytest.raises(ConfigError, match="the mesh has no axis 'dp'; its axes are tp"):
-        ShardFormer(ShardConfig(device_mesh=mesh)).init_distributed().get("dp")
-
-
-def test_a_former_that_was_asked_before_the_process_group_was_started(pool):
-    pool.run(asked_before_the_start, world=2)

@@ -16,9 +16,8 @@ from needs import PIPELINES
 from tiny import TinyLM, TinyPolicy, batch, build
 from torch.utils.data import DataLoader
 
-from shardcore import PipelineGradientCheckpointConfig, ShardFormer
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError, PlanError
-from shardcore_shardformer import Booster, HybridParallelPlugin
+from shardcore_shardformer import Booster, HybridParallelPlugin, PipelineGradientCheckpointConfig, ShardFormer
 
 
 def made(model: Any) -> tuple[torch.optim.Optimizer, Any]:

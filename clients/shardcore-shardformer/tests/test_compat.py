@@ -52,7 +52,7 @@ IMPORTS = """
 import torch
 from typing import Any, Callable, Dict, List
 import shardcore as colossalai
-from shardcore import ShardFormer, Policy, ParallelModule, ModelSharder
+from shardcore_shardformer import ShardFormer, Policy, ParallelModule, ModelSharder
 from shardcore_shardformer import ModulePolicyDescription, ShardConfig, SubModuleReplacementDescription
 from shardcore_shardformer import Linear1D_Col, Linear1D_Row
 """
@@ -156,7 +156,7 @@ def without_the_booster():
     native = _model()
 
     # `optimize(model)` looks for a pack; here a policy is put into the place of what is installed.
-    class WithPolicy(shardcore.ShardFormer):
+    class WithPolicy(compat.ShardFormer):
         def optimize(self, model, policy=_run(WRITE_YOUR_OWN).MyPolicy):  # noqa: B008
             return super().optimize(model, policy)
 

@@ -23,6 +23,26 @@ def test_two_names_are_one_value():
     assert ShardConfig(gather_output=False) == ShardConfig(parallel_output=True)
 
 
+def test_a_size_of_one_has_a_second_name():
+    config = ShardConfig(enable_tensor_parallelism=False)
+    assert (config, config.enable_tensor_parallelism) == (ShardConfig(tensor_parallel_size=1), False)
+    assert config.resolve(4).data_parallel_size == 4
+    assert ShardConfig(enable_tensor_parallelism=True, tensor_parallel_size=2).enable_tensor_parallelism is True
+    for fields, message in (
+        ({"enable_tensor_parallelism": "yes"}, "must be True or False, got 'yes'"),
+        ({"enable_tensor_parallelism": False, "tensor_parallel_size": 2}, "=False contradicts tensor_parallel_size=2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ShardConfig(**fields)
+
+
+def test_a_mode_without_its_switch_says_nothing():
+    fields = {"sequence_parallelism_mode": "split_gather"}
+    assert ShardConfig(enable_sequence_parallelism=True, **fields) == ShardConfig(enable_sequence_parallelism=True)
+    with pytest.raises(ConfigError, match="without enable_sequence_parallelism=True says nothing; give both"):
+        ShardConfig(**fields)
+
+
 def test_second_names_do_not_get_in_the_way():
     config = ShardConfig(use_flash_attention="auto", tensor_parallel_size=2)
     assert dataclasses.replace(config, tensor_parallel_size=4).use_flash_attention == "auto"
@@ -60,6 +80,7 @@ def test_contradictions(fields, message):
         ("enable_sequence_overlap", False, True),
         ("fp8_communication", False, True),
         ("make_vocab_size_divisible_by", None, 64),
+        ("sequence_parallelism_mode", None, "ring"),
     ],
 )
 def test_fields_that_are_not_there(field, nothing, something):

@@ -44,19 +44,26 @@ def test_replicas_of_a_job_that_has_not_begun(monkeypatch):
 
 
 def test_every_setting_of_a_configuration_can_be_given():
-    names = {field.name for field in dataclasses.fields(HybridParallelPlugin)}
-    otherwise = {
-        "tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size",
-        "expert_parallel_size": "ep_size", "dp_replicate_size": "zero_stage", "dp_shard_size": "zero_stage",
-        "pipeline_schedule": "pp_style",
-    }  # fmt: skip
     # Who shares a model is said by sizes, and what only calls without a backward need is no training.
     left = {
-        "enable_tensor_parallelism", "tensor_parallel_process_group", "device_mesh",
-        "pipeline_stage_manager", "inference_only",
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size",
+        "dp_replicate_size", "dp_shard_size", "pipeline_schedule", "tensor_parallel_process_group", "device_mesh",
+        "inference_only",
     }  # fmt: skip
     for field in dataclasses.fields(ShardConfig):
-        assert otherwise.get(field.name, field.name) in names or field.name in left, field.name
+        value = {} if field.name == "extra_kwargs" else field.default
+        if field.name in left:
+            with pytest.raises(ConfigError, match=rf"HybridParallelPlugin\({field.name}=\) is not said here"):
+                HybridParallelPlugin(**{field.name: value})
+        else:
+            assert HybridParallelPlugin(**{field.name: value}).config() == HybridParallelPlugin().config()
+    with pytest.raises(ConfigError, match=r"unknown configuration field 'parallel_ouput'\. Did you mean"):
+        HybridParallelPlugin(parallel_ouput=True)
     plugin = HybridParallelPlugin(parallel_output=True, loss_chunk_size=8, sequence_keep_gathered=False)
     assert (plugin.config().loss_chunk_size, plugin.config().sequence_keep_gathered) == (8, False)
+    assert (
+        dataclasses.replace(plugin, zero_stage=1).config()
+        != plugin.config()
+        == HybridParallelPlugin(gather_output=False, loss_chunk_size=8, sequence_keep_gathered=False).config()
+    )
     assert dict(HybridParallelPlugin(extra_kwargs={"a": 1}).config().extra_kwargs) == {"a": 1}

@@ -10,17 +10,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardcore.api import ShardFormer, shard
+    from shardcore.api import shard
     from shardcore.apply.launch import launch_from_torch
     from shardcore.apply.sharder import ModelSharder
     from shardcore.checkpoint import Loaded, latest, load_checkpoint, save_checkpoint, wait_for_checkpoint
     from shardcore.compile import compile_plan
-    from shardcore.config import (
-        GradientCheckpointConfig,
-        PipelineGradientCheckpointConfig,
-        PipelineStageManager,
-        ShardConfig,
-    )
+    from shardcore.config import GradientCheckpointConfig, ShardConfig
     from shardcore.data import ShardedDataLoader
     from shardcore.errors import (
         AgreementError,
@@ -46,7 +41,7 @@ if TYPE_CHECKING:
     )
     from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
     from shardcore.initialization import initialize, on_meta
-    from shardcore.mesh import ProcessGroupManager, ShardContext
+    from shardcore.mesh import ShardContext
     from shardcore.nn import ParallelModule, reduce_partial_gradients
     from shardcore.pipeline.norms import grad_norm
     from shardcore.plan import ShardPlan, Stages
@@ -80,18 +75,14 @@ __all__ = [
     "ParallelModule",
     "ParallelModuleSpec",
     "PartlyShardedError",
-    "PipelineGradientCheckpointConfig",
-    "PipelineStageManager",
     "PlanError",
     "Policy",
     "PolicySpec",
     "Preemption",
-    "ProcessGroupManager",
     "Registry",
     "RegistryError",
     "ShardConfig",
     "ShardContext",
-    "ShardFormer",
     "ShardPlan",
     "ShardcoreDeprecationWarning",
     "ShardcoreError",
@@ -140,18 +131,14 @@ _HOME = {
     "ParallelModule": "shardcore.nn",
     "ParallelModuleSpec": "shardcore.hooks",
     "PartlyShardedError": "shardcore.errors",
-    "PipelineGradientCheckpointConfig": "shardcore.config",
-    "PipelineStageManager": "shardcore.config",
     "PlanError": "shardcore.errors",
     "Policy": "shardcore.policy",
     "PolicySpec": "shardcore.hooks",
     "Preemption": "shardcore.preemption",
-    "ProcessGroupManager": "shardcore.mesh",
     "Registry": "shardcore.plugins.registry",
     "RegistryError": "shardcore.errors",
     "ShardConfig": "shardcore.config",
     "ShardContext": "shardcore.mesh",
-    "ShardFormer": "shardcore.api",
     "ShardPlan": "shardcore.plan",
     "ShardcoreDeprecationWarning": "shardcore.errors",
     "ShardcoreError": "shardcore.errors",

@@ -1,4 +1,4 @@
-"""What users call: `shard`, and `ShardFormer` for those who know it from ColossalAI."""
+"""What users call: `shard`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from shardcore.agree.agreement import Report, agree
-from shardcore.apply.launch import start_process_group, world_size
+from shardcore.apply.launch import start_process_group
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
 from shardcore.clients import Attaching, attached_to
 from shardcore.config import ShardConfig
-from shardcore.data import ShardedDataLoader
 from shardcore.errors import ConfigError
 from shardcore.fsdp.optimizers import held_elsewhere, warn_of_stale_optimizers
 from shardcore.fsdp.phase import Fsdp, Wrap
 from shardcore.inferred import Inference, inferred
 from shardcore.mesh import group_of
-from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.pipeline.making import Pipelining, Stepping
 from shardcore.plan.phases import ModelPhase
 from shardcore.policy import Policy
@@ -33,7 +29,7 @@ from shardcore.weights.loading import Filling
 from shardcore.weights.reading import Reading
 from shardcore.weights.weights import Place, Weights
 
-__all__ = ["ShardFormer", "failing_together", "shard", "shard_new"]
+__all__ = ["failing_together", "shard", "shard_new"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -175,130 +171,3 @@ def _tell_others(error: BaseException, config: object, fields: Mapping[str, Any]
     elif isinstance(place, ProcessGroup | None):
         agree(Report.of_error(error), error, group=place)
     # Who would answer cannot be known from a place that is neither a mesh nor a group.
-
-
-class ShardFormer:
-    """Shards models, and divides datasets, by one configuration.
-
-    ```python
-    former = ShardFormer(shard_config=ShardConfig(tensor_parallel_size=2))
-    former.init_distributed()
-    model = former.shard_model(model)
-    loader = former.shard_dataset(dataset, batch_size=8)
-    ```
-
-    `shard` does the same for one model in one line. After Shardformer's ``ShardFormer`` (ColossalAI).
-
-    Args:
-        shard_config: the configuration.
-
-    Attributes:
-        shard_config: the configuration.
-        pg_manager: the process groups; None before `init_distributed`.
-    """
-
-    def __init__(self, shard_config: ShardConfig) -> None:
-        self.shard_config = ShardConfig.of(shard_config)
-        self.pg_manager: ProcessGroupManager | None = None
-
-    def init_distributed(self) -> ProcessGroupManager:
-        """Start the default process group if there is none, and make the groups of the configuration's mesh.
-
-        Every rank calls it; a second call returns what the first one made.
-
-        Raises:
-            ConfigError: the sizes do not fit the number of ranks, or ranks are missing altogether.
-        """
-        # One rank alone may have been asked before the process group was started.
-        if self.pg_manager is None or (self.pg_manager.mesh is None and dist.is_initialized()):
-            config = self.shard_config
-            start_process_group(config)
-            mesh = config.resolve(world_size(config)).mesh() if dist.is_initialized() else None
-            self.pg_manager = ProcessGroupManager(mesh)
-        return self.pg_manager
-
-    def shard_model(
-        self, model: Model, policy: Policy | type[Policy] | None = None, *, optimizer: Optimizer | None = None
-    ) -> Model:
-        """Shard ``model`` in place and return it: `shard` by this configuration.
-
-        Args:
-            model: the unsharded model.
-            policy: a policy or its class, used instead of looking for one among the installed packs.
-            optimizer: an optimizer made before this call; its parameter groups are re-pointed in place.
-
-        Raises:
-            ShardcoreError: what `shard` raises.
-        """
-        mesh = self.init_distributed().mesh
-        config = self.shard_config
-        if mesh is not None and config.tensor_parallel_process_group is None:
-            config = ShardConfig.of(config, device_mesh=mesh)
-        return shard(model, config, policy=policy, optimizer=optimizer)
-
-    def optimize(
-        self, model: Model, policy: Policy | type[Policy] | None = None
-    ) -> tuple[Model, list[dict[int, nn.Parameter]]]:
-        """Shard ``model`` and return it with an empty list, where Shardformer has what pipeline stages share.
-
-        Nobody has to care for those parameters: a training step of the pipeline keeps them equal.
-
-        Raises:
-            ShardcoreError: what `shard` raises.
-        """
-        return self.shard_model(model, policy), []
-
-    def shard_dataset(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int = 1,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        **options: Any,
-    ) -> ShardedDataLoader[Any]:
-        """Return a loader over this replica's part of ``dataset``; see `shardcore.data.ShardedDataLoader`.
-
-        Args:
-            dataset: a map-style dataset.
-            batch_size: samples of one batch on one replica.
-            shuffle: draw a new order in every epoch.
-            seed: of the order and of the dataset's randomness; the same on all ranks.
-            drop_last: leave out samples that do not fill a batch on all replicas.
-            **options: of `torch.utils.data.DataLoader`.
-
-        Every rank calls it with the same arguments; this is checked.
-
-        Raises:
-            AgreementError: the ranks' arguments or numbers of samples differ.
-            ConfigError: the configuration has a tensor-parallel process group that does not hold all ranks, so that
-                nobody knows which ranks are replicas.
-            NotSupportedError: the dataset is an `IterableDataset`.
-        """
-        groups = self.init_distributed()
-        self._require_known_replicas()
-        loader = ShardedDataLoader(
-            dataset,
-            replicas=groups.size("dp"),
-            replica=groups.rank("dp"),
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            **options,
-        )
-        # Ranks with another seed or dataset would see other samples, in silence.
-        items = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "batch_size": batch_size}
-        told = [(f"shard_dataset({name}=)", str(value)) for name, value in items.items()]
-        agree(Report(items=(*told, ("the number of samples", str(len(dataset))))), group=self.shard_config.group())  # type: ignore[arg-type]  # map-style
-        return loader
-
-    def _require_known_replicas(self) -> None:
-        group = self.shard_config.tensor_parallel_process_group
-        if group is not None and group.size() < dist.get_world_size():
-            raise ConfigError(
-                f"the {dist.get_world_size()} ranks are not all in tensor_parallel_process_group ({group.size()}), and "
-                "nothing says which of them are replicas; give ShardConfig a device_mesh with an axis 'dp_shard' or "
-                "'dp_replicate'"
-            )

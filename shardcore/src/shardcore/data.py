@@ -6,14 +6,19 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from shardcore.agree.agreement import Report, agree
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.mesh import Sizes, context_of, group_of, is_alone, replica_on, unwrapped
 
 __all__ = ["ShardedDataLoader"]
 
@@ -85,7 +90,7 @@ class ShardedDataLoader(DataLoader[Item]):
             )
         for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
             raise ConfigError(
-                f"shard_dataset makes the {name} itself, from shuffle= and seed=; leave it out, or make a "
+                f"ShardedDataLoader makes the {name} itself, from shuffle= and seed=; leave it out, or make a "
                 "torch.utils.data.DataLoader with a sampler of your own"
             )
         sampler: _Sampler[Item] = _Sampler(
@@ -102,6 +107,37 @@ class ShardedDataLoader(DataLoader[Item]):
             generator=torch.Generator(),
             **options,
         )
+
+    @classmethod
+    def of(cls, place: nn.Module | DeviceMesh | None, dataset: Dataset[Item], **options: Any) -> Self:
+        """Return a loader for the replica that this rank belongs to; every rank calls it with the same arguments.
+
+        ```python
+        model = shardcore.shard(model, tp=2, dp=2)
+        loader = shardcore.ShardedDataLoader.of(model, dataset, batch_size=8, shuffle=True)
+        ```
+
+        Args:
+            place: a sharded model, or a mesh; None for one rank alone.
+            dataset: a map-style dataset.
+            **options: further arguments of the class.
+
+        Raises:
+            AgreementError: the ranks' arguments or numbers of samples differ: they would see other samples.
+            ConfigError: the model was not sharded, or only on some of the ranks, so that nobody knows its replicas.
+            NotSupportedError: the dataset is an `IterableDataset`.
+        """
+        mesh = _mesh_of(place)
+        replicas, replica = (1, 0) if mesh is None else (Sizes.of(mesh).replicas, replica_on(mesh))
+        failure: BaseException | None = None
+        try:
+            loader = cls(dataset, replicas=replicas, replica=replica, **options)
+            settings = {**loader._settings(), "batch_size": loader.batch_size}
+            own = Report(items=tuple((f"the loader's {name}", str(value)) for name, value in settings.items()))
+        except BaseException as error:  # what ends this process too: the other ranks wait for a report
+            failure, own = error, Report.of_error(error)
+        agree(own, failure, group=None if mesh is None else group_of(mesh))
+        return loader
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class
         """Go through the rest of the epoch, or through a whole one."""
@@ -191,3 +227,22 @@ class ShardedDataLoader(DataLoader[Item]):
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
+
+
+def _mesh_of(place: nn.Module | DeviceMesh | None) -> DeviceMesh | None:
+    """Return the mesh of a sharded model, or the one that was given, if it knows all replicas; None on one rank."""
+    mesh = None if isinstance(place, nn.Module) else place
+    if isinstance(place, nn.Module):
+        model = unwrapped(place)
+        if (context := context_of(model)) is None and not is_alone(model):
+            raise ConfigError(
+                f"ShardedDataLoader.of got a {type(model).__name__} that was not sharded; call shardcore.shard() first"
+            )
+        mesh = None if context is None else context.mesh
+    ranks, world = 1 if mesh is None else mesh.size(), dist.get_world_size() if dist.is_initialized() else 1
+    if ranks < world and (mesh is None or Sizes.of(mesh).replicas == 1):
+        raise ConfigError(
+            f"the {world} ranks are not all on this mesh ({ranks}), and nothing says which of them are replicas; give "
+            "ShardConfig a device_mesh with an axis 'dp_shard' or 'dp_replicate'"
+        )
+    return mesh

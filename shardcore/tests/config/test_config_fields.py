@@ -15,12 +15,8 @@ from shardcore.errors import ConfigError
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"sequence_parallelism_mode": "ring"},
-            "sequence_parallelism_mode must be one of None, 'split_gather', got 'ring'",
-        ),
+        ({"partial_gradients": "ring"}, "partial_gradients must be one of 'in_backward', 'deferred', got 'ring'"),
         ({"inference_only": 1}, "inference_only must be True or False, got 1"),
-        ({"enable_tensor_parallelism": "yes"}, "enable_tensor_parallelism must be True or False, got 'yes'"),
         ({"enable_flash_attention": "on"}, "enable_flash_attention must be True, False, 'auto' or None, got 'on'"),
         ({"enable_jit_fused": 0}, "enable_jit_fused must be True, False, 'auto' or None, got 0"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be a positive integer or None, got 0"),
@@ -53,17 +49,6 @@ def test_values_of_the_wrong_kind(fields, message):
             ),
         ),
         (
-            {"sequence_parallelism_mode": "split_gather"},
-            (
-                "ShardConfig.sequence_parallelism_mode='split_gather' without enable_sequence_parallelism=True says "
-                "nothing; give both or neither"
-            ),
-        ),
-        (
-            {"enable_tensor_parallelism": False, "tensor_parallel_size": 2},
-            "ShardConfig.enable_tensor_parallelism=False contradicts tensor_parallel_size=2; leave the size None",
-        ),
-        (
             {"inference_only": True, "gradient_checkpoint_config": GradientCheckpointConfig(num_ckpt_layers=1)},
             (
                 "ShardConfig.gradient_checkpoint_config contradicts inference_only=True: without a backward there is "
@@ -76,10 +61,6 @@ def test_contradictions(fields, message):
     with pytest.raises(ConfigError) as caught:
         ShardConfig(**fields)
     assert str(caught.value) == message
-
-
-def test_tensor_parallelism_can_be_switched_off():
-    assert ShardConfig(enable_tensor_parallelism=False).resolve(4).data_parallel_size == 4
 
 
 def test_all_optimization_asks_for_what_is_possible():
@@ -103,10 +84,10 @@ def test_every_field_is_documented():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "wants gradient_checkpointing_ratio or num_ckpt_layers, one of them; got None and None"),
+        ({}, "num_ckpt_layers or num_ckpt_layers_per_stage, one of them; got None, None and None"),
         (
             {"gradient_checkpointing_ratio": 0.5, "num_ckpt_layers": 1},
-            "wants gradient_checkpointing_ratio or num_ckpt_layers, one of them; got 0.5 and 1",
+            "num_ckpt_layers or num_ckpt_layers_per_stage, one of them; got 0.5, 1 and None",
         ),
         (
             {"gradient_checkpointing_ratio": 1.5},
@@ -118,6 +99,10 @@ def test_every_field_is_documented():
         ),
         ({"num_ckpt_layers": -1}, "num_ckpt_layers must be an integer of at least 0, got -1"),
         ({"num_ckpt_layers": 1.0}, "num_ckpt_layers must be an integer of at least 0, got 1.0"),
+        ({"num_ckpt_layers": 1, "num_ckpt_layers_per_stage": [1]}, "one of them; got None, 1 and [1]"),
+        ({"num_ckpt_layers_per_stage": [1, -1]}, "integers of at least 0"),
+        ({"num_ckpt_layers_per_stage": [0.5]}, "integers of at least 0"),
+        ({"num_ckpt_layers_per_stage": "12"}, "integers of at least 0"),
     ],
 )
 def test_checkpointing_that_cannot_be(fields, message):
@@ -142,6 +127,14 @@ def test_checkpointing_that_cannot_be(fields, message):
 )
 def test_how_many_blocks_are_recomputed(fields, total, blocks):
     assert GradientCheckpointConfig(**fields).blocks(total) == blocks
+
+
+def test_blocks_of_each_stage():
+    config = GradientCheckpointConfig(num_ckpt_layers_per_stage=[2, 0])
+    assert config.of_stages([2, 1]) == (2, 0)
+    for held in ([1, 1], [2, 1, 1]):
+        with pytest.raises(ConfigError, match=r"num_ckpt_layers_per_stage is \(2, 0\), but the stages have"):
+            config.of_stages(held)
 
 
 def test_more_blocks_than_there_are():

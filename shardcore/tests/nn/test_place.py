@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardcore
-from shardcore.api import ShardFormer
 from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.mesh import context_of
@@ -104,12 +103,6 @@ def on_the_commonest_mesh():
     config = ShardConfig(device_mesh=mesh).resolve(4)
     assert (config.tensor_parallel_size, config.dp_shard_size, config.dp_replicate_size) == (2, 2, 1)
     assert config.data_parallel_size == 2
-    groups = ShardFormer(ShardConfig(device_mesh=mesh)).init_distributed()
-    for axis in ("dp", "dp_shard"):
-        assert groups.get(axis) is mesh.get_group("dp")
-        assert (groups.size(axis), groups.rank(axis)) == (2, mesh.get_local_rank("dp"))
-    with pytest.raises(ConfigError, match="the mesh has no axis 'dp_replicate'; its axes are dp, tp"):
-        groups.get("dp_replicate")
     twice = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "dp_shard", "tp"))
     with pytest.raises(ConfigError, match=r"has the axes \('dp', 'dp_shard', 'tp'\); wanted"):
         ShardConfig(device_mesh=twice)
@@ -153,7 +146,6 @@ def contradictions():
             "data_parallel_size is 2, but tensor_parallel_process_group says 1; leave the size None",
         ),
         ({"device_mesh": mesh, "tensor_parallel_process_group": pair}, "both say which ranks are tensor-parallel"),
-        ({"device_mesh": mesh, "enable_tensor_parallelism": False}, "=False contradicts device_mesh; leave it None"),
         (
             {"device_mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))},
             r"device_mesh has the axes \('dp',\); wanted 'tp' and, before it.*leave it out, and say tp= and dp=",
@@ -172,9 +164,6 @@ def contradictions():
     deep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     with pytest.raises(ConfigError, match="has 2 ranks on an axis 'ep'; give a mesh without it"):
         ShardConfig(device_mesh=deep)
-    former = ShardFormer(ShardConfig(tensor_parallel_process_group=pair))
-    with pytest.raises(ConfigError, match=r"the 4 ranks are not all in tensor_parallel_process_group \(2\)"):
-        former.shard_dataset([1, 2, 3])
     outside = dist.new_group([0])
     if dist.get_rank():
         with pytest.raises(ConfigError, match="must be a process group that this rank belongs to, or None"):
@@ -183,25 +172,6 @@ def contradictions():
 
 def test_contradictions_with_a_mesh_or_a_group(pool):
     pool.run(contradictions, world=4)
-
-
-def former_on_its_mesh():
-    reference = build()
-    former = ShardFormer(shard_config=ShardConfig(tensor_parallel_size=2, data_parallel_size=2))
-    manager = former.init_distributed()
-    sharded, shared = former.optimize(copy.deepcopy(reference), TinyPolicy)
-    assert shared == []
-    context = context_of(sharded)
-    assert context.mesh is manager.mesh
-    ids = batch(0, rows=4)
-    own = ids[2 * context.replica : 2 * context.replica + 2]
-    reference(ids, labels=ids.roll(1, 1)).backward()
-    sharded(own, labels=own.roll(1, 1)).backward()
-    assert_same_gradients(reference, sharded)
-
-
-def test_a_former_shards_on_the_mesh_it_made(pool):
-    pool.run(former_on_its_mesh, world=4)
 
 
 def error_in_a_configuration():

@@ -11,14 +11,9 @@ from __future__ import annotations
 from typing import NoReturn
 
 import shardcore
-from shardcore.api import ShardFormer
 from shardcore.apply.launch import launch_from_torch
 from shardcore.apply.sharder import ModelSharder
-from shardcore.config import (
-    GradientCheckpointConfig,
-    PipelineGradientCheckpointConfig,
-    PipelineStageManager,
-)
+from shardcore.config import GradientCheckpointConfig
 from shardcore.errors import NotSupportedError
 from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelModule, RowLinear, VocabEmbedding
 from shardcore.policy import Policy
@@ -26,8 +21,11 @@ from shardcore_shardformer.booster import Boosted, Booster
 from shardcore_shardformer.config import ShardConfig
 from shardcore_shardformer.descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardcore_shardformer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
+from shardcore_shardformer.former import ShardFormer
+from shardcore_shardformer.groups import ProcessGroupManager
 from shardcore_shardformer.losses import cross_entropy_1d, dist_log_prob_1d
 from shardcore_shardformer.plugin import HybridParallelPlugin
+from shardcore_shardformer.stage_manager import PipelineStageManager
 
 __all__ = [
     "Boosted",
@@ -45,6 +43,7 @@ __all__ = [
     "PipelineGradientCheckpointConfig",
     "PipelineStageManager",
     "Policy",
+    "ProcessGroupManager",
     "Shard",
     "ShardConfig",
     "ShardFormer",
@@ -56,6 +55,8 @@ __all__ = [
     "launch_from_torch",
 ]
 
+#: One class says how many blocks are recomputed, of all or of each stage.
+PipelineGradientCheckpointConfig = GradientCheckpointConfig
 Linear1D_Col = ColumnLinear
 Linear1D_Row = RowLinear
 FusedLinear1D_Col = FusedColumnLinear

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,10 @@ import shardcore
 from shardcore.config import shard_config
 from shardcore.config.shard_config import Switch
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.mesh import axis_name
+from shardcore_shardformer.stage_manager import PipelineStageManager
 
-__all__ = ["ShardConfig"]
+__all__ = ["ShardConfig", "first_names"]
 
 
 def _same(value: Any) -> Any:
@@ -21,23 +24,40 @@ def _opposite(value: Any) -> Any:
     return not value if isinstance(value, bool) else value
 
 
-# Second name -> (field, how one value follows from the other).
-_SECOND_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "gather_output": ("parallel_output", _opposite),
-    "use_flash_attention": ("enable_flash_attention", _same),
-}
+def _one_if_off(value: Any) -> int | None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"ShardConfig.enable_tensor_parallelism must be True or False, got {value!r}")
+    return None if value else 1
+
+
+def _managed(value: Any) -> PipelineStageManager:
+    if not isinstance(value, PipelineStageManager):
+        raise ConfigError(f"ShardConfig.pipeline_stage_manager must be a PipelineStageManager or None, got {value!r}")
+    return value
+
+
+# (Second name, field, how its value follows from that of the second name: None leaves it alone.)
+_SECOND_NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("gather_output", "parallel_output", _opposite),
+    ("use_flash_attention", "enable_flash_attention", _same),
+    ("enable_tensor_parallelism", "tensor_parallel_size", _one_if_off),
+    ("pipeline_stage_manager", "device_mesh", lambda manager: _managed(manager).device_mesh),
+    ("pipeline_stage_manager", "pipeline_bounds", lambda manager: _managed(manager).bounds),
+)
 # Field that is not there -> (its values that ask for nothing, what to do instead).
 _NOT_THERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_mode": (("1d",), "use '1d'"),
     "enable_sequence_overlap": ((False,), "leave it False"),
     "fp8_communication": ((False,), "leave it False"),
     "make_vocab_size_divisible_by": ((None,), "leave it None: a vocabulary of any size is split unevenly"),
+    "sequence_parallelism_mode": ((None, "split_gather"), "use 'split_gather'"),
 }
 
 
 class ShardConfig(shard_config.ShardConfig):
-    """`shardcore.ShardConfig` by Shardformer's names too: ``gather_output`` and ``use_flash_attention``.
+    """`shardcore.ShardConfig` by Shardformer's names too.
 
+    These are ``gather_output``, ``use_flash_attention``, ``enable_tensor_parallelism`` and ``pipeline_stage_manager``.
     Fields of Shardformer's that shardcore lacks are accepted with the values that ask for nothing.
 
     Raises:
@@ -48,7 +68,7 @@ class ShardConfig(shard_config.ShardConfig):
     __slots__ = ()
 
     def __init__(self, **fields: Any) -> None:
-        super().__init__(**_first_names(fields))
+        super().__init__(**first_names(fields))
 
     @property
     def gather_output(self) -> bool:
@@ -60,20 +80,44 @@ class ShardConfig(shard_config.ShardConfig):
         """Another name for ``enable_flash_attention``."""
         return self.enable_flash_attention
 
+    @property
+    def enable_tensor_parallelism(self) -> bool:
+        """False says the same as ``tensor_parallel_size=1``."""
+        return self.tensor_parallel_size != 1
 
-def _first_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` by the names that shardcore has; None under a second name leaves the field alone."""
-    first = {name: value for name, value in fields.items() if name not in {*_SECOND_NAMES, *_NOT_THERE}}
+    @property
+    def pipeline_stage_manager(self) -> PipelineStageManager | None:
+        """Where this rank is on the axis ``pp`` of ``device_mesh``; None where it has none."""
+        mesh, bounds = self.device_mesh, self.pipeline_bounds
+        if mesh is None or axis_name(mesh, "pp") is None:
+            return None
+        return PipelineStageManager(mesh, bounds and [end - begin for begin, end in itertools.pairwise(bounds)])
+
+
+def first_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``fields`` by the names that shardcore has; None under a second name leaves the field alone.
+
+    Raises:
+        ConfigError: one setting is given two values by its two names.
+        NotSupportedError: a field that shardcore lacks asks for something; says what to do instead.
+    """
+    second = {name for name, _, _ in _SECOND_NAMES}
+    first = {name: value for name, value in fields.items() if name not in {*second, *_NOT_THERE}}
     for name, (nothing, instead) in _NOT_THERE.items():
         if name in fields and fields[name] not in nothing:
             version = shardcore.__version__
             raise NotSupportedError(f"ShardConfig.{name}={fields[name]!r} is not in shardcore {version}; {instead}")
-    for name, (target, other) in _SECOND_NAMES.items():
-        if (value := fields.get(name)) is None:
+    if fields.get("sequence_parallelism_mode") is not None and not fields.get("enable_sequence_parallelism"):
+        raise ConfigError(
+            f"ShardConfig.sequence_parallelism_mode={fields['sequence_parallelism_mode']!r} without "
+            "enable_sequence_parallelism=True says nothing; give both or neither"
+        )
+    for name, target, other in _SECOND_NAMES:
+        if (value := fields.get(name)) is None or (meant := other(value)) is None:
             continue
-        if target in first and first[target] is not None and first[target] != other(value):
+        if target in first and first[target] is not None and first[target] != meant:
             raise ConfigError(
                 f"ShardConfig.{name}={value!r} contradicts {target}={first[target]!r}: they are one setting; give one"
             )
-        first[target] = other(value)
+        first[target] = meant
     return first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,30 +12,29 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardcore._env import torchrun
-from shardcore.config import GradientCheckpointConfig, ShardConfig
-from shardcore.config.pipelining import SPLIT_SCHEDULES
+from shardcore.config.pipelining import PIPELINE_FIELDS, SPLIT_SCHEDULES
+from shardcore.config.rules import SIZES
+from shardcore.config.shard_config import SHORT_NAMES
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.policy import Policy
+from shardcore_shardformer.config import ShardConfig, first_names
 
 __all__ = ["HybridParallelPlugin"]
 
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: Switches of `ShardConfig` that have the same name here.
-_SWITCHES = (
-    "enable_flash_attention",
-    "enable_fused_normalization",
-    "enable_jit_fused",
-    "enable_sequence_parallelism",
-    "sequence_parallelism_mode",
-    "enable_all_optimization",
-    "parallel_output",
-    "loss_chunk_size",
-    "sequence_keep_gathered",
-    "extra_kwargs",
-    "partial_gradients",
-    "check_inputs_every",
-)
+#: Fields of `ShardConfig` that say who shares a model, or are of no use in a training.
+_NOT_HERE = {
+    *SIZES,
+    *SHORT_NAMES,
+    "device_mesh",
+    "enable_tensor_parallelism",
+    "expert_parallel_size",
+    "inference_only",
+    "pipeline_schedule",
+    "pipeline_stage_manager",
+    "tensor_parallel_process_group",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +65,9 @@ class HybridParallelPlugin:
         num_microbatches: micro-batches of a batch.
         microbatch_size: rows of each, in place of their number.
         pp_style: the schedule, as `ShardConfig.pipeline_schedule` has it.
-        num_model_chunks: stages of each rank.
-        pipeline_bounds: where stages begin, as `ShardConfig.pipeline_bounds`.
-        gradient_checkpoint_config: which blocks are recomputed.
         custom_policy: a policy, instead of that of an installed pack.
-        enable_flash_attention: as the field of `ShardConfig`, as all below.
-        enable_fused_normalization: the same.
-        enable_jit_fused: the same.
-        enable_sequence_parallelism: the same.
-        sequence_parallelism_mode: the same.
-        enable_all_optimization: the same.
-        parallel_output: the same.
-        loss_chunk_size: the same.
-        sequence_keep_gathered: the same.
-        extra_kwargs: the same.
-        partial_gradients: the same.
-        check_inputs_every: the same.
+        settings: all further arguments, which are fields of `shardcore_shardformer.ShardConfig`: switches such as
+            ``enable_all_optimization``, ``num_model_chunks`` and ``pipeline_bounds``, ``gradient_checkpoint_config``.
 
     Raises:
         ConfigError: arguments contradict each other.
@@ -103,24 +90,22 @@ class HybridParallelPlugin:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     pp_style: str = "1f1b"
-    num_model_chunks: int | None = None
-    pipeline_bounds: tuple[int, ...] | None = None
-    gradient_checkpoint_config: GradientCheckpointConfig | None = None
     custom_policy: Policy | type[Policy] | None = None
-    enable_flash_attention: bool | Literal["auto"] | None = None
-    enable_fused_normalization: bool | Literal["auto"] | None = None
-    enable_jit_fused: bool | Literal["auto"] | None = None
-    enable_sequence_parallelism: bool = False
-    sequence_parallelism_mode: str | None = None
-    enable_all_optimization: bool = False
-    parallel_output: bool = False
-    loss_chunk_size: int | None = None
-    sequence_keep_gathered: bool = True
-    extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    partial_gradients: Literal["in_backward", "deferred"] = "in_backward"
-    check_inputs_every: int = 100
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
+    def __init__(self, *, settings: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        own = {entry.name: entry.default for entry in dataclasses.fields(self) if entry.name != "settings"}
+        settings = {**(settings or {}), **{name: arguments.pop(name) for name in [*arguments] if name not in own}}
+        if here := sorted(_NOT_HERE & settings.keys()):
+            raise ConfigError(
+                f"HybridParallelPlugin({here[0]}=) is not said here: who shares a model follows from tp_size, pp_size, "
+                "dp_size, ep_size, zero_stage and pp_style; leave it out"
+            )
+        for name, value in {**own, **arguments, "settings": first_names(settings)}.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
         def refuse(wrong: bool, text: str, kind: type[Exception] = ConfigError) -> None:
             if wrong:
                 raise kind(f"HybridParallelPlugin({text}")
@@ -152,7 +137,7 @@ class HybridParallelPlugin:
             NotSupportedError,
         )
         refuse(
-            shared and not self.enable_sequence_parallelism,
+            shared and not self.settings.get("enable_sequence_parallelism"),
             f"sp_size={self.sp_size}) says nothing without enable_sequence_parallelism=True; give both",
         )
         for name in ("initial_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"):
@@ -169,16 +154,16 @@ class HybridParallelPlugin:
 
     def config(self) -> ShardConfig:
         """Return the configuration of `shardcore.shard`."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _SWITCHES}
-        fields["gradient_checkpoint_config"] = self.gradient_checkpoint_config
+        fields = dict(self.settings)
         if self.pp_size > 1:
-            fields |= {"pipeline_schedule": self.pp_style, "num_model_chunks": self.num_model_chunks}
+            fields |= {"pipeline_schedule": self.pp_style}
             fields |= {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
-            fields["pipeline_bounds"] = self.pipeline_bounds
+        else:
+            fields = {name: value for name, value in fields.items() if name not in PIPELINE_FIELDS}
         sizes: dict[str, Any] = {"tp": self.tp_size, "pp": self.pp_size, "dp": self.replicas, "ep": self.ep_size}
         if self.zero_stage == 0:
             sizes["dp_shard_size"] = 1  # whole replicas
-        return ShardConfig.of(ShardConfig(), **sizes, **fields)
+        return ShardConfig.of(**sizes, **fields)
 
     @property
     def division(self) -> dict[str, int | None]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.config.recomputation import GradientCheckpointConfig, PipelineGradientCheckpointConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plan import ShardPlan
 from shardcore.plugins.registry import default_registry
@@ -60,7 +60,7 @@ def planned(
 def recomputed(model: nn.Module, config: ShardConfig, lists: Iterable[str]) -> Iterator[str]:
     """Yield the names of the blocks that are recomputed in the backward."""
     switch = config.gradient_checkpoint_config
-    if isinstance(switch, PipelineGradientCheckpointConfig) and switch.num_ckpt_layers_per_stage is not None:
+    if switch is not None and switch.num_ckpt_layers_per_stage is not None:
         raise ConfigError(
             "blocks that are recomputed by the number for each stage cannot be planned; plan with a share or a number "
             "of all blocks"

@@ -12,7 +12,7 @@ from torch import nn
 from shardcore import _env
 from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
-from shardcore.config.recomputation import GradientCheckpointConfig, PipelineGradientCheckpointConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
 from shardcore.plan.choice import Choice
 from shardcore.plan.cut import Cut
@@ -140,7 +140,7 @@ def _recomputed(
     model: nn.Module, config: ShardConfig, stages: Stages | None, switch: GradientCheckpointConfig, found: Blocks
 ) -> Iterator[str]:
     """Yield the names of the blocks that are recomputed."""
-    if isinstance(switch, PipelineGradientCheckpointConfig) and switch.num_ckpt_layers_per_stage is not None:
+    if switch.num_ckpt_layers_per_stage is not None:
         cut = Cut.by(config, model, stages)
         counts = switch.of_stages([len(cut.held(stage)) for stage in range(len(cut))])
         for stage, count in enumerate(counts):

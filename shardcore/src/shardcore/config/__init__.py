@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardcore.config.recomputation import GradientCheckpointConfig, PipelineGradientCheckpointConfig
+from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.config.shard_config import ShardConfig
-from shardcore.config.stage_manager import PipelineStageManager
 
-__all__ = ["GradientCheckpointConfig", "PipelineGradientCheckpointConfig", "PipelineStageManager", "ShardConfig"]
+__all__ = ["GradientCheckpointConfig", "ShardConfig"]

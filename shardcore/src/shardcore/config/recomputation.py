@@ -7,32 +7,36 @@ from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = ["GradientCheckpointConfig", "PipelineGradientCheckpointConfig"]
+__all__ = ["GradientCheckpointConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCheckpointConfig:
     """How many blocks, from the first on, recompute their activations in the backward instead of keeping them.
 
-    After Shardformer's ``GradientCheckpointConfig`` (ColossalAI).
+    The first stages of a pipeline under a schedule such as 1f1b keep the activations of more micro-batches than the
+    last ones, so that recomputing pays there first.
 
     Attributes:
         gradient_checkpointing_ratio: the share of the blocks, from 0 to 1, rounded down to whole blocks.
-        num_ckpt_layers: the number of blocks; give this or the ratio.
+        num_ckpt_layers: the number of blocks.
+        num_ckpt_layers_per_stage: a number for each stage of a pipeline, counted from the stage's first block, in the
+            order in which a micro-batch runs through the stages.
 
     Raises:
-        ConfigError: both or neither are given, or one is out of range.
+        ConfigError: not one of the three is given, or it is out of range.
     """
 
     gradient_checkpointing_ratio: float | None = None
     num_ckpt_layers: int | None = None
+    num_ckpt_layers_per_stage: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        ratio, count = self.gradient_checkpointing_ratio, self.num_ckpt_layers
-        if (ratio is None) == (count is None):
+        ratio, count, counts = self.gradient_checkpointing_ratio, self.num_ckpt_layers, self.num_ckpt_layers_per_stage
+        if [value is None for value in (ratio, count, counts)].count(False) != 1:
             raise ConfigError(
-                "GradientCheckpointConfig wants gradient_checkpointing_ratio or num_ckpt_layers, one of them; got "
-                f"{ratio!r} and {count!r}"
+                "GradientCheckpointConfig wants gradient_checkpointing_ratio, num_ckpt_layers or "
+                f"num_ckpt_layers_per_stage, one of them; got {ratio!r}, {count!r} and {counts!r}"
             )
         if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
             raise ConfigError(
@@ -42,6 +46,12 @@ class GradientCheckpointConfig:
             raise ConfigError(
                 f"GradientCheckpointConfig.num_ckpt_layers must be an integer of at least 0, got {count!r}"
             )
+        if counts is not None:
+            if isinstance(counts, str) or any(type(count) is not int or count < 0 for count in counts):
+                raise ConfigError(
+                    f"GradientCheckpointConfig.num_ckpt_layers_per_stage must be integers of at least 0, got {counts!r}"
+                )
+            object.__setattr__(self, "num_ckpt_layers_per_stage", tuple(counts))
 
     def blocks(self, total: int) -> int:
         """Return how many of ``total`` blocks are recomputed.
@@ -58,41 +68,6 @@ class GradientCheckpointConfig:
             )
         return self.num_ckpt_layers
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
-    """How many blocks of each stage of a pipeline, from its first on, are recomputed in the backward.
-
-    The first stages of a schedule such as 1f1b keep the activations of more micro-batches than the last ones, so that
-    recomputing pays there first. After Shardformer's ``PipelineGradientCheckpointConfig`` (ColossalAI).
-
-    Attributes:
-        num_ckpt_layers_per_stage: a number for each stage, in the order in which a micro-batch runs through them; give
-            this, or the share or number of all blocks.
-
-    Raises:
-        ConfigError: not one of the three is given, or it is out of range.
-    """
-
-    num_ckpt_layers_per_stage: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        counts = self.num_ckpt_layers_per_stage
-        if counts is None:
-            GradientCheckpointConfig.__post_init__(self)
-            return
-        if self.gradient_checkpointing_ratio is not None or self.num_ckpt_layers is not None:
-            raise ConfigError(
-                "PipelineGradientCheckpointConfig wants num_ckpt_layers_per_stage, or a share or number of all blocks; "
-                "got both"
-            )
-        if isinstance(counts, str) or any(type(count) is not int or count < 0 for count in counts):
-            raise ConfigError(
-                "PipelineGradientCheckpointConfig.num_ckpt_layers_per_stage must be integers of at least 0, got "
-                f"{counts!r}"
-            )
-        object.__setattr__(self, "num_ckpt_layers_per_stage", tuple(counts))
-
     def of_stages(self, held: Sequence[int]) -> Sequence[int]:
         """Return how many blocks of each stage are recomputed.
 
@@ -105,7 +80,7 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
         counts = self.num_ckpt_layers_per_stage or ()
         if len(counts) != len(held) or any(count > blocks for count, blocks in zip(counts, held, strict=True)):
             raise ConfigError(
-                f"PipelineGradientCheckpointConfig.num_ckpt_layers_per_stage is {counts}, but the stages have "
+                f"GradientCheckpointConfig.num_ckpt_layers_per_stage is {counts}, but the stages have "
                 f"{tuple(held)} blocks"
             )
         return counts

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardcore
 from shardcore.config.pipelining import PIPELINE_FIELDS, SCHEDULE_NAMES, SPLIT_SCHEDULES
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.config.stage_manager import PipelineStageManager
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import AXES, PartialGradients, Sizes, axis_name
 
@@ -24,7 +23,6 @@ __all__ = ["SIZES", "SWITCHES", "check", "fill_in", "sizes_of_place"]
 
 # Values that a field can have at all, where that is a short list.
 _CHOICES = {
-    "sequence_parallelism_mode": (None, "split_gather"),
     "partial_gradients": get_args(PartialGradients),
     "pipeline_schedule": (None, *SCHEDULE_NAMES),
 }
@@ -32,7 +30,6 @@ _CHOICES = {
 SWITCHES = ("enable_flash_attention", "enable_fused_normalization", "enable_jit_fused")
 
 _FLAGS = (
-    "enable_tensor_parallelism",
     "inference_only",
     "parallel_output",
     "enable_sequence_parallelism",
@@ -78,11 +75,6 @@ def _check_kinds(config: ShardConfig) -> None:
         isinstance(config.gradient_checkpoint_config, GradientCheckpointConfig | None),
         "a GradientCheckpointConfig or None",
     )
-    require(
-        "pipeline_stage_manager",
-        isinstance(config.pipeline_stage_manager, PipelineStageManager | None),
-        "a PipelineStageManager or None",
-    )
     every = config.check_inputs_every
     require("check_inputs_every", type(every) is int and every >= 0, "a number of calls, or 0 for never")
     bounds = config.pipeline_bounds
@@ -106,20 +98,10 @@ def _check_contradictions(config: ShardConfig) -> None:
             f"ShardConfig.data_parallel_size {data} is not dp_replicate_size {replicate} times dp_shard_size "
             f"{shard}; leave one of the three None"
         )
-    if not config.enable_tensor_parallelism and (config.tensor_parallel_size or 1) > 1:
-        raise ConfigError(
-            f"ShardConfig.enable_tensor_parallelism=False contradicts tensor_parallel_size="
-            f"{config.tensor_parallel_size}; leave the size None"
-        )
     if config.loss_chunk_size is not None and not config.parallel_output:
         raise ConfigError(
             f"ShardConfig.loss_chunk_size={config.loss_chunk_size} without parallel_output=True: gathered logits are "
             "not computed in chunks; give both or neither"
-        )
-    if config.sequence_parallelism_mode is not None and not config.enable_sequence_parallelism:
-        raise ConfigError(
-            f"ShardConfig.sequence_parallelism_mode={config.sequence_parallelism_mode!r} without "
-            "enable_sequence_parallelism=True says nothing; give both or neither"
         )
     _check_pipeline(config)
     if config.inference_only and config.gradient_checkpoint_config is not None:
@@ -190,21 +172,12 @@ def _check_place(config: ShardConfig) -> None:
                 f"ShardConfig.device_mesh has {mesh['cp'].size()} ranks on its axis 'cp', which is not supported by "
                 f"shardcore {shardcore.__version__}; use tensor and data parallelism"
             )
-    if (manager := config.pipeline_stage_manager) is not None and (
-        mesh is not manager.device_mesh or manager.bounds not in (None, config.pipeline_bounds)
-    ):
-        raise ConfigError(
-            "ShardConfig.pipeline_stage_manager has another mesh, or other stages, than device_mesh and "
-            "pipeline_bounds say; leave these None"
-        )
     _check_experts(config)
     source = "device_mesh" if mesh is not None else "tensor_parallel_process_group"
     for name, size in sizes_of_place(config).items():
         given = getattr(config, name)
         if given is not None and given != size:
             raise ConfigError(f"ShardConfig.{name} is {given}, but {source} says {size}; leave the size None")
-    if not config.enable_tensor_parallelism and sizes_of_place(config).get("tensor_parallel_size", 1) > 1:
-        raise ConfigError(f"ShardConfig.enable_tensor_parallelism=False contradicts {source}; leave it None")
 
 
 def _check_experts(config: ShardConfig) -> None:
@@ -225,13 +198,13 @@ def _check_experts(config: ShardConfig) -> None:
 
 
 def sizes_of_place(config: ShardConfig) -> dict[str, int]:
-    """Return the sizes that the caller's mesh or process group determines, or ``enable_tensor_parallelism=False``."""
+    """Return the sizes that the caller's mesh or process group determines."""
     if (mesh := config.device_mesh) is not None:
         sizes = Sizes.of(mesh)
         return dict(zip(SIZES, (sizes.tp, sizes.replicas, sizes.dp_replicate, sizes.dp_shard, sizes.pp), strict=True))
     if (group := config.tensor_parallel_process_group) is not None:
         return dict(zip(SIZES, (group.size(), 1, 1, 1, 1), strict=True))
-    return {} if config.enable_tensor_parallelism else {"tensor_parallel_size": 1}
+    return {}
 
 
 def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 1) -> dict[str, int]:

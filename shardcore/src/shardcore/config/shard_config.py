@@ -6,14 +6,13 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.config.rules import SIZES, SWITCHES, check, fill_in, sizes_of_place
-from shardcore.config.stage_manager import PipelineStageManager
 from shardcore.errors import ConfigError
 from shardcore.mesh import PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
 
@@ -49,7 +48,6 @@ class ShardConfig:
             pipeline, or several. Default: 1. The model then has ``train_step`` and ``eval_step``.
         expert_parallel_size: of the ``dp_shard_size`` replicas, which it divides, so many share the experts of a model:
             each has whole ones, and tokens travel. Default: 1, every replica has all experts.
-        enable_tensor_parallelism: False is ``tensor_parallel_size=1``.
         tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
             Only its members call `shardcore.shard`; data parallelism is the caller's.
         device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``pp``, ``dp_replicate``, ``dp_shard``
@@ -70,7 +68,6 @@ class ShardConfig:
             compiler). True raises where that is missing, or the policy does not name its blocks; ``"auto"`` is False.
         enable_sequence_parallelism: outside regions, activations are split along the sequence over the tensor-parallel
             ranks; calls with fewer tokens than ranks are not split.
-        sequence_parallelism_mode: how; ``"split_gather"``, and None is the same.
         sequence_keep_gathered: keep the gathered input of each region for the backward. False: gather it again there,
             which costs two more all-gathers for each layer and stores split activations only.
         enable_all_optimization: every switch above that is None becomes ``"auto"``: optimizations that are possible are
@@ -83,8 +80,6 @@ class ShardConfig:
         microbatch_size: rows of each micro-batch, in place of their number.
         pipeline_bounds: the numbers of the blocks at which stages begin, and at the end how many blocks there are; by
             default the work of stages is even.
-        pipeline_stage_manager: has a ``device_mesh`` with an axis ``pp``, and may have ``pipeline_bounds``: both become
-            those of the configuration.
         extra_kwargs: further settings for the policy; one that the policy does not read is an error.
         check_inputs_every: tensor-parallel ranks compare the inputs of the first three calls, of the fourth,
             eighth, sixteenth and so on, of each call whose number this divides, and what the next generation begins
@@ -103,7 +98,6 @@ class ShardConfig:
     dp_shard_size: int | None = None
     pipeline_parallel_size: int | None = None
     expert_parallel_size: int | None = None
-    enable_tensor_parallelism: bool = True
     tensor_parallel_process_group: ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
     inference_only: bool = False
@@ -113,7 +107,6 @@ class ShardConfig:
     enable_fused_normalization: Switch = None
     enable_jit_fused: Switch = None
     enable_sequence_parallelism: bool = False
-    sequence_parallelism_mode: str | None = None
     sequence_keep_gathered: bool = True
     enable_all_optimization: bool = False
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
@@ -122,20 +115,15 @@ class ShardConfig:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     pipeline_bounds: tuple[int, ...] | None = None
-    pipeline_stage_manager: PipelineStageManager | None = None
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     check_inputs_every: int = 100
     partial_gradients: PartialGradients = "in_backward"
 
     def __post_init__(self) -> None:
-        if isinstance(manager := self.pipeline_stage_manager, PipelineStageManager):
-            for name, value in (("device_mesh", manager.device_mesh), ("pipeline_bounds", manager.bounds)):
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, value)
         check(self)
 
     @classmethod
-    def of(cls, config: ShardConfig | None = None, **fields: Any) -> ShardConfig:
+    def of(cls, config: Self | None = None, **fields: Any) -> Self:
         """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, ep) are understood.
 
         Raises:

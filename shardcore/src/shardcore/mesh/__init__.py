@@ -5,9 +5,8 @@ May import `shardcore.errors`.
 
 from __future__ import annotations
 
-from shardcore.mesh.axes import AXES, DATA_AXES, Axis, Sizes, axis_name
+from shardcore.mesh.axes import AXES, DATA_AXES, Axis, Sizes, axis_name, replica_on
 from shardcore.mesh.context import PartialGradients, ShardContext, as_context
-from shardcore.mesh.groups import ProcessGroupManager
 from shardcore.mesh.marks import (
     Division,
     context_of,
@@ -40,7 +39,6 @@ __all__ = [
     "Axis",
     "Division",
     "PartialGradients",
-    "ProcessGroupManager",
     "ShardContext",
     "Sizes",
     "accelerator",
@@ -58,6 +56,7 @@ __all__ = [
     "is_alone",
     "mesh_of_group",
     "nearest_context",
+    "replica_on",
     "set_alone",
     "set_context",
     "set_division",

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.comm.channel import Channel
 
-__all__ = ["AXES", "DATA_AXES", "Axis", "Sizes", "axis_name"]
+__all__ = ["AXES", "DATA_AXES", "Axis", "Sizes", "axis_name", "replica_on"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +97,13 @@ def axis_name(mesh: DeviceMesh, axis: str) -> str | None:
     """
     names = mesh.mesh_dim_names or ()
     return next((name for name in (axis, "dp" if axis == "dp_shard" else axis) if name in names), None)
+
+
+def replica_on(mesh: DeviceMesh) -> int:
+    """Return which model replica this rank belongs to, counted over all data axes of ``mesh``."""
+    index = 0
+    for axis in DATA_AXES:
+        if (name := axis_name(mesh, axis)) is not None:
+            dim = (mesh.mesh_dim_names or ()).index(name)
+            index = index * mesh.size(dim) + mesh.get_local_rank(dim)
+    return index

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.comm.channel import Channel
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name
+from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name, replica_on
 from shardcore.mesh.meshes import current_device, default_group, mesh_of_group, neighbours_on
 from shardcore.mesh.random_stream import RandomStream, mix
 
@@ -162,14 +162,8 @@ class ShardContext:
         Where the mesh has none, because the caller arranges data parallelism, the first global rank of ``tp`` stands
         for the replica.
         """
-        axes = [name for axis in DATA_AXES if (name := axis_name(self.mesh, axis))]
-        if not axes:
-            return int(self.tp.mesh.flatten()[0])
-        index = 0
-        for axis in axes:
-            dim = (self.mesh.mesh_dim_names or ()).index(axis)
-            index = index * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
-        return index
+        known = any(axis_name(self.mesh, axis) for axis in DATA_AXES)
+        return replica_on(self.mesh) if known else int(self.tp.mesh.flatten()[0])
 
     @property
     def replica_groups(self) -> list[ProcessGroup]:
