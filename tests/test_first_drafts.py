@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore import inferred
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NoPolicyError
@@ -24,7 +23,7 @@ from shardcore_testing.subject import Subject
 
 transformers = pytest.importorskip("transformers")
 
-from shardcore_scaffold import infer  # noqa: E402
+from shardcore_scaffold import infer, inferred  # noqa: E402
 from shardcore_scaffold.cases import cases  # noqa: E402
 from shardcore_scaffold.draft import source  # noqa: E402
 from shardcore_scaffold.drafts import unseen  # noqa: E402
@@ -377,7 +376,7 @@ def test_a_model_around_a_language_model_is_told_of_it() -> None:
 
 def _impatient() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardcore.inferred.time_limit", lambda group: datetime.timedelta(seconds=1))
+        patch.setattr("shardcore_scaffold.inferred.time_limit", lambda group: datetime.timedelta(seconds=1))
         _refused(_stablelm, "could be inferred: it took more than 1 s", policy="infer")
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardcore import inferred
 from shardcore.errors import ConfigError, ShardcoreWarning
 
 transformers = pytest.importorskip("transformers")
 
-from shardcore_scaffold import infer  # noqa: E402
+from shardcore_scaffold import infer, inferred  # noqa: E402
 
 
 def test_the_share_that_is_split_is_that_of_the_model_itself() -> None:

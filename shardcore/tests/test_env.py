@@ -95,16 +95,6 @@ def test_torchrun_malformed(monkeypatch: pytest.MonkeyPatch, variable: str, valu
     assert str(caught.value) == message
 
 
-def test_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("SHARDCORE_PACKS", "vit")
-    handed = _env.of_a_child(["", "/first", "/second"])
-    assert handed["PYTHONPATH"] == "/first:/second"
-    assert handed["SHARDCORE_PACKS"] == "vit"
-    assert not [name for name in handed if "RANK" in name or "PROCID" in name or name.startswith("TORCHELASTIC")]
-
-
 def _reads_environment(source: str) -> bool:
     """Whether a module uses `os.environ` or `os.getenv` to read."""
     return any(
@@ -123,20 +113,3 @@ def test_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _env.compilers() == ("g++", "clang++")
     monkeypatch.setenv("CXX", "icpx")
     assert _env.compilers() == ("icpx", "g++", "clang++")
-
-
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert _env.threads() == ""
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert _env.threads() == "4"
-
-
-@pytest.mark.parametrize("before", [None, "0"])
-def test_a_setting_ends_with_its_call(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    monkeypatch.delenv("SOME_LIBRARY_OPTION", raising=False)
-    if before is not None:
-        monkeypatch.setenv("SOME_LIBRARY_OPTION", before)
-    with _env.setting("SOME_LIBRARY_OPTION", "1"):
-        assert os.environ["SOME_LIBRARY_OPTION"] == "1"
-    assert os.environ.get("SOME_LIBRARY_OPTION") == before

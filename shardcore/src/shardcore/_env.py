@@ -11,20 +11,15 @@
 | `OMPI_COMM_WORLD_LOCAL_RANK`, `MPI_LOCALRANKID`, `SLURM_LOCALID` | `torchrun` | what mpirun and srun say |
 | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_NTASKS`, `ENVIRONMENT` | `torchrun` | the ranks of a job step of srun |
 | `SLURM_STEP_NODELIST`, `SLURM_JOB_NODELIST`, `SLURM_JOB_ID`, `SLURM_STEP_ID` | `torchrun` | where they meet |
-| all others | `of_a_child` | handed on to a process that is no rank of a job |
 | `CXX` | `compilers` | the C++ compiler that torch.compile runs on the CPU |
-| `OMP_NUM_THREADS` | `threads` | the threads that each process computes with |
 
-Every reader looks at the environment when it is called; nothing is remembered. `setting` is the one place that changes
-it, for as long as a call of another library lasts. This module imports no torch.
+Every reader looks at the environment when it is called; nothing is remembered. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
@@ -34,13 +29,9 @@ __all__ = [
     "compilers",
     "disabled_packs",
     "error_file",
-    "of_a_child",
     "packs",
-    "setting",
     "strict",
-    "threads",
     "torchrun",
-    "watched_by_wandb",
 ]
 
 
@@ -50,22 +41,6 @@ _LAUNCHERS = (
     ("MPI_LOCALRANKID", "PMI_RANK"),
     ("SLURM_LOCALID", "SLURM_PROCID"),
 )
-
-
-# What says that a process is a rank of a job: names, and how names begin.
-_OF_A_JOB = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-)
-_OF_A_JOB_STEMS = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,32 +87,6 @@ def strict() -> bool:
 def error_file() -> str | None:
     """Return the file in which torchrun looks for what ended this rank, if there is one."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
-
-
-def watched_by_wandb() -> str | None:
-    """Return what ``WANDB_WATCH`` lets the Trainer's callback of wandb look at, if that is gradients."""
-    value = os.environ.get("WANDB_WATCH", "").lower()
-    return value if value in ("all", "gradients") else None
-
-
-@contextmanager
-def setting(name: str, value: str) -> Iterator[None]:
-    """Give a variable of the environment this value in here; what it was comes back."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-def of_a_child(path: Iterable[str]) -> dict[str, str]:
-    """Return the environment for a Python process of its own: no rank of a job, with ``path`` to import from."""
-    handed = {k: v for k, v in os.environ.items() if k not in _OF_A_JOB and not k.startswith(_OF_A_JOB_STEMS)}
-    return {**handed, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def torchrun() -> TorchrunEnv | None:
@@ -210,11 +159,6 @@ def compilers() -> tuple[str, ...]:
     """Return the C++ compilers that torch.compile may run: the one in `CXX`, and those that it looks for."""
     named = os.environ.get("CXX")
     return (*((named,) if named else ()), "g++", "clang++")
-
-
-def threads() -> str:
-    """Return what `OMP_NUM_THREADS` says, or nothing."""
-    return os.environ.get("OMP_NUM_THREADS", "")
 
 
 def _names(variable: str) -> frozenset[str] | None:

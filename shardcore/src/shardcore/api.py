@@ -20,7 +20,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.fsdp.optimizers import held_elsewhere, warn_of_stale_optimizers
 from shardcore.fsdp.phase import Fsdp, Wrap
-from shardcore.inferred import Inference, inferred
+from shardcore.inferred import Inference, inference
 from shardcore.mesh import group_of
 from shardcore.pipeline.making import Pipelining, Stepping
 from shardcore.plan.phases import ModelPhase
@@ -29,7 +29,7 @@ from shardcore.weights.loading import Filling
 from shardcore.weights.reading import Reading
 from shardcore.weights.weights import Place, Weights
 
-__all__ = ["failing_together", "shard", "shard_new"]
+__all__ = ["failing_together", "shard"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -89,47 +89,18 @@ def shard(
         AlreadyShardedError: the model was sharded before.
         PartlyShardedError: a policy's own code, or FSDP2, failed on a rank after models were changed, all unusable now.
     """
-    held = held_elsewhere(model) if optimizer is None and isinstance(model, nn.Module) else {}
-    shard_new(
-        model,
-        config,
-        policy=policy,
-        infer=infer,
-        optimizer=optimizer,
-        wrap=wrap,
-        sync_from=sync_from,
-        weights=weights,
-        reading=reading,
-        **fields,
-    )
-    if optimizer is None:
-        warn_of_stale_optimizers(held, model, stacklevel=2)
-    return model
-
-
-def shard_new(
-    model: Model,
-    config: ShardConfig | None = None,
-    *,
-    policy: Policy | type[Policy] | Literal["infer"] | None = None,
-    infer: Inference = "proved",
-    optimizer: Optimizer | None = None,
-    wrap: Wrap = True,
-    sync_from: int | None = None,
-    weights: Weights | Place | None = None,
-    reading: Reading = "auto",
-    **fields: Any,
-) -> Model:
-    """Do what `shard` does for a model whose parameters nobody else holds: no optimizer is looked for."""
     with failing_together(config, fields):
         config = ShardConfig.of(config, **fields)
         check_model(model)
-        attached = attached_to(model)
-        inner = model if attached is None else attached.model
         if weights is None and reading != "auto":
             raise ConfigError(f"reading={reading!r} says who reads weights=, which are not given")
         if isinstance(policy, str) and policy != "infer":
             raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
+        if policy == "infer":
+            inference()  # which raises where nothing is installed that infers
+        held = held_elsewhere(model) if optimizer is None else {}
+        attached = attached_to(model)
+        inner = model if attached is None else attached.model
         # The order in which a model becomes a sharded one, after its layers.
         fsdp = Fsdp(model, optimizer, wrap=wrap, inner=inner)
         pipelining = Pipelining(inner, fsdp.dtype)
@@ -143,11 +114,13 @@ def shard_new(
     if policy == "infer":
         start_process_group(config)
         agree(Report(), group=config.group())  # with a rank on which something of the above has failed
-        policy = inferred(inner, infer, config.group())  # one rank for all
+        policy = inference()(inner, infer, config.group())  # one rank for all
     with failing_together(config, fields):
         sharder = ModelSharder(inner, policy, config, sync_from=sync_from, phases=phases)
     start_process_group(config)
     sharder.shard()  # discover, resolve, compile, agree, apply; then the phases
+    if optimizer is None:
+        warn_of_stale_optimizers(held, model, stacklevel=2)
     return model
 
 

@@ -1,149 +1,35 @@
-"""The policy of a class that no pack serves, inferred from what a small model of the class computes."""
+"""The policy of a class that no pack serves: a kit infers it, if it is installed."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import json
-import logging
-import math
-import subprocess
-import sys
-import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal, TypeAlias, cast
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardcore import _env
-from shardcore.errors import ConfigError, ShardcoreWarning
-from shardcore.mesh import time_limit
+from shardcore.errors import ConfigError
 from shardcore.plugins.unserved import folders_of, installing
 from shardcore.policy import Policy
 
-__all__ = ["Inference", "inferred"]
+__all__ = ["Inference", "inference"]
 
 #: How far an inferred policy is trusted: after a proof on a small copy of the class, or as it was drafted.
-Inference = Literal["proved", "drafted"]
+Inference: TypeAlias = Literal["proved", "drafted"]
 
-_PROGRAM = "shardcore_scaffold.infer"
-_LIMIT = 600.0  # seconds
-_SHARE = 0.8  # of the time that the other ranks wait, so that they hear of it
-_MUCH = 0.8  # of a model's parameters
+_KIT = "shardcore_scaffold"
 
 
-def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> type[Policy]:
-    """Return a policy for the class of ``model``; the first rank of ``group`` infers it for all.
+def inference() -> Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]:
+    """Return what infers a policy for the class of a model: the first rank of a group does it for all.
 
     Raises:
-        ConfigError: on all ranks: the class has no configuration, no policy fits, or the proof failed.
+        ConfigError: it is not installed.
     """
-    together = dist.is_initialized() and dist.get_world_size(group) > 1
-    found: list[Any] = [None]
-    if not together or dist.get_rank(group) == 0:
-        found = [_asked(model, how, _limit(group) if together else _LIMIT)]
-    if together:
-        dist.broadcast_object_list(found, group=group, group_src=0)
-    told = found[0]
-    if "error" in told:
-        raise ConfigError(told["error"] + _of_a_part(model))
-    if not together or dist.get_rank(group) == 0:
-        _say(type(model).__name__, told)
-    return _policy(type(model).__name__, told["source"])
-
-
-def _limit(group: ProcessGroup | None) -> float:
-    """Return the seconds that the first rank has: the others wait for its answer."""
-    waits = time_limit(group)
-    return _LIMIT if waits is None else min(_LIMIT, _SHARE * waits.total_seconds())
-
-
-def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
-    """Return what the process says, or an ``error``: nothing is raised on one rank alone."""
-    cls, config = type(model), getattr(model, "config", None)
-    if how not in ("proved", "drafted"):
-        return {"error": f"infer= must be 'proved' or 'drafted'; got {how!r}"}
-    if getattr(cls, "config_class", None) is None or config is None or "." in cls.__qualname__:
-        return {
-            "error": f"policy='infer' builds a small copy from a model's configuration, and {cls.__name__} has none. "
-            "Draft a policy from an example: shardcore new-pack NAME --example module:function"
-        }
-    if cls.__module__ == "__main__":
-        return {
-            "error": f"policy='infer' builds a small copy in a process of its own, which cannot import {cls.__name__}: "
-            "the script that runs (__main__) defines it. Put it into a module, and import it from there"
-        }
-    if importlib.util.find_spec(_PROGRAM.partition(".")[0]) is None:
-        name = "shardcore-scaffold"
-        return {"error": f"policy='infer' is of {name}, which is not installed{installing(*folders_of('kit'))}"}
-    try:
-        return _answer(cls, config, limit, proved=how == "proved")
-    except subprocess.TimeoutExpired:
-        why = f"it took more than {limit:.0f} s; draft it once with the command, and pass the policy"
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-    return {"error": f"no policy for {cls.__name__} could be inferred: {why}. See: shardcore new-pack --help"}
-
-
-def _of_a_part(model: nn.Module) -> str:
-    """Return what to do where the language model alone, in one with images or sound, can be sharded; else nothing."""
-    text = getattr(getattr(model, "config", None), "text_config", None)
-    inside = ((path, module) for path, module in model.named_modules() if path)
-    path = next((path for path, module in inside if text and getattr(module, "config", None) is text), None)
-    if path is None or _tied(model, model.get_submodule(path)):  # which `shard` refuses, since it would come apart
-        return ""
-    return (
-        f". Of a model with images or sound, shard the language model, in place: shardcore.shard(model.{path}, ...) "
-        f"with the same arguments, and go on with the {type(model).__name__}"
-    )
-
-
-def _tied(model: nn.Module, part: nn.Module) -> bool:
-    """Tell whether modules of ``model`` outside of ``part`` hold parameters of it."""
-    others = set(model.modules()).difference(part.modules())
-    held = {id(p) for other in others for p in other.parameters(recurse=False)}
-    return not held.isdisjoint(map(id, part.parameters()))
-
-
-def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) -> Mapping[str, Any]:
-    asked = {"module": cls.__module__, "name": cls.__name__, "config": config.to_json_string(use_diff=False)}
-    done = subprocess.run(
-        [sys.executable, "-m", _PROGRAM],
-        input=json.dumps({**asked, "proved": proved}),
-        env=_env.of_a_child(sys.path),
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(" ".join(done.stderr.split())[-500:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def _say(name: str, told: Mapping[str, Any]) -> None:
-    proof = f"proved: {told['proof']}" if told["proof"] else "not proved"
-    left = "".join(f"\n  - {doubt}" for doubt in dict.fromkeys(told["doubts"]))
-    share = f"{math.floor(100 * told['split'])}%"
-    logging.getLogger("shardcore").warning(
-        "no pack was asked for %s: its policy was inferred from a small copy of the class, and splits %s of this "
-        "model's parameters; each rank holds the others whole (%s)%s\nTo keep it: shardcore new-pack NAME --model %s",
-        *(name, share, proof, left, name),
-    )
-    if told["split"] < _MUCH:
-        warnings.warn(
-            f"the policy that was inferred for {name} splits only {share} of its parameters: each tensor-parallel rank "
-            "holds the others whole, as the log says. Write a policy from the draft (shardcore new-pack NAME --model "
-            f"{name}), or divide what is whole over replicas: dp=",
-            ShardcoreWarning,
-            stacklevel=5,  # where `shardcore.shard` was called
-        )
-
-
-def _policy(name: str, text: str) -> type[Policy]:
-    names: dict[str, Any] = {"__name__": "shardcore_inferred_policy"}
-    exec(compile(text, f"<policy inferred for {name}>", "exec"), names)
-    found: type[Policy] = names[f"{name}Policy"]
-    return found
+    if importlib.util.find_spec(_KIT) is None:
+        name = _KIT.replace("_", "-")
+        raise ConfigError(f"policy='infer' is of {name}, which is not installed{installing(*folders_of('kit'))}")
+    found = importlib.import_module(f"{_KIT}.inferred").inferred
+    return cast("Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]", found)

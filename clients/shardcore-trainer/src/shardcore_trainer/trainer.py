@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
 import transformers
 
-from shardcore import _env
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.nn.behaviour import once
 from shardcore_trainer._checkpoints import Checkpoints
@@ -110,9 +110,9 @@ class _Sharded(Losses, Evaluating, Checkpoints):
         return super().train(*args, **kwargs)
 
     def _refuse_watching(self) -> None:
-        value = _env.watched_by_wandb()
+        value = os.environ.get("WANDB_WATCH", "").lower()
         callbacks = [type(callback).__name__ for callback in self.callback_handler.callbacks]
-        if value is not None and self._replicas is not None and "WandbCallback" in callbacks:
+        if value in ("all", "gradients") and self._replicas is not None and "WandbCallback" in callbacks:
             raise NotSupportedError(
                 f"WANDB_WATCH={value} lets wandb look at gradients on rank 0 alone. Each is a DTensor of which every "
                 "rank has a part, so that a look at it is a collective, which the other ranks do not begin. Unset "

@@ -26,8 +26,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from shardcore._env import setting
-from shardcore.api import failing_together, shard_new
+from shardcore.api import failing_together, shard
 from shardcore.apply.launch import start_process_group
 from shardcore.config import ShardConfig
 from shardcore.config.shard_config import SHORT_NAMES
@@ -95,10 +94,24 @@ def from_pretrained(
         start_process_group(ShardConfig.of(shard_config, **sharding))  # one rank speaks for all from here on
         wants_info = bool(options.pop("output_loading_info", False))
         model, weights, info = load_empty(model_class, path, *model_args, seed=seed, **options)
-    model = shard_new(
+    model = shard(
         model, shard_config, policy=policy, infer=infer, wrap=wrap, weights=weights, reading=reading, **sharding
     )
     return (model, info) if wants_info else model
+
+
+@contextmanager
+def _setting(name: str, value: str) -> Iterator[None]:
+    """Give a variable of the environment this value in here; what it was comes back."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def load_empty(
@@ -167,7 +180,7 @@ class _Skeleton:
         """Return the model with lazy parameters, and what transformers says of the keys."""
         state = self._state()
         # Handing tensors without values to threads takes longer than the threads' work.
-        with _quiet_but_once(self.place), setting("HF_DEACTIVATE_ASYNC_LOAD", "1"), recording(seed):
+        with _quiet_but_once(self.place), _setting("HF_DEACTIVATE_ASYNC_LOAD", "1"), recording(seed):
             try:
                 model, info = self.cls.from_pretrained(
                     None, *self._args, config=self.config, state_dict=state, output_loading_info=True, **self._options

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 import shardcore
-from shardcore import _env
 from shardcore.plugins.isolation import in_one_line
 from shardcore.plugins.versions import installed
 from shardcore_cli.packs import describe
@@ -62,7 +61,7 @@ def _of_torch() -> Iterator[dict[str, str]]:
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     yield _finding("CUDA devices", "works" if count else "missing", f"{count} {names}".strip())
     cores = os.cpu_count() or 1
-    threads = _env.threads()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     advice = f"OMP_NUM_THREADS is {threads}" if threads else "set OMP_NUM_THREADS so that ranks do not compete for them"
     yield _finding("CPU cores", "works", f"{cores}; {advice}")
     yield _attention(count)

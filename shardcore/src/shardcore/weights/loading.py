@@ -90,5 +90,5 @@ class Filling(ModelPhase):
                 f"{self._weights.files.place if self._weights.files else ''} holds tensors that this "
                 f"{type(self._model).__name__} has no place for: {', '.join(unused[:_SHOWN])}{more}; they are not read",
                 ShardcoreWarning,
-                stacklevel=5,  # where `shardcore.shard` was called
+                stacklevel=4,  # where `shardcore.shard` was called
             )

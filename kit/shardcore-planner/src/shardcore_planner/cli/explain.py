@@ -15,7 +15,7 @@ import click
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError
-from shardcore.inferred import inferred
+from shardcore.inferred import inference
 from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
 from shardcore.plan.render import heading, modules
@@ -94,7 +94,7 @@ def explain(
         PlanError: its policy does not fit at these sizes.
     """
     native = meta_model(model)
-    policy = inferred(native, "drafted", None) if infer else None
+    policy = inference()(native, "drafted", None) if infer else None
     given = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, **parse_settings(settings)})
     config = given.resolve(tp * dp * pp)
     plan = planned(native, config, policy, device_type=device)

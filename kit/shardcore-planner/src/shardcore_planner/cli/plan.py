@@ -13,7 +13,7 @@ import click
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.inferred import inferred
+from shardcore.inferred import inference
 from shardcore.mesh import Sizes
 from shardcore.plan import ShardPlan
 from shardcore.policy import Policy
@@ -98,7 +98,7 @@ def drafted(source: str) -> type[Policy]:
     Raises:
         ConfigError: there is no such model, or no policy fits.
     """
-    return inferred(meta_model(source), "drafted", None)
+    return inference()(meta_model(source), "drafted", None)
 
 
 def compiled(source: str, found: Sequence[Found], policy: type[Policy] | None = None) -> ShardPlan | None:
