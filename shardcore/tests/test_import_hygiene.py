@@ -18,8 +18,9 @@ import shardcore
 
 HEAVY = ("torch", "transformers", "timm", "numpy")
 
+PACKAGE = {"shardcore", "shardcore._lazy", "shardcore.errors"}
 REGISTRY = {
-    "shardcore",
+    *PACKAGE,
     "shardcore.plugins",
     "shardcore.plugins.registry",
     "shardcore.plugins.isolation",
@@ -27,7 +28,6 @@ REGISTRY = {
     "shardcore.plugins.unserved",
     "shardcore.plugins.versions",
     "shardcore.hooks",
-    "shardcore.errors",
     "shardcore._env",
 }
 
@@ -50,11 +50,11 @@ def loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     ("statement", "own"),
     [
-        ("import shardcore", {"shardcore"}),
-        ("import shardcore.hooks", {"shardcore", "shardcore.hooks", "shardcore.errors"}),
-        ("from shardcore import PolicySpec, hookimpl", {"shardcore", "shardcore.hooks", "shardcore.errors"}),
-        ("import shardcore.errors", {"shardcore", "shardcore.errors"}),
-        ("import shardcore._env", {"shardcore", "shardcore._env", "shardcore.errors"}),
+        ("import shardcore", PACKAGE),
+        ("import shardcore.hooks", {*PACKAGE, "shardcore.hooks"}),
+        ("from shardcore import PolicySpec, hookimpl", {*PACKAGE, "shardcore.hooks"}),
+        ("import shardcore.errors", PACKAGE),
+        ("import shardcore._env", {*PACKAGE, "shardcore._env"}),
         (
             "import shardcore.plugins.registry",
             REGISTRY,

@@ -5,25 +5,19 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from shardcore._lazy import on_first_use
 
 if TYPE_CHECKING:
     from shardcore_transformers.pretrained import PretrainedPolicy, prepared_by_shardcore
 
 __all__ = ["PretrainedPolicy", "prepared_by_shardcore"]
 
-_HOME = {
-    "PretrainedPolicy": "shardcore_transformers.pretrained",
-    "prepared_by_shardcore": "shardcore_transformers.pretrained",
-}
-
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Load a public name on first use (PEP 562)."""
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = on_first_use(
+        __name__,
+        {
+            "shardcore_transformers.pretrained": ("PretrainedPolicy", "prepared_by_shardcore"),
+        },
+    )

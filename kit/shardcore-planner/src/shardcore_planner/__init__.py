@@ -5,8 +5,9 @@ May import whatever shards; nothing of the core imports it.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from shardcore._lazy import on_first_use
 
 if TYPE_CHECKING:
     from shardcore_planner.communication import Collective, collectives
@@ -37,32 +38,16 @@ __all__ = [
     "stage_parts",
 ]
 
-_HOME = {
-    "Call": "shardcore_planner.workload",
-    "Collective": "shardcore_planner.communication",
-    "DTYPES": "shardcore_planner.workload",
-    "Estimate": "shardcore_planner.results",
-    "KINDS": "shardcore_planner.estimating",
-    "OPTIMIZERS": "shardcore_planner.workload",
-    "PipelineEstimate": "shardcore_planner.results",
-    "RankEstimate": "shardcore_planner.results",
-    "Slot": "shardcore_planner.results",
-    "StagePart": "shardcore_planner.stages",
-    "Traffic": "shardcore_planner.results",
-    "Workload": "shardcore_planner.workload",
-    "collectives": "shardcore_planner.communication",
-    "estimate": "shardcore_planner.estimating",
-    "parameter_bytes": "shardcore_planner.memory",
-    "simulated_ranks": "shardcore_planner.simulation",
-    "stage_parts": "shardcore_planner.stages",
-}
-
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Load a public name on first use (PEP 562): commands say what they do without torch."""
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = on_first_use(
+        __name__,
+        {
+            "shardcore_planner.communication": ("Collective", "collectives"),
+            "shardcore_planner.estimating": ("KINDS", "estimate"),
+            "shardcore_planner.memory": ("parameter_bytes",),
+            "shardcore_planner.results": ("Estimate", "PipelineEstimate", "RankEstimate", "Slot", "Traffic"),
+            "shardcore_planner.simulation": ("simulated_ranks",),
+            "shardcore_planner.stages": ("StagePart", "stage_parts"),
+            "shardcore_planner.workload": ("DTYPES", "OPTIMIZERS", "Call", "Workload"),
+        },
+    )

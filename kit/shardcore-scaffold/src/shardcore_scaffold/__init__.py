@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from shardcore._lazy import on_first_use
 
 if TYPE_CHECKING:
     from shardcore_scaffold.draft import Draft
@@ -11,18 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Draft", "Example", "write_pack"]
 
-_HOME = {
-    "Draft": "shardcore_scaffold.draft",
-    "Example": "shardcore_scaffold.files",
-    "write_pack": "shardcore_scaffold.files",
-}
-
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Load a public name on first use (PEP 562): commands say what they do without torch."""
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = on_first_use(
+        __name__,
+        {
+            "shardcore_scaffold.draft": ("Draft",),
+            "shardcore_scaffold.files": ("Example", "write_pack"),
+        },
+    )
