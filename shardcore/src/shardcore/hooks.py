@@ -61,7 +61,7 @@ Rules that hold for every hook:
 - All ranks need the same packs in the same versions. Ranks that differ in the policy, in the packs that observe or
   bring modules, or in any step of the plan get one error that names both sides, and nothing is changed. A policy must
   not let the order of a set decide anything, because that differs from process to process.
-- A pack whose import or hook raises (anything: `SystemExit` and what a test framework raises included) is left out with
+- A pack whose import or hook raises (`SystemExit` and what a test framework raises included) is left out with
   a warning and named in the errors that follow from its absence; the other packs are not affected. With
   `SHARDCORE_STRICT=1` it is an error at once. Nothing of a pack that the environment blocks is imported. Filters of
   warnings that a plugin sets are put back.
