@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardcore
 from shardcore.pipeline import SCHEDULES
-from shardcore.pipeline.batches import rows_of
+from shardcore.pipeline.microbatches import rows_of
 from shardcore_shardformer import Booster, HybridParallelPlugin
 from shardcore_testing.islands import no_float32_islands
 from shardcore_testing.parity import whole

@@ -13,7 +13,7 @@ import shardcore
 from shardcore import ShardConfig, _torch
 from shardcore.compile import compile_plan
 from shardcore.errors import NotSupportedError
-from shardcore.pipeline.making import Pipelining
+from shardcore.pipeline.model import Pipelining
 from shardcore_cli.doctor import examine
 
 GATHERS = ("torch.distributed.all_gather_single", "torch.distributed.all_gather_into_tensor")
@@ -83,7 +83,7 @@ def test_one_of_several_names_is_enough(monkeypatch):
 
 
 def test_pipelines_are_refused_by_an_older_torch(monkeypatch):
-    monkeypatch.setattr("shardcore.pipeline.making.CAN_PIPELINE", False)
+    monkeypatch.setattr("shardcore.pipeline.model.CAN_PIPELINE", False)
     model, config = build(), ShardConfig(tensor_parallel_size=1, pipeline_parallel_size=2)
     plan = compile_plan(TinyPolicy, model, config, device_type="cpu")
     with pytest.raises(NotSupportedError, match=r"pipeline_parallel_size=2 needs torch 2\.13 or newer, here is"):

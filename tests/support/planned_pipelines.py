@@ -10,7 +10,7 @@ from planned_models import build, config_of
 
 import shardcore
 from shardcore.mesh import context_of
-from shardcore.pipeline.marks import pipeline_of
+from shardcore.pipeline.engine import pipeline_of
 from shardcore_planner import Workload
 from shardcore_planner.calls import call_of
 from shardcore_planner.rank_step import arguments_of
@@ -29,7 +29,7 @@ def ran(name: str, **fields: Any) -> dict[str, Any]:
     stepper, call = Stepper(model, WORKLOAD), call_of(model, WORKLOAD)
     batch = arguments_of(model, call.inputs())
 
-    def loss(out: Any, _: Any) -> torch.Tensor:  # one: another one is rehearsed, and has a schedule of its own
+    def loss(out: Any, _: Any) -> torch.Tensor:  # one: another one is traced, and has a schedule of its own
         return call.loss(out)
 
     for _ in range(2):

@@ -22,7 +22,7 @@ from shardcore.fsdp.optimizers import held_elsewhere, warn_of_stale_optimizers
 from shardcore.fsdp.phase import Fsdp, Wrap
 from shardcore.inferred import Inference, inference
 from shardcore.mesh import group_of
-from shardcore.pipeline.making import Pipelining, Stepping
+from shardcore.pipeline.model import Pipelining, Stepping
 from shardcore.plan.phases import ModelPhase
 from shardcore.policy import Policy
 from shardcore.weights.loading import Filling
@@ -103,13 +103,12 @@ def shard(
         inner = model if attached is None else attached.model
         # The order in which a model becomes a sharded one, after its layers.
         fsdp = Fsdp(model, optimizer, wrap=wrap, inner=inner)
-        pipelining = Pipelining(inner, fsdp.dtype)
         phases: list[ModelPhase] = [
             *([] if attached is None else [Attaching(attached, sync_from, config.group)]),  # adapters
-            pipelining,  # this rank keeps its stages
+            Pipelining(inner, fsdp.dtype),  # this rank keeps its stages
             fsdp,  # FSDP2, and the optimizer
             *([] if weights is None else [Filling(inner, weights, sync_from, reading)]),  # values
-            Stepping(inner, pipelining),  # train_step
+            Stepping(inner),  # train_step
         ]
     if policy == "infer":
         start_process_group(config)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
-from shardcore.pipeline.divided import add_gradients
+from shardcore.pipeline import Cut, PrunedModel, Stage, StageTracer
+from shardcore.pipeline.torch_stage import add_gradients
 from shardcore.plan import Stages
 from shardcore_testing.subject import meta_copy
 
@@ -90,7 +90,7 @@ class Decodes(Net):
         return self.head(y).square().sum()
 
 
-def step(stages: list[Stage], call: dict[str, Any], script: Any) -> set[str]:
+def step(stages: list[Stage], call: dict[str, Any], metadata: Any) -> set[str]:
     """Run the stages forward, and back in halves: the gradients of parameters come last.
 
     Returns:
@@ -99,7 +99,7 @@ def step(stages: list[Stage], call: dict[str, Any], script: Any) -> set[str]:
     arrived: list[Tensor] = []
     flight = []
     for stage in stages:
-        left = stage(call, arrived, script)
+        left = stage(call, arrived, metadata)
         flight.append((stage, arrived, list(left) if isinstance(left, tuple) else [left]))
         arrived = [] if stage.is_last else [tensor.detach().requires_grad_() for tensor in left]
     grads: Any = None
@@ -125,11 +125,11 @@ def test_two_halves_are_the_whole(kind, frozen):
             getattr(model, name).requires_grad_(False)
     call = {"x": torch.randn(5, 4, dtype=torch.float64)}
     cut = Cut.of(model, kind.stages, 2 if kind is not Decodes else 3)
-    script = Rehearsal(meta_copy(model), cut)(call)
-    stages = [Stage(Holding(copy.deepcopy(model), cut, [index]), index, splits=True) for index in range(len(cut))]
+    metadata = StageTracer(meta_copy(model), cut)(call)
+    stages = [Stage(PrunedModel(copy.deepcopy(model), cut, [index]), index, splits=True) for index in range(len(cut))]
     for _ in range(2):  # gradients are added up
         model(**call).backward()
-        kinds = step(stages, call, script)
+        kinds = step(stages, call, metadata)
     # Products with what arrived, at which nothing goes further back, and what was made to depend on it.
     assert kinds == ({"MmBackward0", "JoinBackward"} if kind is Biased else {"MmBackward0"})
     held = [dict(stage.model.named_parameters()) for stage in stages]
@@ -142,7 +142,7 @@ def test_two_halves_are_the_whole(kind, frozen):
 def test_parameters_come_in_one_order_on_all_ranks():
     # Some of their gradients are summed over ranks in that order: a set of names has another one in each process.
     model = Net()
-    stage = Stage(Holding(model, Cut.of(model, Net.stages, 2), [1]), 1)
+    stage = Stage(PrunedModel(model, Cut.of(model, Net.stages, 2), [1]), 1)
     assert [id(p) for p in stage.parameters()] == [id(p) for b in model.blocks[3:] for p in b.parameters()] + [
         id(p) for p in model.head.parameters()
     ]

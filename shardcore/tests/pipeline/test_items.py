@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from shardcore.errors import ConfigError
 from shardcore.pipeline import micro_batches
-from shardcore.pipeline.items import LossCalls, forms_of, shares_of
+from shardcore.pipeline.losses import LossCalls, reductions_of, shares_of
 from shardcore.pipeline.steps import named
 
 WORDS = 7
@@ -94,8 +94,8 @@ def together(loss, batch, *, number=2, first=0):
     parts = micro_batches(batch, number=number)
     with LossCalls(parts[first]) as inside:
         value = loss(**parts[first])
-    forms = forms_of({"loss": value}, value, inside.calls, (), parts[first])
-    shares = shares_of(forms, parts, "Net")
+    reductions = reductions_of({"loss": value}, value, inside.calls, (), parts[first])
+    shares = shares_of(reductions, parts, "Net")
     losses = [float(loss(**part)) * share for part, share in zip(parts, shares, strict=True) if share]
     return float(loss(**batch)), sum(losses)
 
@@ -170,9 +170,9 @@ def test_nobody_can_tell_of_labels_that_do_not_count():
     x, labels = X[:2], torch.full((2, 4), -100)
     with LossCalls({"x": x, "labels": labels}) as inside:
         value = causal(x, labels)
-    (form,) = forms_of({"loss": value}, value, inside.calls, (), {"x": x, "labels": labels})
-    assert (form.kind, form.shifted) == ("labels", None)
-    assert shares_of([form], [{"x": x, "labels": labels}], "Net") == [0.0]
+    (reduction,) = reductions_of({"loss": value}, value, inside.calls, (), {"x": x, "labels": labels})
+    assert (reduction.kind, reduction.shifted) == ("labels", None)
+    assert shares_of([reduction], [{"x": x, "labels": labels}], "Net") == [0.0]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -190,9 +190,9 @@ def test_a_function_of_the_output_decides_where_it_computes():
     with LossCalls(batch) as outside:
         value = of_rows(**batch)
     out = {"loss": own}
-    assert [form.kind for form in forms_of(out, value, inside.calls, outside.calls, batch)] == ["rows"]
-    assert [form.shifted for form in forms_of(out, out["loss"], inside.calls, (), batch)] == [True]
-    assert forms_of(out, own * 2, inside.calls, (), batch) == ()  # another number, made of nobody knows what
+    assert [reduction.kind for reduction in reductions_of(out, value, inside.calls, outside.calls, batch)] == ["rows"]
+    assert [reduction.shifted for reduction in reductions_of(out, out["loss"], inside.calls, (), batch)] == [True]
+    assert reductions_of(out, own * 2, inside.calls, (), batch) == ()  # another number, made of nobody knows what
 
 
 def test_what_has_no_rows_is_not_divided():

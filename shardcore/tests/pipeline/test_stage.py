@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardcore.errors import NotSupportedError
-from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
+from shardcore.pipeline import Cut, PrunedModel, Stage, StageTracer
 from shardcore.plan import Stages
 from shardcore_testing.subject import meta_copy
 
@@ -24,14 +24,14 @@ def arguments(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Any]:
 
 
 def stages_of(model: nn.Module, cut: Cut) -> list[Stage]:
-    return [Stage(Holding(copy.deepcopy(model), cut, [index]), index) for index in range(len(cut))]
+    return [Stage(PrunedModel(copy.deepcopy(model), cut, [index]), index) for index in range(len(cut))]
 
 
-def forward(stages: list[Stage], call: dict[str, Any], script: Any) -> list[tuple[list[Tensor], Any]]:
+def forward(stages: list[Stage], call: dict[str, Any], metadata: Any) -> list[tuple[list[Tensor], Any]]:
     arrived: list[Tensor] = []
     flight = []
     for stage in stages:
-        out = stage(call, arrived, script)
+        out = stage(call, arrived, metadata)
         flight.append((arrived, out))
         arrived = [] if stage.is_last else [tensor.detach().requires_grad_() for tensor in out]
     return flight
@@ -48,10 +48,10 @@ def backward(flight: list[tuple[list[Tensor], Any]]) -> None:
 def test_together_they_are_the_model(number, options):
     model = build(layers=4, **options)
     cut = Cut.of(model, TinyPolicy.stages, number)
-    stages, rehearsal = stages_of(model, cut), Rehearsal(meta_copy(model), cut)
+    stages, tracer = stages_of(model, cut), StageTracer(meta_copy(model), cut)
     # Calls of several shapes are in flight at once.
     calls = [arguments(0), arguments(1, 1, 5), arguments(2, 4, 12)]
-    flights = [forward(stages, call, rehearsal(call)) for call in calls]
+    flights = [forward(stages, call, tracer(call)) for call in calls]
     for call, flight in zip(calls, flights, strict=True):
         wanted = model(**call)
         assert torch.equal(wanted, flight[-1][1])
@@ -85,7 +85,7 @@ def test_a_stage_has_no_parameters_but_its_own():
 
 def test_a_stage_by_itself_says_so():
     model = build(layers=2)
-    Holding(model, Cut.of(model, TinyPolicy.stages, 2), [0])
+    PrunedModel(model, Cut.of(model, TinyPolicy.stages, 2), [0])
     with pytest.raises(NotSupportedError, match=r"model.layers.1 is held by another rank of the pipeline"):
         model(**arguments())
 
@@ -93,15 +93,15 @@ def test_a_stage_by_itself_says_so():
 def test_an_exception_leaves_a_stage_as_it_was():
     model = build(layers=2)
     cut = Cut.of(model, TinyPolicy.stages, 2)
-    stages, script = stages_of(model, cut), Rehearsal(meta_copy(model), cut)(arguments())
+    stages, metadata = stages_of(model, cut), StageTracer(meta_copy(model), cut)(arguments())
     with pytest.raises((IndexError, RuntimeError)):
-        stages[0]({**arguments(), "ids": torch.full((3, 8), 999)}, [], script)
-    assert torch.equal(forward(stages, arguments(), script)[-1][1], model(**arguments()))
+        stages[0]({**arguments(), "ids": torch.full((3, 8), 999)}, [], metadata)
+    assert torch.equal(forward(stages, arguments(), metadata)[-1][1], model(**arguments()))
 
 
 def test_another_model_of_the_class_is_untouched():
     model, other = build(layers=2), build(layers=2)
-    Holding(model, Cut.of(model, TinyPolicy.stages, 2), [0])
+    PrunedModel(model, Cut.of(model, TinyPolicy.stages, 2), [0])
     assert torch.equal(other(**arguments()), build(layers=2)(**arguments()))
     assert type(other.model.layers[0]) is not type(model.model.layers[0])
 
@@ -202,9 +202,9 @@ class Handed(Net):
 )
 def test_what_would_be_wrong_is_refused(kind, said):
     model = kind()
-    rehearsal = Rehearsal(meta_copy(model), Cut.of(model, kind.stages, 2))
+    tracer = StageTracer(meta_copy(model), Cut.of(model, kind.stages, 2))
     with pytest.raises(NotSupportedError, match=said):
-        rehearsal({"x": torch.randn(5, 4)}, lambda out: out)
+        tracer({"x": torch.randn(5, 4)}, lambda out, _: out)
 
 
 def test_all_that_blocks_are_given_crosses():
@@ -212,11 +212,11 @@ def test_all_that_blocks_are_given_crosses():
     model = Handed().double()
     cut = Cut.of(model, Handed.stages, 3)
     calls = [{"x": torch.randn(5, 4, dtype=torch.float64)} for _ in range(2)]
-    rehearsal = Rehearsal(meta_copy(model), cut)
-    scripts = [rehearsal(call) for call in calls]
-    assert [[value.shape for value in crossing.values] for crossing in scripts[0].crossings] == [[(5, 4), (4,)]] * 2
+    tracer = StageTracer(meta_copy(model), cut)
+    traced = [tracer(call) for call in calls]
+    assert [[value.shape for value in boundary.values] for boundary in traced[0].boundaries] == [[(5, 4), (4,)]] * 2
     stages = stages_of(model, cut)
-    flights = [forward(stages, call, script) for call, script in zip(calls, scripts, strict=True)]
+    flights = [forward(stages, call, metadata) for call, metadata in zip(calls, traced, strict=True)]
     for call, flight in zip(calls, flights, strict=True):
         wanted = model(**call)
         wanted.backward()
@@ -257,9 +257,9 @@ def test_what_is_made_of_lengths_is_computed():
     model = Spanning()
     cut = Cut.of(model, Net.stages, 3)
     call = {"x": torch.randn(2, 4)}
-    stages, script = stages_of(model, cut), Rehearsal(meta_copy(model), cut)(call)
+    stages, metadata = stages_of(model, cut), StageTracer(meta_copy(model), cut)(call)
     assert Spans.index(4).device.type == "cpu"
-    assert torch.equal(forward(stages, call, script)[-1][1], model(**call))
+    assert torch.equal(forward(stages, call, metadata)[-1][1], model(**call))
 
 
 class Experts(nn.Module):
@@ -289,17 +289,17 @@ def test_experts_in_a_dtype_for_which_torch_tells_no_shapes():
     model = Mixture()
     cut = Cut.of(model, Net.stages, 3)
     call = {"x": torch.randn(6, 4)}
-    stages, script = stages_of(model, cut), Rehearsal(meta_copy(model), cut)(call)
-    assert torch.equal(forward(stages, call, script)[-1][1], model(**call))
+    stages, metadata = stages_of(model, cut), StageTracer(meta_copy(model), cut)(call)
+    assert torch.equal(forward(stages, call, metadata)[-1][1], model(**call))
 
 
-def test_a_part_that_cannot_be_rehearsed():
+def test_a_part_that_cannot_be_traced():
     class Reads(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * float(x.sum())
 
     model = Handed()
     model.embed = Reads(4, 4)
-    rehearsal = Rehearsal(meta_copy(model), Cut.of(model, Handed.stages, 2))
+    tracer = StageTracer(meta_copy(model), Cut.of(model, Handed.stages, 2))
     with pytest.raises(NotSupportedError, match=r"embed cannot be called on meta.*pipeline_parallel_size=1"):
-        rehearsal({"x": torch.randn(5, 4)})
+        tracer({"x": torch.randn(5, 4)})

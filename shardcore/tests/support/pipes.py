@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardcore.api import shard
 from shardcore.pipeline import Pipeline
-from shardcore.pipeline.marks import pipeline_of
+from shardcore.pipeline.engine import pipeline_of
 
 __all__ = ["LAYERS", "close", "engine", "labelled", "pipeline", "whole_step"]
 

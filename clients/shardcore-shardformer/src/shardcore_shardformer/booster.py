@@ -21,10 +21,9 @@ from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import context_of, device_type_here
 from shardcore.pipeline import micro_batches
-from shardcore.pipeline.batches import rows_of, with_labels
-from shardcore.pipeline.items import LossCalls, forms_of, shares_of
-from shardcore.pipeline.marks import pipeline_of
-from shardcore.pipeline.steps import Scaled, own_loss, wide
+from shardcore.pipeline.engine import pipeline_of
+from shardcore.pipeline.losses import LossCalls, own_loss, reductions_of, shares_of, wide
+from shardcore.pipeline.microbatches import rows_of, with_labels
 from shardcore_shardformer.outputs import joined
 from shardcore_shardformer.plugin import HybridParallelPlugin
 from shardcore_shardformer.stepping import Stepping
@@ -160,7 +159,13 @@ class Booster:
 
         outputs: list[Any] | None = [] if return_outputs else None
         if self.plugin.pp_size > 1:
-            loss = _in_stages(model, take, criterion, scale, outputs, everywhere=return_outputs == "everywhere")
+            pipeline = pipeline_of(model)
+            assert pipeline is not None  # the plugin has stages
+            # What fails while data is taken is to fail on all ranks.
+            everywhere = return_outputs == "everywhere"
+            loss = pipeline.step(
+                take, training=trains, loss=criterion, scale=scale, outputs=outputs, everywhere=everywhere
+            )
         else:
             loss = self._whole(model, take(), criterion, scale, outputs)
         found = None
@@ -192,9 +197,9 @@ class Booster:
                 with contextlib.nullcontext() if shares else outside:
                     loss = (criterion or own_loss)(out, call)
                 if not shares:  # seen in the first of them
-                    forms = forms_of(out, loss, inside.calls, outside.calls, call)
-                    shares = shares_of(forms, parts, type(model).__name__)
-                    if not forms and call is not part:  # nobody knows whether it is computed from labels
+                    reductions = reductions_of(out, loss, inside.calls, outside.calls, call)
+                    shares = shares_of(reductions, parts, type(model).__name__)
+                    if not reductions and call is not part:  # nobody knows whether it is computed from labels
                         shares[number] = 0.0
                 loss = wide(loss) * (shares[number] * scale)
                 if torch.is_grad_enabled():
@@ -268,23 +273,6 @@ class Booster:
                 "ShardFormer(shard_config=plugin.config()).shard_dataset(dataset, batch_size=...), or with a "
                 "torch.utils.data.DistributedSampler over the replicas"
             )
-
-
-def _in_stages(
-    model: Any,
-    take: Callable[[], Mapping[str, Any]],
-    criterion: Criterion | None,
-    scale: float,
-    outputs: list[Any] | None,
-    *,
-    everywhere: bool,
-) -> Tensor:
-    loss = Scaled(criterion or own_loss, scale)
-    pipeline = pipeline_of(model)
-    assert pipeline is not None  # the plugin has stages
-    step = pipeline.train_step if torch.is_grad_enabled() else pipeline.eval_step
-    # What fails while data is taken is to fail on all ranks.
-    return step(take, loss=loss, outputs=outputs, everywhere=everywhere)
 
 
 def _arguments(batch: Any, model: nn.Module) -> dict[str, Any]:

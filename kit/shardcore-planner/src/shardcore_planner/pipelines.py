@@ -19,7 +19,7 @@ import shardcore
 from shardcore.config import ShardConfig
 from shardcore.config.pipelining import chunks_of
 from shardcore.errors import ConfigError
-from shardcore.pipeline.batches import rows_of_each
+from shardcore.pipeline.microbatches import rows_of_each
 from shardcore.pipeline.schedules import SCHEDULES
 from shardcore.plan.cut import Cut, shares
 from shardcore.policy import Policy

@@ -19,16 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from shardcore.fsdp.accumulation import Accumulation
 from shardcore.mesh import context_of
-from shardcore.pipeline import Script, Stage, Value, micro_batches
-from shardcore.pipeline.marks import pipeline_of
-from shardcore.pipeline.pipe import Pipeline
-from shardcore.pipeline.safe import Chunk
+from shardcore.pipeline import Pipeline, Stage, StageMetadata, TensorMeta, micro_batches
+from shardcore.pipeline.engine import pipeline_of
+from shardcore.pipeline.torch_stage import StageModule
 from shardcore_planner.simulation import Certain
 from shardcore_planner.step import Places, by_axis, follow, still, sum_partial, to_fake
 from shardcore_planner.watch import KINDS, Numbers, Watch
 from shardcore_planner.workload import Call, Stepper, Workload
 
-__all__ = ["arguments_of", "run_rank", "script_of"]
+__all__ = ["arguments_of", "metadata_of", "run_rank"]
 
 Make = Callable[[nn.Module, Workload], Call]
 
@@ -62,20 +61,20 @@ def run_rank(model: Any, workload: Workload, call: Make, rows: int, places: Plac
     if context is not None:
         still(context)
     model.train(workload.trains)
-    script = script_of(model, workload, call, rows)
+    metadata = metadata_of(model, workload, call, rows)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, Certain():
         to_fake(model)
-        run = _Run(model, engine, script, workload, call(model, workload))
+        run = _Run(model, engine, metadata, workload, call(model, workload))
         watch = Watch(fake)
         found = run.watched(rows, watch, places)
     for position, stage in enumerate(engine.stages):
-        found.update(_crossing(script, stage, str(position)))
+        found.update(_crossing(metadata, stage, str(position)))
     return by_axis(found, context)
 
 
-def script_of(model: Any, workload: Workload, call: Make, rows: int) -> Script:
-    """Return the script of micro-batches of so many rows: found out with a short one, then sized on meta.
+def metadata_of(model: Any, workload: Workload, call: Make, rows: int) -> StageMetadata:
+    """Return the metadata of micro-batches of so many rows: found out with a short one, then sized on meta.
 
     Args:
         model: a sharded model that is this rank's part of a pipeline.
@@ -85,18 +84,17 @@ def script_of(model: Any, workload: Workload, call: Make, rows: int) -> Script:
     """
     engine = pipeline_of(model)
     assert engine is not None  # as above
-    rehearsal = engine.scripts.rehearsal
+    trace = engine.tracer.trace
     context = context_of(model)
     least = max(_SHORT, 2 * context.size) if context is not None else _SHORT
     tokens = None if workload.seq is None else min(workload.seq, least)
     short = call(model, dataclasses.replace(workload, batch=1, seq=tokens))
-    loss = short.loss if workload.trains else None
-    script: Script = rehearsal(arguments_of(model, short.inputs()), loss, training=workload.trains)
+    loss = (lambda out, _: short.loss(out)) if workload.trains else None
+    metadata = trace(arguments_of(model, short.inputs()), loss, training=workload.trains)
     with torch.device("meta"):
         whole = call(model, dataclasses.replace(workload, batch=rows)).inputs()
     with Certain():
-        sized: Script = rehearsal.resized(script, arguments_of(model, whole))
-    return sized
+        return trace.resized(metadata, arguments_of(model, whole))
 
 
 def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,18 +103,18 @@ def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name if given == "" else given: value for given, value in inputs.items()}
 
 
-def _crossing(script: Script, stage: Stage, position: str) -> Numbers:
+def _crossing(metadata: StageMetadata, stage: Stage, position: str) -> Numbers:
     """Return how much arrives at a stage, and how much leaves it, for a micro-batch."""
     found: Numbers = Counter()
     ends = (("arrives", stage.index - 1), ("leaves", stage.index))
     for end, number in ends:
-        values = script.crossings[number].values if 0 <= number < len(script.crossings) else ()
+        values = metadata.boundaries[number].values if 0 <= number < len(metadata.boundaries) else ()
         found[end, position, "count"] = len(values)
         found[end, position, "bytes"] = sum(map(_bytes, values))
     return found
 
 
-def _bytes(value: Value) -> int:
+def _bytes(value: TensorMeta) -> int:
     return torch.Size(value.shape).numel() * value.dtype.itemsize
 
 
@@ -126,13 +124,13 @@ class _Run:
     Args:
         model: this rank's part, on fake tensors.
         engine: its pipeline.
-        script: of the micro-batches.
+        metadata: of the micro-batches.
         workload: what the step is made of.
         call: how the model is called with a whole batch.
     """
 
-    def __init__(self, model: Any, engine: Pipeline, script: Script, workload: Workload, call: Call) -> None:
-        self._model, self._engine, self._script, self._call = model, engine, script, call
+    def __init__(self, model: Any, engine: Pipeline, metadata: StageMetadata, workload: Workload, call: Call) -> None:
+        self._model, self._engine, self._metadata, self._call = model, engine, metadata, call
         self._trains = workload.trains
         self._stepper = Stepper(model, workload)
         self._feed: list[dict[str, Any]] = []
@@ -185,7 +183,7 @@ class _Run:
         def run(micro_batch: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
             self._engine.running += 1
             try:
-                out = stage(self._feed[micro_batch], arrived, self._script)
+                out = stage(self._feed[micro_batch], arrived, self._metadata)
             finally:
                 self._engine.running -= 1
             if not stage.is_last:
@@ -193,7 +191,7 @@ class _Run:
             return (self._call.loss(out) * (1 / len(self._feed)),) if self._trains else ()
 
         arrived = self._arrives[position][number] if stage.index else []
-        self._left[position, number] = Chunk(run, stage.parameters)(*arrived, number=number)
+        self._left[position, number] = StageModule(run, stage.parameters)(*arrived, number=number)
 
     def _backward(self, position: int, number: int) -> None:
         left = self._left.pop((position, number))
@@ -209,9 +207,9 @@ class _Run:
 
     def _buffers(self, crossing: int, *, requires_grad: bool = False) -> list[list[Tensor]]:
         """Return what receives the values of a crossing, for the micro-batches that run."""
-        if not 0 <= crossing < len(self._script.crossings):
+        if not 0 <= crossing < len(self._metadata.boundaries):
             return []
-        values = self._script.crossings[crossing].values
+        values = self._metadata.boundaries[crossing].values
         return [
             [torch.empty(v.shape, dtype=v.dtype, requires_grad=requires_grad) for v in values] for _ in range(_SEEN)
         ]

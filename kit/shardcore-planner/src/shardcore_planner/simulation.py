@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.errors import ConfigError
-from shardcore.pipeline.rehearsal import GROUPED, grouped
+from shardcore.pipeline.tracing import GROUPED, grouped
 
 __all__ = ["Certain", "simulated_ranks"]
 

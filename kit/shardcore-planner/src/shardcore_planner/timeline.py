@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from shardcore.errors import ConfigError
-from shardcore.pipeline.schedules import Plan
+from shardcore.pipeline.schedules import Schedule
 from shardcore_planner.results import Slot
 from shardcore_planner.simulation import simulated_ranks
 
@@ -43,7 +43,7 @@ class Action:
 Order = list[Action]
 
 
-def orders(plan: Plan, ranks: int, chunks: int, number: int) -> list[Order]:
+def orders(plan: Schedule, ranks: int, chunks: int, number: int) -> list[Order]:
     """Return what each rank does, in its order.
 
     Of schedules with several stages on a rank these are torch's own lists, for which ranks are simulated.
@@ -70,7 +70,7 @@ def orders(plan: Plan, ranks: int, chunks: int, number: int) -> list[Order]:
     return [[action for slot in made.pipeline_order[rank] for action in _flat(slot)] for rank in range(ranks)]
 
 
-def _of_one_stage(plan: Plan, ranks: int, rank: int, number: int) -> Iterator[Action]:
+def _of_one_stage(plan: Schedule, ranks: int, rank: int, number: int) -> Iterator[Action]:
     """Yield what a rank with one stage does: some forwards, then a backward and a forward in turns, then backwards."""
     ahead = number
     if plan.name == "Schedule1F1B":
@@ -84,7 +84,7 @@ def _of_one_stage(plan: Plan, ranks: int, rank: int, number: int) -> Iterator[Ac
             yield Action(rank, "F", micro_batch + ahead)
 
 
-def _impossible(plan: Plan, number: int, stages: int, why: str) -> ConfigError:
+def _impossible(plan: Schedule, number: int, stages: int, why: str) -> ConfigError:
     return ConfigError(
         f"{plan.name} of torch cannot run {number} micro-batches through {stages} stages: {why}; use another number of "
         f"micro-batches, such as {2 * stages}"
@@ -102,7 +102,7 @@ def _flat(slot: Any) -> Iterator[Action]:
         yield Action(slot.stage_index, slot.computation_type.value, slot.microbatch_index)
 
 
-def forwards(plan: Plan, ranks: int, chunks: int, number: int) -> list[Order]:
+def forwards(plan: Schedule, ranks: int, chunks: int, number: int) -> list[Order]:
     """Return what each rank does in an evaluation: all micro-batches in one of its stages, then in the next one."""
     placed = plan.ranks(ranks * chunks, ranks)
     stages = [[stage for stage, of in enumerate(placed) if of == rank] for rank in range(ranks)]

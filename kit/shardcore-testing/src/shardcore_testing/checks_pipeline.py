@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from shardcore._torch import CAN_PIPELINE
 from shardcore.api import shard
 from shardcore.errors import ConfigError, ShardcoreError
-from shardcore.pipeline import Cut, Holding, Rehearsal, Stage
+from shardcore.pipeline import Cut, PrunedModel, Stage, StageTracer
 from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import whole
 from shardcore_testing.subject import Subject, checkpointing, flat, meta_copy
@@ -139,7 +139,7 @@ def _joined(values: Sequence[Any], rows: int) -> Any:
 
 
 def refuses_pipeline(s: Subject) -> None:
-    """Rehearse the model, cut as finely as it can be.
+    """Trace the model, cut as finely as it can be.
 
     Raises:
         ShardcoreError: it cannot be cut.
@@ -148,7 +148,7 @@ def refuses_pipeline(s: Subject) -> None:
     cut = _finest(s, model)
     if cut is None:
         raise ShardcoreError("the model has no two blocks")
-    _scripts(s, model, cut)
+    _traced(s, model, cut)
 
 
 def _finest(s: Subject, model: nn.Module) -> Cut | None:
@@ -159,10 +159,10 @@ def _finest(s: Subject, model: nn.Module) -> Cut | None:
     return Cut.of(model, stages, min(blocks, _MOST_STAGES)) if blocks > 1 else None
 
 
-def _scripts(s: Subject, model: nn.Module, cut: Cut) -> list[tuple[dict[str, Any], Any]]:
-    rehearsal = Rehearsal(meta_copy(model), cut, s.device)
+def _traced(s: Subject, model: nn.Module, cut: Cut) -> list[tuple[dict[str, Any], Any]]:
+    trace = StageTracer(meta_copy(model), cut, s.device)
     batches = [s.inputs(model, seed) for seed in range(_MICRO_BATCHES)]
-    return [(batch, rehearsal(batch, s.loss)) for batch in batches]
+    return [(batch, trace(batch, lambda out, _: s.loss(out))) for batch in batches]
 
 
 def _compare(s: Subject, ledger: Ledger, cut: Cut) -> None:
@@ -170,12 +170,12 @@ def _compare(s: Subject, ledger: Ledger, cut: Cut) -> None:
     if s.case.supports.checkpointing:
         for model in (reference, *models):
             checkpointing(model, {"use_reentrant": False})
-    scripts = _scripts(s, s.build(), cut)
-    made = [Stage(Holding(model, cut, [index], s.device), index) for index, model in enumerate(models)]
+    traced = _traced(s, s.build(), cut)
+    made = [Stage(PrunedModel(model, cut, [index], s.device), index) for index, model in enumerate(models)]
     _held_once(ledger, reference, made)
     # Each of the stages has had all micro-batches before the backward of the first.
-    flights = [_forward(made, batch, script) for batch, script in scripts]
-    for (batch, _), flight in zip(scripts, flights, strict=True):
+    flights = [_forward(made, batch, metadata) for batch, metadata in traced]
+    for (batch, _), flight in zip(traced, flights, strict=True):
         wanted, got = s.loss(reference(**batch)), s.loss(flight[-1][1])
         ledger.close("loss", wanted, got)
         wanted.backward()
@@ -208,12 +208,12 @@ def _held_once(ledger: Ledger, reference: nn.Module, made: Sequence[Stage]) -> N
     ledger.true(held == set(names), f"no stage holds {sorted(set(names) - held)}")
 
 
-def _forward(made: Sequence[Stage], batch: Mapping[str, Any], script: Any) -> list[tuple[list[Tensor], Any]]:
+def _forward(made: Sequence[Stage], batch: Mapping[str, Any], metadata: Any) -> list[tuple[list[Tensor], Any]]:
     """Run the stages in turn; return what arrived at each of them and what it made of that."""
     arrived: list[Tensor] = []
     flight = []
     for stage in made:
-        out = stage(batch, arrived, script)
+        out = stage(batch, arrived, metadata)
         flight.append((arrived, out))
         if not stage.is_last:
             arrived = [tensor.detach().requires_grad_() for tensor in out]

@@ -1,4 +1,4 @@
-"""The model that a user has of a pipeline: its steps, and what calls of it are."""
+"""The model that a user has of a pipeline, its steps and what calls of it are; and how `shardcore.shard` makes it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError
+from shardcore.mesh import ShardContext
 from shardcore.nn.base import SwappedModule
 from shardcore.nn.behaviour import add_behaviour
-from shardcore.pipeline.marks import pipeline_of, set_pipeline
-from shardcore.pipeline.pipe import Pipeline
-from shardcore.pipeline.steps import Loss, Weight
+from shardcore.pipeline.engine import Pipeline, pipeline_of, set_pipeline
+from shardcore.pipeline.losses import Loss, Weight
+from shardcore.pipeline.norms import clip_grads, grad_norm
+from shardcore.plan import ShardPlan
+from shardcore.plan.cut import Cut
+from shardcore.plan.phases import ModelPhase
 
-__all__ = ["PipelinedModel"]
+__all__ = ["PipelinedModel", "Pipelining", "Stepping"]
 
 
 class PipelinedModel(SwappedModule):
@@ -27,12 +32,6 @@ class PipelinedModel(SwappedModule):
     """
 
     keeps_name: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, model: nn.Module, pipeline: Pipeline) -> None:
-        """Make ``model``, the one of ``pipeline``, one of this class, in place."""
-        add_behaviour(model, cls)
-        set_pipeline(model, pipeline)
 
     def train_step(
         self,
@@ -62,7 +61,9 @@ class PipelinedModel(SwappedModule):
             ConfigError: the batch cannot be divided, or there is no loss.
             NotSupportedError: a stage would need what only another one computes.
         """
-        return self._pipeline().train_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
+        return self._pipeline().step(
+            batch, training=True, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere
+        )
 
     def eval_step(
         self,
@@ -74,14 +75,19 @@ class PipelinedModel(SwappedModule):
         everywhere: bool = False,
     ) -> Tensor:
         """Return the loss of a batch, () on every rank, without a backward; the arguments are those of `train_step`."""
-        return self._pipeline().eval_step(batch, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere)
+        with torch.no_grad():
+            return self._pipeline().step(
+                batch, training=False, loss=loss, weight=weight, outputs=outputs, everywhere=everywhere
+            )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients, on all ranks, so that their norm is at most ``max_norm``; return the norm before.
 
         It is the norm of the whole model's gradients. torch's own would be that of this rank's stages.
         """
-        return self._pipeline().clip_grad_norm_(max_norm)
+        norm = grad_norm(self)
+        clip_grads(self, norm, max_norm)
+        return norm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the whole model on every rank; without gradients.
@@ -89,7 +95,7 @@ class PipelinedModel(SwappedModule):
         Raises:
             NotSupportedError: gradients are wanted, or states that the blocks would keep for the next call.
         """
-        if self._pipeline().is_running:
+        if self._pipeline().running:
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             self._refuse("a call that records gradients", "call model.train_step(batch), or use torch.no_grad()")
@@ -130,3 +136,56 @@ class PipelinedModel(SwappedModule):
             f"this {type(self).__name__} is divided among the ranks of a pipeline, which does not support {what}; "
             f"{instead}"
         )
+
+
+class Pipelining(ModelPhase):
+    """The division of one model among the ranks of a pipeline.
+
+    Args:
+        model: the model, unsharded yet.
+        dtype: in which it will compute, where FSDP2 will cast.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        self._model, self._dtype = model, dtype
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse what cannot be cut as the configuration says.
+
+        Raises:
+            ConfigError: the model has too few blocks, or settings contradict each other.
+            NotSupportedError: the policy does not say where the model can be cut, or torch is too old.
+        """
+        if (plan.config.pipeline_parallel_size or 1) > 1:
+            if not CAN_PIPELINE:
+                raise NotSupportedError(
+                    f"pipeline_parallel_size={plan.config.pipeline_parallel_size} needs torch 2.13 or newer, here is "
+                    f"{torch.__version__}: a stage of older releases has to return a gradient for whatever it was "
+                    "given, token ids too. Install a newer torch, or shard by tp= and dp= alone"
+                )
+            Cut.by(plan.config, self._model, plan.stages)
+
+    def runs(self, context: ShardContext | None) -> bool:
+        """Where there is a pipeline."""
+        return context is not None and context.sizes.pp > 1
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Keep this rank's stages of the model, which is sharded along ``tp`` by now."""
+        assert context is not None  # or else it does not run
+        cut = Cut.by(plan.config, self._model, plan.stages)
+        set_pipeline(self._model, Pipeline(self._model, cut, context, plan.config, dtype=self._dtype))
+
+
+class Stepping(ModelPhase):
+    """The steps of a model in a pipeline, which it gets when everything else was done to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def runs(self, context: ShardContext | None) -> bool:
+        """Where there is a pipeline."""
+        return context is not None and context.sizes.pp > 1
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Give the model ``train_step`` and ``eval_step``."""
+        add_behaviour(self._model, PipelinedModel)

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Partial
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError
 from shardcore.mesh import context_of, group_of, unwrapped
-from shardcore.pipeline.marks import pipeline_of
+from shardcore.pipeline.engine import pipeline_of
 
-__all__ = ["clip_grads", "grad_norm", "squared_norm"]
+__all__ = ["clip_grads", "grad_norm"]
 
 
 @torch.no_grad()
@@ -43,8 +43,9 @@ def grad_norm(model: nn.Module) -> Tensor:
     for part in model.modules():
         pipeline, context = pipeline_of(part), context_of(part)
         if pipeline is not None and context is not None:
-            ranks = context.mesh.size() // context.sizes.pp
-            squares = squared_norm(part.named_parameters(), pipeline.counted_elsewhere(), ranks, context.device)
+            elsewhere = pipeline.shared.counted_elsewhere(pipeline.ranks.rank)
+            copies = context.mesh.size() // context.sizes.pp
+            squares = _squared_norm(part.named_parameters(), elsewhere, copies, context.device)
             dist.all_reduce(squares, group=group_of(context.mesh))
             total += squares
             counted |= {id(parameter) for parameter in part.parameters()}
@@ -55,14 +56,14 @@ def grad_norm(model: nn.Module) -> Tensor:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             of_mesh.setdefault(mesh, []).append((name, parameter))
     for mesh, named in of_mesh.items():
-        squares = squared_norm(named, (), 1 if mesh is None else mesh.size(), device)
+        squares = _squared_norm(named, (), 1 if mesh is None else mesh.size(), device)
         if mesh is not None:
             dist.all_reduce(squares, group=group_of(mesh))
         total += squares
     return total.sqrt()
 
 
-def squared_norm(
+def _squared_norm(
     parameters: Iterable[tuple[str, nn.Parameter]], again: Collection[int], ranks: int, device: torch.device
 ) -> Tensor:
     """Return this rank's summand of the squared norm of all gradients: (), float64; the sum is over all ranks.
@@ -96,6 +97,7 @@ def squared_norm(
     return total
 
 
+@torch.no_grad()
 def clip_grads(model: nn.Module, norm: Tensor, max_norm: float) -> None:
     """Scale all gradients so that their norm, which is ``norm``, is at most ``max_norm``."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it

@@ -1,18 +1,26 @@
-"""Who takes part in a pipeline: this rank's place in it, and who has to hear of a failure."""
+"""Who takes part in a pipeline: this rank's place in it, who has to hear of a failure, and who gets outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardcore.agree.agreement import Report, agree
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.mesh import ShardContext, axis_name, group_of
+from shardcore.pipeline.metadata import TensorMeta
 
-__all__ = ["Ranks"]
+__all__ = ["PipelineRanks"]
 
 
-class Ranks:
+class PipelineRanks:
     """This rank's place on the axis ``pp``, and the ranks around it. Every rank of the mesh makes one.
 
     Args:
@@ -22,21 +30,16 @@ class Ranks:
         group: the ranks of the pipeline, which pass micro-batches on to each other.
         rank: this rank's position.
         size: how many they are.
-        beside: how many ranks have the stages of this rank: all of one place in the pipeline.
-        everybody: all ranks; None for the default process group.
     """
 
     def __init__(self, context: ShardContext) -> None:
-        mesh, sizes = context.mesh, context.sizes
         axis = context.axis("pp")
         self.group: ProcessGroup = axis.group
         self.rank, self.size = axis.rank, axis.size
-        self.beside = mesh.size() // self.size
-        self.everybody = group_of(mesh)
-        self._replicas = sizes.replicas
-        names = tuple(name for name in ("pp", "tp") if axis_name(mesh, name) is not None)
+        self._context, self._everybody = context, group_of(context.mesh)
+        names = tuple(name for name in ("pp", "tp") if axis_name(context.mesh, name) is not None)
         # Ranks that are given one batch: those of one replica.
-        self._alike = self.everybody if self._replicas == 1 else group_of(mesh[names])
+        self._alike = self._everybody if context.sizes.replicas == 1 else group_of(context.mesh[names])
 
     def begin(self, failure: BaseException | None, told: Sequence[tuple[str, str]], number: int) -> int:
         """Raise on all ranks if one of them failed, or if those of one replica were given different things.
@@ -53,8 +56,8 @@ class Ranks:
             AgreementError: another rank failed, or they differ.
         """
         report = Report(items=tuple(told), seed=number) if failure is None else Report.of_error(failure)
-        if self._replicas == 1:
-            return agree(report, failure, group=self.everybody)[0].seed
+        if self._context.sizes.replicas == 1:
+            return agree(report, failure, group=self._everybody)[0].seed
         try:
             number = agree(report, failure, group=self._alike)[0].seed
         except BaseException as error:
@@ -71,4 +74,44 @@ class Ranks:
         Raises:
             AgreementError: another rank failed.
         """
-        agree(Report() if failure is None else Report.of_error(failure), failure, group=self.everybody)
+        agree(Report() if failure is None else Report.of_error(failure), failure, group=self._everybody)
+
+    def broadcast(self, out: Any, source: int, missing: Collection[int]) -> Any:
+        """Return an output of the model on every rank of the pipeline; what earlier stages have computed of it is None.
+
+        Args:
+            out: the output, on the rank that has the last stage.
+            source: the position of that rank.
+            missing: which leaves of the output earlier stages compute.
+        """
+        told: list[Any] = [None]
+        tensors: list[Tensor] = []
+        if self.rank == source:
+            leaves, tree = tree_flatten(out)
+            leaves = [None if place in missing else leaf for place, leaf in enumerate(leaves)]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            told = [tree_map_only(Tensor, _Sent, tree_unflatten(leaves, tree))]
+        dist.broadcast_object_list(told, group=self.group, group_src=source, device=torch.device("cpu"))
+        own = iter(tensors)
+        found: Any = tree_map_only(_Sent, lambda sent: self._broadcast(sent, next(own, None), source), told[0])
+        return found
+
+    def _broadcast(self, sent: _Sent, own: Tensor | None, source: int) -> Tensor:
+        local = sent.local.filled(self._context.device, 0) if own is None else local_tensor(own).contiguous()
+        dist.broadcast(local, group=self.group, group_src=source)
+        if own is not None:
+            return own
+        if sent.placed is None:
+            return local
+        placements, shape, stride = sent.placed  # parts may be of other sizes: those of one do not say that of all
+        return DTensor.from_local(local, self._context.tp, placements, run_check=False, shape=shape, stride=stride)
+
+
+class _Sent:
+    """A tensor that is sent: its form, and how it lies on ``tp``, with its shape and stride, if it is split there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.local = TensorMeta.of(local_tensor(tensor))
+        self.placed: tuple[Any, torch.Size, tuple[int, ...]] | None = None
+        if isinstance(tensor, DTensor):
+            self.placed = tensor.placements, tensor.shape, tensor.stride()

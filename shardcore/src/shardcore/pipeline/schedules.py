@@ -1,17 +1,29 @@
-"""The schedules of torch by their names, and on which rank each of their stages lies."""
+"""The schedules of torch by their names, on which rank each of their stages lies, and forwards alone on any of them.
+
+torch's own ``schedule.eval`` runs neither stages that lie in a V nor fewer micro-batches than the training needs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch.distributed import pipelining
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, pipelining
 
-__all__ = ["SCHEDULES", "Plan"]
+from shardcore.pipeline.metadata import Boundary
+
+__all__ = ["SCHEDULES", "Schedule", "forward_only"]
+
+#: Runs a stage of this rank, by its number, for the micro-batch of a number and what arrived; returns what leaves it.
+RunStage: TypeAlias = Callable[[int, int, list[Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Schedule:
     """A schedule of `torch.distributed.pipelining`.
 
     Attributes:
@@ -40,11 +52,65 @@ class Plan:
 
 #: By the name that users give.
 SCHEDULES = {
-    "gpipe": Plan("ScheduleGPipe"),
-    "1f1b": Plan("Schedule1F1B"),
-    "interleaved": Plan("ScheduleInterleaved1F1B", looped=True),
-    "looped_bfs": Plan("ScheduleLoopedBFS", looped=True),
-    "interleaved_zero_bubble": Plan("ScheduleInterleavedZeroBubble", looped=True, splits=True),
-    "zbv": Plan("ScheduleZBVZeroBubble", looped=True, turns=True, splits=True),
-    "dualpipev": Plan("ScheduleDualPipeV", looped=True, turns=True, splits=True),
+    "gpipe": Schedule("ScheduleGPipe"),
+    "1f1b": Schedule("Schedule1F1B"),
+    "interleaved": Schedule("ScheduleInterleaved1F1B", looped=True),
+    "looped_bfs": Schedule("ScheduleLoopedBFS", looped=True),
+    "interleaved_zero_bubble": Schedule("ScheduleInterleavedZeroBubble", looped=True, splits=True),
+    "zbv": Schedule("ScheduleZBVZeroBubble", looped=True, turns=True, splits=True),
+    "dualpipev": Schedule("ScheduleDualPipeV", looped=True, turns=True, splits=True),
 }
+
+
+def forward_only(
+    run: RunStage,
+    numbers: Sequence[int],
+    boundaries: Sequence[Boundary],
+    *,
+    ranks: Sequence[int],
+    group: ProcessGroup,
+    device: torch.device,
+) -> BaseException | None:
+    """Run all micro-batches through all stages; a rank has all of them at a stage before it goes to its next one.
+
+    A rank that fails sends zeros from then on, so that nobody waits for it.
+
+    Args:
+        run: runs a stage of this rank.
+        numbers: of the micro-batches.
+        boundaries: what crosses to stage 1, to stage 2, and so on.
+        ranks: the rank of each stage.
+        group: the process group of the pipeline.
+        device: where tensors arrive.
+
+    Returns:
+        The first exception of this rank; None if there was none.
+    """
+    me, failure, sends = dist.get_rank(group), None, []
+    kept: dict[tuple[int, int], list[Tensor]] = {}
+    for stage in (stage for stage, rank in enumerate(ranks) if rank == me):
+        for number in numbers:
+            arrived = kept.pop((stage, number), [])
+            if stage and ranks[stage - 1] != me:
+                arrived = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in boundaries[stage - 1].values]
+                for tensor in arrived:
+                    dist.recv(tensor, group=group, group_src=ranks[stage - 1])
+            leaving: tuple[Tensor, ...] = ()
+            if failure is None:
+                try:
+                    leaving = run(stage, number, arrived)
+                except BaseException as error:
+                    failure = error
+            if stage == len(ranks) - 1:
+                continue
+            if failure is not None:
+                leaving = tuple(value.filled(device, 0) for value in boundaries[stage].values)
+            if ranks[stage + 1] == me:
+                kept[stage + 1, number] = list(leaving)
+            else:
+                own = [tensor.contiguous() for tensor in leaving]
+                sends += [(dist.isend(tensor, group=group, group_dst=ranks[stage + 1]), tensor) for tensor in own]
+    for work, _ in sends:  # which holds its tensor until it is gone
+        if work is not None:
+            work.wait()
+    return failure

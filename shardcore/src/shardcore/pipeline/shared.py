@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,11 @@ from torch.distributed import ProcessGroup
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.plan.cut import Cut
 
-__all__ = ["Shared", "shared_parameters"]
+__all__ = ["SharedParameters"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedParameters:
     """The parameters that several ranks hold, and which ranks these are.
 
     Attributes:
@@ -29,6 +30,24 @@ class Shared:
 
     model: nn.Module
     found: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, model: nn.Module, cut: Cut, ranks: Sequence[int]) -> Self:
+        """Return what several ranks hold of ``model``, which is whole.
+
+        Args:
+            model: the model.
+            cut: how it is cut.
+            ranks: the rank of each stage.
+        """
+        found: dict[int, tuple[list[str], set[int]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            entry = cut.stages.holder(name)
+            stage = None if entry is None else cut.holder(entry)
+            names, holders = found.setdefault(id(parameter), ([], set()))
+            names.append(name)
+            holders.update(ranks if stage is None else [ranks[stage]])
+        return cls(model, [(tuple(names), tuple(sorted(on))) for names, on in found.values() if len(on) > 1])
 
     def counted_elsewhere(self, rank: int) -> set[int]:
         """Return the ids of the parameters that count as another rank's: the first one's that holds them.
@@ -72,21 +91,3 @@ def _exchanged(part: Tensor, ranks: tuple[int, ...], group: ProcessGroup) -> lis
     for work in dist.batch_isend_irecv(works):
         work.wait()
     return got
-
-
-def shared_parameters(model: nn.Module, cut: Cut, ranks: Sequence[int]) -> Shared:
-    """Return what several ranks hold of ``model``, which is whole.
-
-    Args:
-        model: the model.
-        cut: how it is cut.
-        ranks: the rank of each stage.
-    """
-    found: dict[int, tuple[list[str], set[int]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        entry = cut.stages.holder(name)
-        stage = None if entry is None else cut.holder(entry)
-        names, holders = found.setdefault(id(parameter), ([], set()))
-        names.append(name)
-        holders.update(ranks if stage is None else [ranks[stage]])
-    return Shared(model, [(tuple(names), tuple(sorted(on))) for names, on in found.values() if len(on) > 1])

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardcore.errors import NotSupportedError
-from shardcore.pipeline.hollow import Absent, Call, Watch, tensors_below, types_kept, watched
-from shardcore.pipeline.rehearsal import Reached, modules_of_parts, names_of_parts
-from shardcore.pipeline.script import NOWHERE, Script, answer
+from shardcore.pipeline.metadata import PROBE, StageMetadata, filled
+from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune, tensors_below
+from shardcore.pipeline.tracing import BoundaryReached
 from shardcore.plan.cut import Cut
 
-__all__ = ["Holding", "Stage"]
+__all__ = ["PrunedModel", "Stage"]
 
 # On a tensor that stands for one of another stage: what arrived from there. A block that is recomputed in the backward
 # is called with the same tensors again, when the stage may be at other arguments.
@@ -25,7 +25,7 @@ _ARRIVED = "_pipeline_arrived"
 _OTHERWISE = 'say use_reentrant=False, as gradient_checkpointing_enable({"use_reentrant": False}) does'
 
 
-class Holding:
+class PrunedModel:
     """A model that keeps the parameters of some stages, under their names, and loses all others.
 
     Args:
@@ -45,18 +45,14 @@ class Holding:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.cut, self.stages, self.device = model, cut, tuple(stages), device
-        self.names = names_of_parts(model, cut)
+        parts = parts_of(model, cut)
+        self._names = {name: first for name, (first, _) in parts.items()}
         here = {name for stage in self.stages for name in self.of(stage)}
-        self.watch: list[Watch] = [_Recomputing(here)]
-        held = {(id(m), leaf) for name in here for m, leaf in tensors_below(model, name)}
-        self._absent = []
-        with types_kept(model, device, dtype):
-            for name in (name for name in dict.fromkeys(self.names.values()) if name not in here):
-                own = [(m, leaf) for m, leaf in tensors_below(model, name) if (id(m), leaf) not in held]
-                held |= {(id(m), leaf) for m, leaf in own}
-                self._absent.append(Absent(iter(own), device, dtype))
-        for name, module in modules_of_parts(model, cut):
-            watched(module, self.names[name], self.watch)
+        self.handlers: list[CallHandler] = [_OutsideOfStages(here)]
+        prune(model, self._names.values(), here, device, dtype)
+        for first, module in parts.values():
+            if module is not None:
+                intercept(module, first, self.handlers)
 
     def of(self, stage: int) -> tuple[str, ...]:
         """Return the parts that a stage holds, by the first of their names, in the order that every rank has them in.
@@ -64,7 +60,7 @@ class Holding:
         A schedule that computes the gradients of parameters apart does so in the order of `Stage.parameters`, and some
         of them are summed over ranks on their way.
         """
-        held = (self.names[name] for name in self.cut.parts() if self.cut.holder(name) in (stage, None))
+        held = (self._names[name] for name in self.cut.parts() if self.cut.holder(name) in (stage, None))
         return tuple(dict.fromkeys(held))
 
 
@@ -88,28 +84,26 @@ class Join(torch.autograd.Function):
         return grad, None
 
 
-def _joined(tensor: Tensor, arrived: Tensor) -> Tensor:
-    joined: Tensor = Join.apply(tensor, arrived) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-    return joined
+_join: Callable[[Tensor, Tensor], Tensor] = Join.apply
 
 
 class Stage:
-    """One stage of a `Holding`.
+    """One stage of a `PrunedModel`.
 
-    The model's forward runs with the whole arguments of a call. Parts that other stages hold answer NaN of the right
+    The model's forward runs with the whole arguments of a call. Parts that other stages hold return NaN of the right
     shapes; the first block of the stage gets what crossed instead, and the forward ends where the next stage begins.
 
     Args:
-        holding: the model, which holds the stage.
+        pruned: the model, which holds the stage.
         index: which stage it is.
         splits: gradients of what arrived and of parameters are computed in two backwards.
     """
 
-    def __init__(self, holding: Holding, index: int, *, splits: bool = False) -> None:
-        self.model, self.cut, self.index, self.device = holding.model, holding.cut, index, holding.device
-        self.here = holding.of(index)
+    def __init__(self, pruned: PrunedModel, index: int, *, splits: bool = False) -> None:
+        self.model, self.cut, self.index, self.device = pruned.model, pruned.cut, index, pruned.device
+        self.here = pruned.of(index)
         self.splits = splits
-        self._watch = holding.watch
+        self._handlers = pruned.handlers
 
     @property
     def is_last(self) -> bool:
@@ -129,7 +123,7 @@ class Stage:
         self,
         arguments: Mapping[str, Any],
         arrived: Sequence[Tensor],
-        script: Script,
+        metadata: StageMetadata,
         begins: Callable[[int], None] | None = None,
     ) -> Any:
         """Run the stage for one micro-batch.
@@ -137,30 +131,29 @@ class Stage:
         Args:
             arguments: those of the whole model.
             arrived: what the stage before sent; nothing for the first one.
-            script: of arguments of these shapes.
+            metadata: of arguments of these shapes.
             begins: called with the number of each block of the stage before it runs.
 
         Returns:
             What crosses to the next stage, a tuple of tensors; of the last stage the output of the model.
         """
-        performance = _Performance(self, arrived, script, begins)
-        before, self._watch[:] = list(self._watch), [performance]
+        forward = _StageForward(self, arrived, metadata, begins)
+        before, self._handlers[:] = list(self._handlers), [forward]
         try:
-            out = self.model(**arguments)
-        except Reached:
-            return performance.leaving
+            return self.model(**arguments)
+        except BoundaryReached:
+            return forward.leaving
         finally:
-            self._watch[:] = before
-        return out
+            self._handlers[:] = before
 
 
-class _Performance:
+class _StageForward:
     """One forward of a stage."""
 
     def __init__(
-        self, stage: Stage, arrived: Sequence[Tensor], script: Script, begins: Callable[[int], None] | None
+        self, stage: Stage, arrived: Sequence[Tensor], metadata: StageMetadata, begins: Callable[[int], None] | None
     ) -> None:
-        self._stage, self._arrived, self._script, self._begins = stage, arrived, script, begins
+        self._stage, self._arrived, self._metadata, self._begins = stage, arrived, metadata, begins
         self._calls: dict[str, int] = {}
         held, blocks = stage.cut.held(stage.index), stage.cut.blocks
         self._first = blocks[held.start]
@@ -169,7 +162,7 @@ class _Performance:
         self.leaving: tuple[Tensor, ...] = ()
         self._records = torch.is_grad_enabled()
 
-    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         ends, blocks = name == self._next, self._stage.cut.blocks
         starts = name == self._first and not self._started  # the first call of several
         if name in blocks and self._in_reentrant_checkpoint():
@@ -182,16 +175,19 @@ class _Performance:
         if self._arrived:  # or else nothing stands for it
             if starts:
                 self._started = True
-                self._stand_for(tree_flatten((args, kwargs))[0])
+                leaves, _ = tree_flatten((args, kwargs))
+                places = self._metadata.boundaries[self._stage.index - 1].places
+                for place, tensor in zip(places, self._arrived, strict=True):
+                    setattr(leaves[place], _ARRIVED, tensor)
             args, kwargs = _arrived((args, kwargs))
             if self._stage.splits and name in blocks and not ends:
                 args, kwargs = self._dependent(name, args, kwargs)
         if ends:
             leaves, _ = tree_flatten((args, kwargs))
-            self.leaving = tuple(leaves[place] for place in self._script.crossings[self._stage.index].places)
+            self.leaving = tuple(leaves[place] for place in self._metadata.boundaries[self._stage.index].places)
             if self._stage.splits and self._arrived:
-                self.leaving = tuple(_joined(tensor, self._arrived[0]) for tensor in self.leaving)
-            raise Reached
+                self.leaving = tuple(_join(t, self._arrived[0]) if t.requires_grad else t for t in self.leaving)
+            raise BoundaryReached
         if self._begins is not None and name in blocks:
             self._begins(blocks.index(name))
         return args, kwargs
@@ -199,11 +195,6 @@ class _Performance:
     def _in_reentrant_checkpoint(self) -> bool:
         """Tell whether gradients are recorded around what runs now, and not in it."""
         return self._records and not torch.is_grad_enabled()
-
-    def _stand_for(self, leaves: Sequence[Any]) -> None:
-        crossing = self._script.crossings[self._stage.index - 1]
-        for place, tensor in zip(crossing.places, self._arrived, strict=True):
-            setattr(leaves[place], _ARRIVED, tensor)
 
     def _dependent(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Have what a block is called with depend on what arrived: all that has gradients, and its first tensor."""
@@ -216,40 +207,40 @@ class _Performance:
         for place in places:
             leaf = leaves[place]
             if id(leaf) not in depend and (leaf.requires_grad or place == places[0]):
-                leaves[place] = Join.apply(leaf, self._arrived[0])  # type: ignore[no-untyped-call]
+                leaves[place] = _join(leaf, self._arrived[0])
         args, kwargs = tree_unflatten(leaves, tree)
         return args, kwargs
 
-    def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self._stage.here:
             if self._stage.splits and self._in_reentrant_checkpoint():
                 raise NotSupportedError(
                     f"{name} has a reentrant checkpoint, whose backward computes gradients of inputs and of parameters "
                     f"at once, under a schedule that computes them apart: {_OTHERWISE}, or pipeline_schedule='1f1b'"
                 )
-            return forward(*args, **kwargs)
-        answers = self._script.answers[name]
+            return native(*args, **kwargs)
+        outputs = self._metadata.outputs[name]
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        return answer(answers[call % len(answers)], self._stage.device, NOWHERE)
+        return filled(outputs[call % len(outputs)], self._stage.device, PROBE)
 
 
-class _Recomputing:
+class _OutsideOfStages:
     """What runs outside of a forward of a stage: blocks that are recomputed, whichever stage they are of."""
 
     def __init__(self, here: set[str]) -> None:
         self._here = here
 
-    def entered(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         args, kwargs = _arrived((args, kwargs))
         return args, kwargs
 
-    def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._here:
             raise NotSupportedError(
                 f"{name} is held by another rank of the pipeline, so that the model cannot be called by itself; run it "
                 "through its stages"
             )
-        return forward(*args, **kwargs)
+        return native(*args, **kwargs)
 
 
 def _arrived(tree: Any) -> Any:

@@ -1,111 +1,41 @@
-"""One step of a pipeline: a batch in micro-batches, and those of one form together."""
+"""One step of a pipeline: a batch in micro-batches, and those of one form together, which are traced once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardcore.comm.dtensor_params import local_tensor
-from shardcore.errors import ConfigError
-from shardcore.pipeline.batches import shapes_of
-from shardcore.pipeline.script import Script
+from shardcore.nn.copies import meta_copy
+from shardcore.pipeline.losses import Loss
+from shardcore.pipeline.metadata import StageMetadata
+from shardcore.pipeline.microbatches import shapes_of
+from shardcore.pipeline.tracing import StageTracer
+from shardcore.plan.cut import Cut
 
-__all__ = [
-    "Fed",
-    "Loss",
-    "Run",
-    "Scaled",
-    "Step",
-    "Weight",
-    "checked",
-    "named",
-    "own_loss",
-    "runs_of",
-    "unscaled",
-    "wide",
-]
+__all__ = ["Microbatch", "MicrobatchGroup", "MicrobatchTracer", "PipelineStep", "named"]
 
-#: Returns the loss of a model's output and the arguments of its call.
-Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
-
-#: Returns over how many items the loss of a micro-batch is a mean.
-Weight: TypeAlias = Callable[[Mapping[str, Any]], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A loss times a number, as half precision needs it.
-
-    Attributes:
-        loss: the loss.
-        factor: the number.
-    """
-
-    loss: Loss
-    factor: float
-
-    def __call__(self, out: Any, arguments: Mapping[str, Any]) -> Tensor:
-        """Return it."""
-        return wide(self.loss(out, arguments)) * self.factor
-
-
-def wide(loss: Tensor) -> Tensor:
-    """Return a loss in float32 at least: a scale does not fit into less."""
-    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-
-
-def unscaled(loss: Loss) -> Loss:
-    """Return what is multiplied, if anything is."""
-    return loss.loss if isinstance(loss, Scaled) else loss
-
-
-def named(loss: Loss | None) -> str:
-    """Name a function by its code and what it holds: it may be made anew in each step, and may hold something else."""
-    of: Any = None if loss is None else unscaled(loss)
-    if (code := getattr(of, "__code__", None)) is None:
-        return repr(of)
-    held = [cell.cell_contents for cell in of.__closure__ or ()]
-    held += [*(of.__defaults__ or ()), *(of.__kwdefaults__ or {}).values()]
-    plain = (str, int, float, bool, type(None))
-    return f"{code} {[value if isinstance(value, plain) else (type(value), id(value)) for value in held]}"
-
-
-def checked(loss: Loss, arguments: Mapping[str, Any]) -> Callable[[Any], Tensor]:
-    """Return what computes the loss, as it is before it is scaled, of an output of a call.
-
-    Raises:
-        ConfigError: when it is called: the loss is no tensor ().
-    """
-
-    def computed(out: Any) -> Tensor:
-        value: Any = unscaled(loss)(out, arguments)
-        if not isinstance(value, Tensor) or value.ndim:
-            got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ConfigError(f"the loss is {got}; loss= (of a Booster, its criterion) is to return a tensor ()")
-        return value
-
-    return computed
+_KEPT = 64  # what is known of calls of other shapes: some bytes each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class MicrobatchGroup:
     """Micro-batches of one form, which a schedule runs: its stages say beforehand what they send.
 
     Attributes:
         first: the number of the first of them in the step.
         count: how many they are.
         key: names their form.
-        script: of them.
+        metadata: what stages return and send for them.
     """
 
     first: int
     count: int
     key: str
-    script: Script
+    metadata: StageMetadata
 
     def numbers(self, count: int) -> list[int]:
         """Return what a schedule of ``count`` micro-batches is fed with: their numbers, then those of fillers.
@@ -117,84 +47,113 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fed:
+class Microbatch:
     """One micro-batch.
 
     Attributes:
         arguments: of the call.
         share: its part in the loss of the batch.
-        run: with which it runs.
+        group: with which it runs.
     """
 
     arguments: Mapping[str, Any]
     share: float
-    run: Run
+    group: MicrobatchGroup
 
 
-class Step:
+@dataclass(slots=True, kw_only=True)
+class PipelineStep:
     """One step that is running.
 
-    Args:
-        feed: the micro-batches.
-        loss: of an output.
-
     Attributes:
+        feed: the micro-batches.
+        loss: of an output; None for outputs alone.
+        scale: what the loss is multiplied with.
         seed: of what is drawn in it.
         losses: what micro-batches added to the loss, on the last stage.
         outputs: of micro-batches by their numbers, on the last stage, if they are asked for.
     """
 
-    def __init__(self, feed: Sequence[Fed], loss: Loss) -> None:
-        self.feed, self.loss, self.seed = feed, loss, 0
-        self.losses: list[Tensor] = []
-        self.outputs: dict[int, Any] | None = None
+    feed: Sequence[Microbatch]
+    loss: Loss | None
+    scale: float = 1.0
+    seed: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: dict[int, Any] | None = None
 
     @property
-    def runs(self) -> list[Run]:
-        """The runs, in their order."""
-        return list(dict.fromkeys(fed.run for fed in self.feed))
+    def groups(self) -> list[MicrobatchGroup]:
+        """The groups, in their order."""
+        return list(dict.fromkeys(microbatch.group for microbatch in self.feed))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the loss."""
-        loss = self.feed[0].run.script.loss
-        return torch.get_default_dtype() if loss is None else loss.dtype
-
-    def __getitem__(self, number: int) -> Fed:
+    def __getitem__(self, number: int) -> Microbatch:
         """Return the micro-batch of a number, or the one of which a filler is a copy."""
         return self.feed[number if number >= 0 else ~number]
 
 
-def runs_of(
-    parts: Sequence[Mapping[str, Any]],
-    script: Callable[[str, Sequence[Mapping[str, Any]]], Script],
-    prefix: str,
-) -> list[Run]:
-    """Return with what each micro-batch runs.
+class MicrobatchTracer:
+    """Groups micro-batches by their forms, and keeps what was traced of each form.
 
     Args:
-        parts: the arguments of each.
-        script: returns the script for a key, made with any of these arguments.
-        prefix: what the key says besides the form.
+        model: the whole model, sharded along ``tp``; what is traced is a copy of it on meta.
+        cut: where it is cut.
+        device: where it computes.
+        dtype: in which it will compute, where FSDP2 will cast.
+
+    Attributes:
+        trace: runs the copy.
     """
-    keys = [f"{prefix} {shapes_of(part)}" for part in parts]
-    runs = {}
-    for key in dict.fromkeys(keys):
-        alike = [part for part, other in zip(parts, keys, strict=True) if other == key]
-        runs[key] = Run(first=keys.index(key), count=len(alike), key=key, script=script(key, alike))
-    return [runs[key] for key in keys]
+
+    def __init__(self, model: nn.Module, cut: Cut, device: torch.device, dtype: torch.dtype | None) -> None:
+        copy = meta_copy(model, dtype)
+        self._model = model
+        self._configs: dict[int, Any] = {}  # by identity
+        for module, other in zip(model.modules(), copy.modules(), strict=True):
+            if "config" in module.__dict__:  # what is set there later is traced too
+                other.__dict__["config"] = self._configs[id(module.config)] = module.config
+        self.trace = StageTracer(copy, cut, device, dtype)
+        self._known: dict[str, StageMetadata] = {}
+
+    def groups(self, parts: Sequence[Mapping[str, Any]], loss: Loss | None) -> list[MicrobatchGroup]:
+        """Return of each micro-batch the group that it is of.
+
+        Args:
+            parts: the arguments of micro-batches.
+            loss: of an output; None for outputs alone.
+        """
+        # Of what the configuration says now a forward may do something else.
+        values = (value for config in self._configs.values() for value in vars(config).values())
+        settings = [value for value in values if isinstance(value, bool | int | float | str | None)]
+        keys = [f"{self._model.training} {named(loss)} {settings} {shapes_of(part)}" for part in parts]
+        groups = {}
+        for key in dict.fromkeys(keys):
+            alike = [part for part, other in zip(parts, keys, strict=True) if other == key]
+            metadata = self._metadata(key, alike, loss)
+            groups[key] = MicrobatchGroup(first=keys.index(key), count=len(alike), key=key, metadata=metadata)
+        return [groups[key] for key in keys]
+
+    def _metadata(self, key: str, alike: Sequence[Mapping[str, Any]], loss: Loss | None) -> StageMetadata:
+        """Return what is known of micro-batches of one form; tracing needs one that has labels which count."""
+        if (known := self._known.get(key)) is not None:
+            return known
+        for part in alike:
+            found = self.trace(part, loss, training=self._model.training)
+            if all(reduction.shifted is not None for reduction in found.reductions):
+                break
+        else:
+            return found  # nobody can tell, and none of them counts
+        while len(self._known) >= _KEPT:
+            del self._known[next(iter(self._known))]
+        self._known[key] = found
+        return found
 
 
-def own_loss(out: Any, arguments: Mapping[str, Any]) -> Tensor:
-    """Return the loss that a model has computed itself.
-
-    Raises:
-        ConfigError: it has computed none.
-    """
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise ConfigError(
-            f"a {type(out).__name__} has no loss; pass labels, or give loss=, a function of the output and the batch "
-            "(of a Booster, its criterion)"
-        )
-    return local_tensor(loss)
+def named(loss: Loss | None) -> str:
+    """Name a function by its code and what it holds: it may be made anew in each step, and may hold something else."""
+    function: Any = loss
+    if (code := getattr(function, "__code__", None)) is None:
+        return repr(function)
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    plain = (str, int, float, bool, type(None))
+    return f"{code} {[value if isinstance(value, plain) else (type(value), id(value)) for value in held]}"

@@ -1,19 +1,20 @@
-"""Over how many items the loss of a micro-batch is a mean: seen in a call, by what torch's loss functions are given.
+"""Losses of micro-batches, put together: how each is reduced is seen in what torch's loss functions are given.
 
 The loss of a batch is put together from those of its micro-batches. How is decided by the function that computes it: a
 mean over labels, of which micro-batches have other numbers; over labels but the first, where each token predicts the
-next one; over rows; or a sum, as with ``num_items_in_batch``. Nothing else can be put
-together exactly, and that is an error.
+next one; over rows; or a sum, as with ``num_items_in_batch``. Nothing else can be put together exactly, and that is an
+error.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,9 +22,15 @@ from torch.utils._pytree import tree_flatten
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError
-from shardcore.pipeline.batches import IGNORED, rows_of
+from shardcore.pipeline.microbatches import IGNORED, rows_of
 
-__all__ = ["Items", "LossCall", "LossCalls", "forms_of", "shares_of"]
+__all__ = ["Loss", "LossCall", "LossCalls", "Reduction", "Weight", "own_loss", "reductions_of", "shares_of", "wide"]
+
+#: Returns the loss of a model's output and the arguments of its call.
+Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
+
+#: Returns over how many items the loss of a micro-batch is a mean.
+Weight: TypeAlias = Callable[[Mapping[str, Any]], float]
 
 #: Functions of torch that reduce to one number, as ``reduction`` says.
 _LOSSES = frozenset(
@@ -53,11 +60,11 @@ _LOSSES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Items:
-    """What a loss is made of.
+class Reduction:
+    """How a loss reduces to one number.
 
     Attributes:
-        kind: a mean over ``labels``, a mean over ``rows``, a ``sum``, or ``unknown``.
+        kind: to a mean over ``labels``, a mean over ``rows``, a ``sum``, or ``unknown``.
         argument: the argument of the call that has the labels which it is computed from.
         shifted: the first label of each row does not count; None where nobody can tell, since none counts.
         ignored: the label that does not count.
@@ -77,11 +84,17 @@ class Items:
         labels = arguments[self.argument]
         return float((labels[..., 1:] if self.shifted else labels).ne(self.ignored).sum())
 
+    def shares(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Return the share of each of ``parts`` in the mean over all of them."""
+        counts = [self.count(part) for part in parts]
+        total = sum(counts) or 1.0
+        return [count / total for count in counts]
+
     def ignores(self, arguments: Mapping[str, Any]) -> bool:
         """Tell whether it is computed from labels of which none counts in the arguments of a call."""
         return bool(self.argument) and bool((arguments[self.argument] == self.ignored).all())
 
-    def told(self, parts: Sequence[Mapping[str, Any]]) -> Items:
+    def with_masks(self, parts: Sequence[Mapping[str, Any]]) -> Reduction:
         """Return what is known of it where masks leave something out in one of the micro-batches ``parts``."""
         whole = all(_leaves_all(part.get(name)) for part in parts for name in self.masks)
         return self if whole else replace(self, kind="unknown")
@@ -95,31 +108,31 @@ class LossCall:
     """A call of a loss function of torch.
 
     Attributes:
-        items: what its mean is one over, whether it reduces to that or not.
-        reduction: what it reduces to.
+        over: what its mean is one over, whether it reduces to that or not.
+        reduction: what torch's argument of that name says that it reduces to.
         numbers: how many it has made a loss of.
         value: the sum of what it returned.
     """
 
-    items: Items
+    over: Reduction
     reduction: str
     numbers: int
     value: float
 
-    def form(self, loss: float, arguments: Mapping[str, Any]) -> Items:
+    def reduced(self, loss: float, arguments: Mapping[str, Any]) -> Reduction:
         """Return what the loss is made of, if it is made of this call alone."""
-        if self.reduction not in ("sum", "none") or self.items.shifted is None:
-            return self.items
+        if self.reduction not in ("sum", "none") or self.over.shifted is None:
+            return self.over
         by = self.value / loss if loss else math.nan
         whole = arguments.get("num_items_in_batch")
         if _near(by, 1.0) or (whole is not None and _near(by, float(whole))):
-            return replace(self.items, kind="sum")
-        if self.items.kind == "labels" and _near(by, self.items.count(arguments)):
-            return self.items
+            return replace(self.over, kind="sum")
+        if self.over.kind == "labels" and _near(by, self.over.count(arguments)):
+            return self.over
         if _near(by, rows_of(arguments)):
-            return replace(self.items, kind="rows")
+            return replace(self.over, kind="rows")
         masks = tuple(name for name, value in arguments.items() if _leaves_all(value))
-        return replace(self.items, kind="rows" if _near(by, self.numbers) else "unknown", masks=masks)
+        return replace(self.over, kind="rows" if _near(by, self.numbers) else "unknown", masks=masks)
 
 
 class LossCalls(TorchFunctionMode):
@@ -147,19 +160,19 @@ class LossCalls(TorchFunctionMode):
             bound.apply_defaults()
             given = bound.arguments
             target = given.get("target", given.get("targets"))
-            items = _items(func, target, given, self._arguments)
+            over = _over(func, target, given, self._arguments)
             numbers = target.numel() if isinstance(target, Tensor) else 0
             value = float(local_tensor(out.detach()).sum())
-            self.calls.append(LossCall(items=items, reduction=given["reduction"], numbers=numbers, value=value))
+            self.calls.append(LossCall(over=over, reduction=given["reduction"], numbers=numbers, value=value))
         return out
 
 
-def _items(function: Any, target: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Items:
+def _over(function: Any, target: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Reduction:
     """Return what a mean of a loss function is one over."""
     if given.get("weight") is not None or not isinstance(target, Tensor):
-        return Items(kind="unknown")
+        return Reduction(kind="unknown")
     if function is F.ctc_loss or target.is_floating_point():  # as many numbers in each row
-        return Items(kind="rows")
+        return Reduction(kind="rows")
     ignored = given.get("ignore_index", IGNORED)
     integers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim}
     integers = {name: value.to(target.device) for name, value in integers.items()}
@@ -170,12 +183,12 @@ def _items(function: Any, target: Any, given: Mapping[str, Any], arguments: Mapp
         if labels.ndim > 1 and (
             _equal(target, labels[..., 1:]) or _equal(target, F.pad(labels, (0, 1), value=ignored)[..., 1:])
         ):
-            return Items(kind="labels", argument=name, shifted=None if same else True, ignored=ignored)
+            return Reduction(kind="labels", argument=name, shifted=None if same else True, ignored=ignored)
         if same:
-            return Items(kind="labels", argument=name, ignored=ignored)
+            return Reduction(kind="labels", argument=name, ignored=ignored)
     if target.numel() == rows_of(arguments) and not bool((target == ignored).any()):
-        return Items(kind="rows")
-    return Items(kind="unknown")
+        return Reduction(kind="rows")
+    return Reduction(kind="unknown")
 
 
 def _equal(target: Tensor, labels: Tensor) -> bool:
@@ -186,9 +199,9 @@ def _near(number: float, wanted: float) -> bool:
     return abs(number - wanted) <= 1e-3 * abs(wanted)
 
 
-def forms_of(
+def reductions_of(
     out: Any, loss: Tensor, inside: Sequence[LossCall], outside: Sequence[LossCall], arguments: Mapping[str, Any]
-) -> tuple[Items, ...]:
+) -> tuple[Reduction, ...]:
     """Return what a loss is made of; nothing if no function of torch has made it.
 
     Args:
@@ -201,10 +214,9 @@ def forms_of(
     taken = any(leaf is loss or _is_of(leaf, loss) for leaf in tree_flatten(out)[0])
     calls = outside or (inside if taken else ())
     if len(calls) == 1:
-        return (calls[0].form(float(local_tensor(loss.detach())), arguments),)
-    return tuple(
-        dict.fromkeys(call.items if call.reduction not in ("sum", "none") else Items(kind="unknown") for call in calls)
-    )
+        return (calls[0].reduced(float(local_tensor(loss.detach())), arguments),)
+    unknown = Reduction(kind="unknown")
+    return tuple(dict.fromkeys(unknown if call.reduction in ("sum", "none") else call.over for call in calls))
 
 
 def _is_of(leaf: Any, loss: Tensor) -> bool:
@@ -221,24 +233,25 @@ def _leaves_all(value: Any) -> bool:
     )
 
 
-def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: str) -> list[float]:
+def shares_of(reductions: Sequence[Reduction], parts: Sequence[Mapping[str, Any]], what: str) -> list[float]:
     """Return the part that the loss of each micro-batch has in that of the batch: none where no label counts.
 
     Args:
-        forms: what it is made of; a mean over rows, or over labels that do not differ from it, if nobody knows.
+        reductions: what it is made of; a mean over rows, or over labels that do not differ from it, if nobody knows.
         parts: the arguments of each.
         what: names the model.
 
     Raises:
         ConfigError: it cannot be put together.
     """
-    ignored = [any(form.ignores(part) for form in forms) for part in parts]
-    if len(parts) == 1 or (forms and all(form.kind == "sum" for form in forms)):
+    ignored = [any(reduction.ignores(part) for reduction in reductions) for part in parts]
+    if len(parts) == 1 or (reductions and all(reduction.kind == "sum" for reduction in reductions)):
         return [0.0 if nothing else 1.0 for nothing in ignored]
-    kinds = [form.told(parts) for form in forms] or _documented(parts)
-    shares = [] if any(form.kind in ("sum", "unknown") for form in kinds) else [_of(form, parts) for form in kinds]
-    if not shares or any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True)):
-        made = ", ".join("a sum" if form.kind == "sum" else f"a mean over {form}" for form in kinds)
+    known = [reduction.with_masks(parts) for reduction in reductions] or _documented(parts)
+    shares = [reduction.shares(parts) for reduction in known if reduction.kind in ("labels", "rows")]
+    same = all(abs(a - b) <= 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True))
+    if len(shares) < len(known) or not same:
+        made = ", ".join("a sum" if reduction.kind == "sum" else f"a mean over {reduction}" for reduction in known)
         raise ConfigError(
             f"the loss of {what} cannot be put together from those of {len(parts)} micro-batches: means over one "
             f"kind of items can, and sums, and it is made of {made}; run the batch as one (num_microbatches=1), or say "
@@ -247,14 +260,28 @@ def shares_of(forms: Sequence[Items], parts: Sequence[Mapping[str, Any]], what: 
     return [0.0 if nothing else share for nothing, share in zip(ignored, shares[0], strict=True)]
 
 
-def _documented(parts: Sequence[Mapping[str, Any]]) -> list[Items]:
+def _documented(parts: Sequence[Mapping[str, Any]]) -> list[Reduction]:
     """Return what a loss of no function of torch may be: a mean over rows, which is one over labels too."""
     labels = parts[0].get("labels")
     counts = isinstance(labels, Tensor) and labels.ndim > 0 and not labels.is_floating_point()
-    return [Items(kind="rows"), *([Items(kind="labels", argument="labels")] if counts else [])]
+    return [Reduction(kind="rows"), *([Reduction(kind="labels", argument="labels")] if counts else [])]
 
 
-def _of(form: Items, parts: Sequence[Mapping[str, Any]]) -> list[float]:
-    counts = [form.count(part) for part in parts]
-    total = sum(counts) or 1.0
-    return [count / total for count in counts]
+def own_loss(out: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the loss that a model has computed itself.
+
+    Raises:
+        ConfigError: it has computed none.
+    """
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ConfigError(
+            f"a {type(out).__name__} has no loss; pass labels, or give loss=, a function of the output and the batch "
+            "(of a Booster, its criterion)"
+        )
+    return local_tensor(loss)
+
+
+def wide(loss: Tensor) -> Tensor:
+    """Return a loss in float32 at least: neither a scale nor a sum over micro-batches fits into less."""
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss

@@ -1,8 +1,8 @@
-"""Parts of a model whose calls are watched, and parts without their tensors, which other stages hold."""
+"""Models that keep the tensors of some parts alone, and calls of parts that a handler answers instead of their code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,85 +11,47 @@ from torch import Tensor, nn
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.nn.behaviour import once
-from shardcore.pipeline.script import NOWHERE
+from shardcore.pipeline.metadata import PROBE
+from shardcore.plan.cut import Cut
 
-__all__ = ["Absent", "Call", "Part", "Watch", "tensors_below", "types_kept", "watched"]
-
-Call = Callable[..., Any]
-_MARK = "_pipeline_watched"
+__all__ = ["CallHandler", "Intercepted", "PrunedTensors", "intercept", "parts_of", "prune", "tensors_below"]
 
 
-class Watch(Protocol):
-    """Is asked for every call of the parts of a model while a forward runs."""
+class CallHandler(Protocol):
+    """Is asked for every call of the intercepted parts of a model while a forward runs."""
 
-    def entered(
+    def called(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the part ``name`` is called with; before its hooks, and outside of a recomputation."""
 
-    def answered(self, name: str, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the part's forward, which is ``forward``, returns."""
+    def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the part's forward, which is ``native``, returns."""
 
 
-class Part:
-    """Says to a watch that a part is called, and lets it answer in the place of the part's forward.
+class Intercepted:
+    """A part that tells a handler of its calls, and lets it answer in the place of the part's forward.
 
     Hooks run around what is answered as they do around the forward: libraries collect states by them.
     """
 
-    #: The name of the part in the model, and who watches now: a list of one, which the whole model shares.
-    _pipeline_part: tuple[str, list[Watch]]
+    #: The name of the part in the model, and who handles calls now: a list of one, which the whole model shares.
+    _pipeline_part: tuple[str, list[CallHandler]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the part with what the watch says, whatever else a call of it does."""
-        name, watch = self._pipeline_part
-        args, kwargs = watch[0].entered(name, args, kwargs)
+        """Call the part with what the handler says, whatever else a call of it does."""
+        name, handlers = self._pipeline_part
+        args, kwargs = handlers[0].called(name, args, kwargs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a module's
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the watch answers."""
-        name, watch = self._pipeline_part
-        return watch[0].answered(name, super().forward, args, kwargs)  # type: ignore[misc]  # a module's
-
-
-@once
-def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
-    return type(cls.__name__, (Part, cls), namespace)
-
-
-def watched(module: nn.Module, name: str, watch: list[Watch]) -> None:
-    """Make every call of ``module``, the part ``name`` of its model, one that is watched."""
-    if _MARK not in vars(type(module)):
-        module.__class__ = _watched_class(type(module))
-    module.__dict__["_pipeline_part"] = (name, watch)
-
-
-@contextmanager
-def types_kept(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Let modules that lose all their parameters inside still tell the dtype and the device that these had.
-
-    Models may ask their parts for both, which look for a parameter.
-
-    Args:
-        model: what loses parameters inside.
-        device: what is told.
-        dtype: what is told; what the parameters had if not given.
-    """
-    told: dict[Any, Any] = {m: dtype or m.dtype for m in model.modules() if _tells_dtype(m)}
-    yield
-    for module, known in told.items():
-        if next(module.parameters(), None) is None:
-            module.__class__ = _typed_class(type(module))
-            module.__dict__["_pipeline_types"] = (known, torch.device(device))
-
-
-def _tells_dtype(module: nn.Module) -> bool:
-    return isinstance(getattr(type(module), "dtype", None), property)
+        """Return what the handler answers."""
+        name, handlers = self._pipeline_part
+        return handlers[0].forward(name, super().forward, args, kwargs)  # type: ignore[misc]  # a module's
 
 
 class Typed:
-    """Tells the dtype and the device that the parameters had."""
+    """Tells the dtype and the device that the parameters had, which models ask their parts for."""
 
     _pipeline_types: tuple[torch.dtype, torch.device]
 
@@ -105,12 +67,66 @@ class Typed:
 
 
 @once
-def _typed_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _derived(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of the class of modules, under its name: libraries go by names."""
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (Typed, cls), namespace)
+    return type(cls.__name__, (mixin, cls), namespace)
 
 
-class Absent:
+def intercept(module: nn.Module, name: str, handlers: list[CallHandler]) -> None:
+    """Let the first of ``handlers`` answer calls of ``module``, the part ``name`` of its model."""
+    if not isinstance(module, Intercepted):
+        module.__class__ = _derived(Intercepted, type(module))
+    module.__dict__["_pipeline_part"] = (name, handlers)
+
+
+def parts_of(model: nn.Module, cut: Cut) -> dict[str, tuple[str, nn.Module | None]]:
+    """Return for each name of a part the first of all its names, since it may have several, and the module that it is.
+
+    A part that is a parameter or a buffer has no module.
+    """
+    first: dict[int, str] = {}
+    found = {}
+    for name in cut.parts():
+        owner, _, leaf = name.rpartition(".")
+        value = getattr(model.get_submodule(owner), leaf)
+        module = value if isinstance(value, nn.Module) else None
+        found[name] = (name if module is None else first.setdefault(id(module), name), module)
+    return found
+
+
+def prune(
+    model: nn.Module,
+    parts: Iterable[str],
+    held: Collection[str],
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+) -> dict[str, PrunedTensors]:
+    """Take the tensors of all ``parts`` but those that are ``held`` out of ``model``; return them by part.
+
+    Args:
+        model: the model.
+        parts: names of parts.
+        held: those that keep their tensors, which other parts may share.
+        device: where the model runs.
+        dtype: in which it computes; that of the tensors if not given.
+    """
+    types = {m: dtype or m.dtype for m in model.modules() if isinstance(getattr(type(m), "dtype", None), property)}
+    claimed = {(id(module), leaf) for name in held for module, leaf in tensors_below(model, name)}
+    pruned = {}
+    for name in dict.fromkeys(parts):
+        if name not in held:
+            own = [(module, leaf) for module, leaf in tensors_below(model, name) if (id(module), leaf) not in claimed]
+            claimed |= {(id(module), leaf) for module, leaf in own}
+            pruned[name] = PrunedTensors(own, device, dtype)
+    for module, known in types.items():
+        if next(module.parameters(), None) is None:
+            module.__class__ = _derived(Typed, type(module))
+            module.__dict__["_pipeline_types"] = (known, torch.device(device))
+    return pruned
+
+
+class PrunedTensors:
     """The tensors of a part that a model does not hold: no parameters, buffers or states any more, and no memory.
 
     What reads one, for its shape or dtype, reads a tensor of them in which every number is NaN; so a value that
@@ -124,12 +140,12 @@ class Absent:
 
     def __init__(
         self,
-        owners: Iterator[tuple[nn.Module, str]],
+        owners: Sequence[tuple[nn.Module, str]],
         device: torch.device | str,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._tensors: list[tuple[nn.Module, str, Tensor, Tensor]] = []
-        for module, name in list(owners):
+        for module, name in owners:
             held = module._parameters if name in module._parameters else module._buffers
             tensor = held.pop(name)
             if tensor is None:
@@ -139,7 +155,7 @@ class Absent:
             if isinstance(tensor, nn.Parameter):
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
             self._tensors.append((module, name, meta, _alike(tensor, device, dtype)))
-        self.fill(NOWHERE)
+        self.fill(PROBE)
 
     def fill(self, number: float) -> None:
         """Let every number that is read be ``number``."""

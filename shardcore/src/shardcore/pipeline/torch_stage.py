@@ -1,19 +1,26 @@
-"""A stage of torch's pipelines that goes on sending after it failed, so that nobody waits for it."""
+"""Stages as `torch.distributed.pipelining` has them: one that fails goes on sending, so that nobody waits for it.
+
+Its divided backward differs from torch's too: `add_gradients` is the second half, the gradients of parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from shardcore.comm.flow import ELSEWHERE
-from shardcore.pipeline.divided import add_gradients
-from shardcore.pipeline.script import Value
+from shardcore.pipeline.metadata import TensorMeta
 
-__all__ = ["Chunk", "SafeStage"]
+__all__ = ["SafeStage", "StageModule", "add_gradients"]
+
+# Parameters, by what accumulates their gradients; and the nodes at which they meet what arrived, with the gradients
+# that the first half of a backward had there.
+_Group: TypeAlias = tuple[set[Node], dict[Node, tuple[Tensor | None, ...]]]
 
 
 class Arrived(torch.autograd.Function):
@@ -35,7 +42,7 @@ class Arrived(torch.autograd.Function):
 _arrived: Callable[[Tensor], Tensor] = Arrived.apply
 
 
-class Chunk(nn.Module):
+class StageModule(nn.Module):
     """What torch's stage calls: one stage for the micro-batch of a number. Its parameters are those of the stage."""
 
     def __init__(
@@ -48,17 +55,16 @@ class Chunk(nn.Module):
         """Return what crosses to the next stage, or the loss; none of it a view, all of it contiguous."""
         tensors = [_arrived(tensor) for tensor in arrived if tensor.is_floating_point()]
         left = self._run(int(number), tensors)
-        return tuple(map(_to_be_sent, left))
+        return tuple(
+            tensor.clone(memory_format=torch.contiguous_format)
+            if tensor._base is not None or not tensor.is_contiguous()
+            else tensor
+            for tensor in left
+        )
 
     def parameters(self, recurse: bool = True) -> Any:
         """Yield the parameters of the stage."""
         return iter(self._owned())
-
-
-def _to_be_sent(tensor: Tensor) -> Tensor:
-    if tensor._base is not None or not tensor.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
 
 
 class SafeStage(PipelineStage):
@@ -68,26 +74,28 @@ class SafeStage(PipelineStage):
     process group can be used afterwards.
 
     Args:
-        chunk: what it runs.
+        module: what it runs.
         index: which stage it is.
         count: of how many.
-        values: what arrives, and what leaves.
+        arrives: what it is sent.
+        leaves: what it sends.
         device: where it runs.
         group: the process group of the pipeline.
     """
 
     def __init__(
         self,
-        chunk: Chunk,
+        module: StageModule,
         index: int,
         count: int,
-        values: tuple[tuple[Value, ...], tuple[Value, ...]],
+        arrives: tuple[TensorMeta, ...],
+        leaves: tuple[TensorMeta, ...],
         device: torch.device,
         group: Any,
     ) -> None:
-        arrives, leaves = (tuple(_meta(value) for value in some) for some in values)
-        super().__init__(chunk, index, count, device, input_args=arrives, output_args=leaves, group=group)
-        self._values = values
+        given, made = (tuple(_meta(value) for value in some) for some in (arrives, leaves))
+        super().__init__(module, index, count, device, input_args=given, output_args=made, group=group)
+        self._arrives, self._leaves = arrives, leaves
         self.failure: BaseException | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -97,7 +105,7 @@ class SafeStage(PipelineStage):
                 return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *more, **options)
             except BaseException as error:
                 self._failed(error)
-        out = tuple(torch.zeros(v.shape, dtype=v.dtype, device=self.device) for v in self._values[1])
+        out = tuple(value.filled(self.device, 0) for value in self._leaves)
         self.fwd_cache[fwd_chunk_id] = (out, [])
         if self.is_last:
             self.output_chunks.append(out)
@@ -114,7 +122,7 @@ class SafeStage(PipelineStage):
                 return
         self.fwd_cache.pop(bwd_chunk_id, None)
         self.dw_runner[bwd_chunk_id] = lambda: None
-        self.bwd_cache[bwd_chunk_id] = () if self.is_first else (None,) * len(self._values[0])
+        self.bwd_cache[bwd_chunk_id] = () if self.is_first else (None,) * len(self._arrives)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *more: Any, **options: Any) -> None:
         """Compute the gradients of the parameters for a micro-batch, unless something failed."""
@@ -136,5 +144,58 @@ class SafeStage(PipelineStage):
         self.failure = cause if isinstance(cause, BaseException) else error  # torch's tells the shapes of what arrived
 
 
-def _meta(value: Value) -> Tensor:
+def _meta(value: TensorMeta) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.dtype.is_floating_point)
+
+
+def add_gradients(parameters: Iterable[nn.Parameter], groups: Sequence[dict[str, Any]]) -> None:
+    """Add to ``parameters`` their gradients, in the order of ``groups``.
+
+    Of torch's ``stage_backward_weight`` it differs where a parameter meets what arrived at several nodes, as that of a
+    block that is called twice does. The way back from one of them may lead through another one, and through nodes of
+    other groups: the graph is kept until all are done, and each node passes on what the first half had there. A
+    parameter is in one group.
+
+    Args:
+        parameters: those that the groups may name.
+        groups: what torch's ``stage_backward_input`` returns; they are empty afterwards.
+    """
+    owners = {get_gradient_edge(parameter).node: parameter for parameter in parameters if parameter.requires_grad}
+    apart = _disjoint(groups)
+    keeps = any(len(nodes) > 1 for _, nodes in apart)
+    for accumulating, nodes in apart:
+        edges = [(GradientEdge(node, n), grad) for node, grads in nodes.items() for n, grad in enumerate(grads)]
+        edges = [(edge, grad) for edge, grad in edges if grad is not None]
+        if not edges:
+            continue
+        handles = (
+            [node.register_prehook(lambda _, grads=grads: grads) for node, grads in nodes.items()] if keeps else []
+        )
+        try:
+            found = torch.autograd.grad(
+                [edge for edge, _ in edges],
+                [GradientEdge(node, 0) for node in accumulating],
+                [grad for _, grad in edges],
+                retain_graph=keeps,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for node, grad in zip(accumulating, found, strict=True):
+            owner = owners[node]
+            owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
+
+
+def _disjoint(groups: Sequence[dict[str, Any]]) -> list[_Group]:
+    """Return the groups, those that share a parameter as one: torch has some twice."""
+    apart: list[_Group] = []
+    for group in groups:
+        passed = zip(group["intermediates"], group.get("grads", ()), strict=False)  # no grads: none of them was passed
+        nodes = {node: grads for node, grads in passed if grads is not None}
+        one: _Group = (set(group["params"]), nodes)
+        for other in [other for other in apart if other[0] & one[0]]:
+            apart.remove(other)
+            one = (other[0] | one[0], other[1] | one[1])
+        apart.append(one)
+        group.clear()
+    return apart

@@ -1,0 +1,357 @@
+"""A model over the ranks of a pipeline: its schedule, losses, shared parameters, and one error on all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shardcore.config import ShardConfig
+from shardcore.errors import ConfigError
+from shardcore.fsdp.accumulation import Accumulation
+from shardcore.mesh import Division, ShardContext, set_division
+from shardcore.mesh.random_stream import mix
+from shardcore.nn.partial import reduce_partial_gradients
+from shardcore.pipeline.losses import Loss, Weight, own_loss, shares_of, wide
+from shardcore.pipeline.metadata import StageMetadata, TensorMeta
+from shardcore.pipeline.microbatches import contents_of, micro_batches, shapes_of, with_labels
+from shardcore.pipeline.ranks import PipelineRanks
+from shardcore.pipeline.schedules import SCHEDULES, forward_only
+from shardcore.pipeline.shared import SharedParameters
+from shardcore.pipeline.stage import PrunedModel, Stage
+from shardcore.pipeline.steps import Microbatch, MicrobatchGroup, MicrobatchTracer, PipelineStep
+from shardcore.pipeline.torch_stage import SafeStage, StageModule
+from shardcore.plan.cut import Cut
+
+__all__ = ["Batch", "Pipeline", "pipeline_of", "set_pipeline"]
+
+#: The arguments of a call by name; or what gives them, so that what fails there fails on all ranks.
+Batch: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+_PIPELINE = "_shardcore_pipeline"  # on a model: which pipeline it is this rank's part of
+
+_KEPT = 2  # schedules for calls of other shapes: each holds what receives every micro-batch of a step
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """Return the pipeline that a model is this rank's part of; None if it is no part of any."""
+    return model.__dict__.get(_PIPELINE)
+
+
+def set_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
+    """Say that ``model`` is this rank's part of ``pipeline``."""
+    model.__dict__[_PIPELINE] = pipeline
+
+
+class Pipeline:
+    """Runs the micro-batches of a model whose blocks are divided among ranks.
+
+    Each rank keeps the parameters of its stages, under the names that they have in the model; the others have no memory
+    any more. After `torch.distributed.pipelining`, which has the schedules.
+
+    Args:
+        model: the whole model, sharded along ``tp``; it becomes this rank's part.
+        cut: where it is cut.
+        context: that of the model; its mesh has an axis ``pp``.
+        config: the configuration, resolved.
+        dtype: in which it will compute, where FSDP2 will cast.
+
+    Attributes:
+        model: this rank's part.
+        cut: where it is cut.
+        ranks: this rank's place among those of the pipeline.
+        stages: the stages of this rank.
+        shared: what other ranks of the pipeline hold too.
+        tracer: finds out what crosses from stage to stage.
+        running: how many stages are running, whose calls of the model are their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        context: ShardContext,
+        config: ShardConfig,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.cut, self.ranks = model, cut, PipelineRanks(context)
+        self._context, self._device = context, context.device
+        self._schedule = SCHEDULES[config.pipeline_schedule or "1f1b"]
+        self._size = config.microbatch_size
+        self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
+        self._of = self._schedule.ranks(len(cut), self.ranks.size)
+        self.tracer = MicrobatchTracer(model, cut, self._device, dtype)
+        self.shared = SharedParameters.of(model, cut, self._of)
+        set_division(model, _division(model, self.ranks.rank))
+        # The context defers them for the sake of the schedule, not of the user.
+        self._sums_partial = context.defers and config.partial_gradients == "in_backward"
+        held = [stage for stage, of in enumerate(self._of) if of == self.ranks.rank]
+        pruned = PrunedModel(model, cut, held, self._device, dtype)
+        self.stages = [Stage(pruned, index, splits=self._schedule.splits) for index in held]
+        self._schedules: dict[str, tuple[Any, list[SafeStage], int]] = {}
+        self._step: PipelineStep | None = None
+        self.running = 0
+
+    def step(
+        self,
+        batch: Batch,
+        *,
+        training: bool,
+        loss: Loss | None = None,
+        weight: Weight | None = None,
+        scale: float = 1.0,
+        outputs: list[Any] | None = None,
+        everywhere: bool = False,
+    ) -> Tensor:
+        """Run a batch, and return its loss; see `PipelinedModel.train_step` and `PipelinedModel.eval_step`.
+
+        Args:
+            batch: the arguments of a call, by name, or what returns them.
+            training: run its backward too; else gradients are not recorded.
+            loss: of an output and a micro-batch.
+            weight: of a micro-batch.
+            scale: what the loss is multiplied with, as half precision needs it.
+            outputs: is extended by the outputs of all micro-batches.
+            everywhere: on all ranks.
+        """
+        step = self._begun(batch, loss or own_loss, weight, training=training)
+        step.scale = scale
+        step.outputs = {} if outputs is not None and self.stages[-1].is_last else None
+        if training:
+            self._train(step)
+        else:
+            self._evaluate(step)
+        if outputs is not None:
+            outputs += self._outputs(step, everywhere=everywhere)
+        form = step.feed[0].group.metadata.loss or TensorMeta((), torch.get_default_dtype())
+        total = torch.stack(step.losses).sum() if step.losses else form.filled(self._device, 0)
+        total = total.to(self._device)
+        dist.broadcast(total, group=self.ranks.group, group_src=self._of[-1])
+        return total
+
+    @torch.no_grad()
+    def forward(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the output of the whole model, on every rank of the pipeline, without gradients."""
+        step = self._begun(arguments, None, None, training=False)
+        step.outputs = {}
+        self._evaluate(step)
+        return next(self._outputs(step, everywhere=True))
+
+    def _begun(self, batch: Batch, loss: Loss | None, weight: Weight | None, *, training: bool) -> PipelineStep:
+        """Divide a batch, find out what crosses, and make sure that all ranks of the pipeline were given the same.
+
+        Without a loss the batch is one micro-batch.
+        """
+        failure: BaseException | None = None
+        told: list[tuple[str, str]] = []
+        step = PipelineStep(feed=(), loss=loss)
+        number = self._context.random.number()  # on every rank, whatever fails there
+        try:
+            given = batch() if callable(batch) else batch
+            division = {"number": 1} if loss is None else {"number": self._number, "size": self._size}
+            parts = micro_batches(given, **division)
+            groups = self.tracer.groups(parts, loss)
+            shares = [1.0] if loss is None else self._shares(parts, groups, weight)
+            if training:
+                parts = [part if share else with_labels(part) for part, share in zip(parts, shares, strict=True)]
+            fed = zip(parts, shares, groups, strict=True)
+            step.feed = [Microbatch(arguments=part, share=share, group=group) for part, share, group in fed]
+            if training:
+                for group in step.groups:
+                    self._scheduled(group)
+            told = [
+                ("the shapes of the batch", shapes_of(given)),
+                ("the items of its micro-batches", str(shares)),
+                *contents_of(given),
+            ]
+        except BaseException as error:
+            failure = error
+        step.seed = self._context.seed_of(self.ranks.begin(failure, told, number))
+        return step
+
+    def _shares(
+        self, parts: Sequence[Mapping[str, Any]], groups: Sequence[MicrobatchGroup], weight: Weight | None
+    ) -> list[float]:
+        if weight is None:
+            reductions = [one for group in dict.fromkeys(groups) for one in group.metadata.reductions]
+            known = [one for one in reductions if one.shifted is not None]  # of others no label counts
+            return shares_of(known or reductions, parts, type(self.model).__name__)
+        weights = [weight(part) for part in parts]
+        return [each / (sum(weights) or 1.0) for each in weights]
+
+    def _train(self, step: PipelineStep) -> None:
+        """Run the schedules, and let all ranks have their gradients; if one of them fails, nobody has any."""
+        accumulation = Accumulation(self.model)
+        kept = self._set_aside()
+        self._step = step
+        try:
+            accumulation.begin()
+            failures: list[BaseException | None] = []
+            for group in step.groups:  # all of them, whatever fails: other ranks do the same
+                schedule, stages, count = self._scheduled(group)
+                for stage in stages:
+                    stage.failure = None
+                numbers = torch.tensor(group.numbers(count), device=self._device)
+                first = (numbers,) if self._of[0] == self.ranks.rank else ()
+                target = {"target": numbers} if self._of[-1] == self.ranks.rank else {}
+                schedule.step(*first, number=numbers, return_outputs=False, **target)
+                failures += [stage.failure for stage in stages]
+            self.ranks.agree(_first(failures))
+        except BaseException:
+            accumulation.give_up()  # what there is of gradients is part of a step that never was
+            raise
+        finally:
+            self._step = None
+        accumulation.finish()
+        if self._sums_partial:
+            reduce_partial_gradients(self.model)
+        self.shared.add(self.ranks.group)
+        for name, parameter in self.model.named_parameters() if kept else ():
+            if name in kept:
+                parameter.grad = kept[name] if parameter.grad is None else kept[name] + parameter.grad
+
+    def _set_aside(self) -> dict[str, Tensor]:
+        """Take away gradients that are sums over ranks already, where those of this step will be summands at first."""
+        summed = self.shared.names() if not self._sums_partial else None
+        if summed == set():
+            return {}
+        kept = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and (summed is None or name in summed):
+                kept[name], parameter.grad = parameter.grad, None
+        return kept
+
+    def _evaluate(self, step: PipelineStep) -> None:
+        """Run all forwards."""
+        stages = {stage.index: stage for stage in self.stages}
+
+        def run(index: int, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
+            return self._run(stages[index], number, arrived)
+
+        self._step = step
+        try:
+            failures = [
+                forward_only(
+                    run,
+                    group.numbers(group.count),
+                    group.metadata.boundaries,
+                    ranks=self._of,
+                    group=self.ranks.group,
+                    device=self._device,
+                )
+                for group in step.groups
+            ]
+            self.ranks.agree(_first(failures))
+        finally:
+            self._step = None
+            Accumulation(self.model).end_evaluation()
+
+    def _outputs(self, step: PipelineStep, *, everywhere: bool) -> Iterator[Any]:
+        """Yield the outputs of all micro-batches, on the ranks that are to have them."""
+        for number, microbatch in enumerate(step.feed):
+            own = None if step.outputs is None else step.outputs.get(number)
+            if everywhere:
+                yield self.ranks.broadcast(own, self._of[-1], microbatch.group.metadata.missing)
+            elif own is not None:
+                yield own
+
+    def _scheduled(self, group: MicrobatchGroup) -> tuple[Any, list[SafeStage], int]:
+        """Return the schedule for micro-batches as there are now, its stages, and how many it runs."""
+        key = f"{group.count} {group.key}"
+        found = self._schedules.pop(key, None)
+        if found is None:
+            while len(self._schedules) >= _KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            found = self._made(group)
+        self._schedules[key] = found  # the last one used is the last
+        return found
+
+    def _made(self, group: MicrobatchGroup) -> tuple[Any, list[SafeStage], int]:
+        stages = [self._safe(stage, group.metadata) for stage in self.stages]
+        most = group.count if group.count == self._number != 1 else group.count + 2 * len(self.cut)
+        for count in range(group.count, most + 1):
+            try:
+                return self._schedule.make(stages, count, _the_loss_itself), stages, count
+            except ValueError as error:  # it may run more of them: fillers
+                failure = error
+        raise ConfigError(
+            f"{self._schedule.name} of torch cannot run {group.count} micro-batches through {len(self.cut)} stages: "
+            f"{failure}; use another num_microbatches"
+        ) from failure
+
+    def _safe(self, stage: Stage, metadata: StageMetadata) -> SafeStage:
+        number = TensorMeta((1,), torch.int64)
+        arrives = metadata.boundaries[stage.index - 1].values if stage.index else (number,)
+        loss = metadata.loss or TensorMeta((), torch.get_default_dtype())
+        leaves = (TensorMeta((), loss.dtype),) if stage.is_last else metadata.boundaries[stage.index].values
+        module = StageModule(functools.partial(self._run, stage), stage.parameters)
+        return SafeStage(module, stage.index, len(self.cut), arrives, leaves, self._device, self.ranks.group)
+
+    def _run(self, stage: Stage, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
+        """Run a stage for the micro-batch of a number; return what leaves it, of the last one the loss if there is one.
+
+        Each block draws from a stream that follows from its number and that of the micro-batch, so that what is drawn
+        depends neither on the schedule nor on where the model is cut.
+        """
+        step = self._step
+        assert step is not None  # stages run in a step only
+        microbatch, random = step[number], self._context.random
+        kept = random.state()
+        first = (number if number >= 0 else ~number) * (len(self.cut.blocks) + 1)
+        random.seed(mix(step.seed, first))
+        self.running += 1
+        try:
+            out = stage(
+                microbatch.arguments,
+                arrived,
+                microbatch.group.metadata,
+                lambda block: random.seed(mix(step.seed, first + 1 + block)),
+            )
+        finally:
+            self.running -= 1
+            random.load(kept)
+        if not stage.is_last:
+            return tuple(out)
+        if step.outputs is not None and number >= 0:
+            step.outputs[number] = tree_map_only(Tensor, Tensor.detach, out)
+        return () if step.loss is None else (self._loss(step, number, step.loss(out, microbatch.arguments)),)
+
+    def _loss(self, step: PipelineStep, number: int, loss: Tensor) -> Tensor:
+        """Return the part that a micro-batch has in the loss of the batch."""
+        share = step[number].share if number >= 0 else 0.0
+        # Also without a share: its backward goes the way of others, on which FSDP2 gathers, and other replicas wait.
+        loss = wide(loss) * (step.scale * share)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            if share:
+                raise ConfigError(
+                    f"the loss of {type(self.model).__name__} has no gradient: it was detached, is no number that can "
+                    "have one, or nothing of the model is trained; for a loss alone call eval_step(batch)"
+                )
+            loss.requires_grad_()  # a schedule goes backwards in any case
+        if share:  # a mean over nothing is NaN
+            step.losses.append(loss.detach())
+        return loss
+
+
+def _first(failures: Sequence[BaseException | None]) -> BaseException | None:
+    return next((failure for failure in failures if failure is not None), None)
+
+
+def _division(model: nn.Module, position: int) -> Division:
+    """Return what every rank has to know of the whole ``model`` when it has lost the rest."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(id(parameter), name)) != name:
+            names[name] = known
+    return Division(position=position, names=frozenset(model.state_dict(keep_vars=True)), first_names=names)
+
+
+def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return left[0]  # torch takes no backward of a tuple without gradients

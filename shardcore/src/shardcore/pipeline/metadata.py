@@ -1,0 +1,117 @@
+"""What tracing finds out of calls with arguments of some shapes, of which it keeps shapes and dtypes: pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from shardcore.nn.loss.logits import VocabParallelLogits
+from shardcore.pipeline.losses import Reduction
+
+__all__ = ["PROBE", "Boundary", "StageMetadata", "TensorMeta", "described", "filled"]
+
+#: NaN stands for a value that another stage computes, wherever the forward asks for it: whatever it reaches shows it.
+PROBE = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor that a part of the model returns, or that crosses to the next stage.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """Describe ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def filled(self, device: torch.device | str, number: float) -> Tensor:
+        """Return a new tensor of this shape that is ``number`` everywhere."""
+        return torch.full(self.shape, number, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLogits:
+    """Logits that are split over the vocabulary, which a head returns.
+
+    Attributes:
+        like: some of their form.
+        meta: this rank's part.
+    """
+
+    like: VocabParallelLogits
+    meta: TensorMeta
+
+    def filled(self, device: torch.device | str, number: float) -> VocabParallelLogits:
+        """Return new ones, which are ``number`` everywhere."""
+        return self.like.with_local(self.meta.filled(device, number))
+
+
+def described(tree: Any) -> Any:
+    """Return a tree with a description in place of each tensor."""
+    return tree_map(_described, tree)
+
+
+def filled(description: Any, device: torch.device | str, number: float) -> Any:
+    """Return a tree of tensors as ``description`` has them, every entry of which is ``number``."""
+    if isinstance(description, TensorMeta):  # most parts return one tensor
+        return description.filled(device, number)
+    return tree_map_only((TensorMeta, SplitLogits), lambda meta: meta.filled(device, number), description)
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, VocabParallelLogits):
+        return SplitLogits(leaf, TensorMeta.of(leaf.local))
+    return TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What crosses to a stage, the boundary activations: arguments with which its first block is called.
+
+    Attributes:
+        block: the name of that block.
+        places: where they are among all leaves of the call, positional arguments first.
+        values: what they are.
+    """
+
+    block: str
+    places: tuple[int, ...]
+    values: tuple[TensorMeta, ...]
+
+    @classmethod
+    def of(cls, block: str, places: Sequence[int], leaves: Sequence[Any]) -> Boundary:
+        """Describe what is at some places among the leaves of a call."""
+        values = tuple(TensorMeta.of(leaves[place]) for place in places)
+        return cls(block=block, places=tuple(places), values=values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMetadata:
+    """What all stages return and send for arguments of some shapes.
+
+    Attributes:
+        outputs: what each part of the model returns, by its name: a tree of `TensorMeta` for each call of it.
+        boundaries: what crosses to stage 1, to stage 2, and so on.
+        missing: which leaves of the model's output the last stage does not have: earlier stages compute them.
+        loss: what the loss is, in float32 at least; None where nobody said how it is computed.
+        reductions: what the loss is made of; nothing where no loss function of torch has made it.
+    """
+
+    outputs: Mapping[str, tuple[Any, ...]]
+    boundaries: tuple[Boundary, ...]
+    missing: tuple[int, ...]
+    loss: TensorMeta | None = None
+    reductions: tuple[Reduction, ...] = ()

@@ -1,0 +1,341 @@
+"""What crosses from stage to stage, found out by running the forward without what the stages hold.
+
+Tracing runs the model's own forward on real arguments, so that whatever it computes of masks, positions and lengths is
+computed; parts of the model, which hold all its parameters, are called on meta. What crosses to a stage is what its
+first block is called with and depends on parts of other stages. That is found by NaN as a probe: they return NaN, all
+others numbers. No part of a stage may be called with NaN in any other way, and no loss may be made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from typing_extensions import override
+
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
+from shardcore.pipeline.losses import Loss, LossCalls, reductions_of, wide
+from shardcore.pipeline.metadata import PROBE, Boundary, StageMetadata, TensorMeta, described, filled
+from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune
+from shardcore.plan.cut import Cut
+
+__all__ = ["GROUPED", "BoundaryReached", "StageTracer", "grouped"]
+
+#: What parts return that a stage holds: any number but NaN, and none that norms divide by zero for.
+_HELD = 0.5
+
+
+class StageTracer:
+    """A copy of a whole model on meta, of which each part can be called without its values.
+
+    Args:
+        model: the copy, sharded along ``tp`` if the model is; it is good for nothing else afterwards.
+        cut: how the model is cut.
+        device: where the model runs.
+        dtype: what FSDP2 casts the inputs of the model and of its blocks to, and the parameters of ``model`` are in.
+    """
+
+    def __init__(
+        self, model: nn.Module, cut: Cut, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        self.cut, self.device = cut, device
+        self._model, self._dtype = model, dtype
+        self._handlers: list[CallHandler] = []
+        parts = parts_of(model, cut)
+        self._names = {name: first for name, (first, _) in parts.items()}
+        self._pruned = prune(model, self._names.values(), (), device)
+        for name, (first, module) in parts.items():
+            if module is not None and cut.holder(name) is not None:  # what all stages hold runs as it is
+                intercept(module, first, self._handlers)
+
+    def __call__(
+        self, arguments: Mapping[str, Any], loss: Loss | None = None, *, training: bool = True
+    ) -> StageMetadata:
+        """Return what stages return and send in calls of the model with arguments of these shapes.
+
+        Args:
+            arguments: of a call.
+            loss: of the model's output; None for outputs alone.
+            training: the mode of the model.
+
+        Raises:
+            ConfigError: the loss is no tensor ().
+            NotSupportedError: a stage would need what it does not have; the message names it.
+        """
+        self._model.train(training)
+        recorder = _Recorder(self, self.device)
+        with LossCalls(arguments) as inside:
+            try:
+                whole = self._run(recorder, arguments)
+            except (NotImplementedError, RuntimeError) as error:
+                if isinstance(error, ShardcoreError) or "meta" not in str(error):
+                    raise  # of what the model is called with
+                raise self._inside(error) from error
+        self._check_order(recorder.blocks)
+        outputs = {name: tuple(trees) for name, trees in recorder.outputs.items()}
+        out, boundaries = None, []
+        for stage in range(len(self.cut)):
+            passing = _Passing(self, outputs, stage)
+            try:
+                out = self._run(passing, arguments, stage)
+            except ShardcoreError:
+                raise
+            except Exception as error:  # where all parts are there it ran
+                raise self._inside(error) from error
+            if passing.boundary is not None:
+                boundaries.append(passing.boundary)
+            elif stage:
+                raise NotSupportedError(
+                    f"{self.cut.blocks[self.cut.bounds[stage]]} begins stage {stage}, and was not called; "
+                    f"{type(self._model).__name__} does not run its blocks in the order of its Stages"
+                )
+        missing = tuple(place for place, leaf in enumerate(tree_flatten(out)[0]) if _is_probe(leaf))
+        found = StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=missing)
+        if loss is None:
+            return found
+        with LossCalls(arguments) as outside:
+            value = _checked(loss(whole, arguments))
+        # Of labels that are all left out a loss is NaN anyway.
+        if _is_probe(loss(out, arguments)) and not _is_probe(value):
+            raise NotSupportedError(
+                f"the loss of {type(self._model).__name__} depends on what an earlier stage has computed, such as "
+                f"states of {self.cut.blocks[0]}, besides what goes on to the last stage; use "
+                "pipeline_parallel_size=1"
+            )
+        if local_tensor(value).is_meta:
+            raise self._inside("the loss is made of it")
+        reductions = reductions_of(whole, value, inside.calls, outside.calls, arguments)
+        return dataclasses.replace(found, loss=TensorMeta.of(wide(value)), reductions=reductions)
+
+    def resized(self, metadata: StageMetadata, arguments: Mapping[str, Any]) -> StageMetadata:
+        """Return what is known of arguments of other sizes, without a number: nothing of their size is allocated.
+
+        Args:
+            metadata: of a call with the same arguments of any size, and in the same mode.
+            arguments: of the call, on meta.
+        """
+        sizing = _Sizing(self, metadata.boundaries)
+        with _OnMeta():  # type: ignore[no-untyped-call]
+            self._run(sizing, arguments)
+        return dataclasses.replace(
+            metadata,
+            outputs={name: tuple(trees) for name, trees in sizing.outputs.items()},
+            boundaries=tuple(sizing.boundaries[boundary.block] for boundary in metadata.boundaries),
+        )
+
+    def holds(self, stage: int, name: str) -> bool:
+        """Tell whether a stage holds a part under any of its names."""
+        names = [other for other, first in self._names.items() if first == name]
+        return any(self.cut.holder(other) in (stage, None) for other in names)
+
+    @contextmanager
+    def on_meta(self) -> Iterator[None]:
+        """Have all parts on meta: one may call or read another."""
+        with ExitStack() as stack:
+            for tensors in self._pruned.values():
+                stack.enter_context(tensors.on_meta())
+            yield
+
+    def cast(self, tree: Any) -> Any:
+        """Return what a unit of FSDP2 is called with, of what it is given."""
+        if self._dtype is None:
+            return tree
+        return tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, tree)
+
+    def _inside(self, error: Exception | str) -> NotSupportedError:
+        return NotSupportedError(
+            f"{type(self._model).__name__} computes with what is inside of blocks, of which each stage has its own, "
+            f"such as the logits of routers for a balancing loss ({error}); leave it out (output_router_logits=False), "
+            "or use pipeline_parallel_size=1"
+        )
+
+    def _check_order(self, calls: Sequence[str]) -> None:
+        """A stage ends at the first call of the next one's first block: its own blocks may not be called after that.
+
+        Raises:
+            NotSupportedError: a block is called again after one that follows it.
+        """
+        blocks = self.cut.blocks
+        places = [blocks.index(name) for name in calls]
+        for before, after in itertools.pairwise(places):
+            if after < before and blocks[after] in calls[: places.index(before)]:
+                raise NotSupportedError(
+                    f"{type(self._model).__name__} calls {blocks[after]} again after {blocks[before]}, and a stage of "
+                    "a pipeline runs its blocks before those of the next one; use pipeline_parallel_size=1"
+                )
+
+    def _run(self, handler: CallHandler, arguments: Mapping[str, Any], stage: int | None = None) -> Any:
+        """Run the forward of one stage, or of the whole model, until the next stage begins."""
+        for name, tensors in self._pruned.items():
+            tensors.fill(_HELD if stage is None or self.holds(stage, name) else PROBE)
+        self._handlers[:] = [handler]
+        try:
+            with torch.no_grad():
+                return self._model(**self.cast(arguments))
+        except BoundaryReached:
+            return None
+        finally:
+            self._handlers.clear()
+
+
+class BoundaryReached(BaseException):
+    """The forward of a stage came to the first block of the next one; nothing of the model may catch it."""
+
+
+class _Recorder:
+    """Calls every part on meta, writes down what it returns, and returns that on a device."""
+
+    def __init__(self, tracer: StageTracer, device: torch.device | str) -> None:
+        self._tracer, self._device = tracer, device
+        self._inside = False  # of a part, which has called another one
+        self.outputs: dict[str, list[Any]] = {}
+        self.blocks: list[str] = []  # in the order of their calls
+
+    def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a call of a part, as they are."""
+        if name in self._tracer.cut.blocks:
+            self.blocks.append(name)
+        return args, kwargs
+
+    def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            inner = native(*args, **kwargs)
+            self.outputs.setdefault(name, []).append(described(inner))
+            return inner
+        self._inside = True
+        try:
+            with self._tracer.on_meta(), _OnMeta():  # type: ignore[no-untyped-call]
+                args, kwargs = _on_meta(args), _on_meta(kwargs)
+                if name in self._tracer.cut.blocks:
+                    args, kwargs = self._tracer.cast(args), self._tracer.cast(kwargs)
+                out = described(native(*args, **kwargs))
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise NotSupportedError(
+                f"{name} cannot be called on meta, which tells a pipeline what it returns: {error}; use "
+                "pipeline_parallel_size=1"
+            ) from error
+        finally:
+            self._inside = False
+        self.outputs.setdefault(name, []).append(out)
+        return filled(out, self._device, _HELD)
+
+
+class _Sizing(_Recorder):
+    """Returns everything on meta, and writes down what crosses, of which it is known where it is."""
+
+    def __init__(self, tracer: StageTracer, known: Sequence[Boundary]) -> None:
+        super().__init__(tracer, "meta")
+        self._places = {boundary.block: boundary.places for boundary in known}
+        self.boundaries: dict[str, Boundary] = {}
+
+    @override
+    def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if name in self._places and name not in self.boundaries:
+            self.boundaries[name] = Boundary.of(name, self._places[name], tree_flatten((args, kwargs))[0])
+        return args, kwargs
+
+
+class _Passing:
+    """Runs the forward as one stage does: what others hold returns NaN, as does what depends on it."""
+
+    def __init__(self, tracer: StageTracer, outputs: Mapping[str, tuple[Any, ...]], stage: int) -> None:
+        self._tracer, self._outputs, self._stage = tracer, outputs, stage
+        self._calls: dict[str, int] = {}
+        self._arrived: dict[int, Tensor] = {}  # what crossed, by the id of what stands for it, which it keeps alive
+        self.boundary: Boundary | None = None
+
+    def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        cut = self._tracer.cut
+        index = cut.blocks.index(name) if name in cut.blocks else None
+        start, end = cut.held(self._stage).start, cut.held(self._stage).stop
+        leaves, _ = tree_flatten((args, kwargs))
+        probes = [place for place, leaf in enumerate(leaves) if _is_probe(leaf)]
+        if index is not None and index == start and index and self.boundary is None:  # the first call of several
+            self.boundary = Boundary.of(name, probes, leaves)
+            self._arrived = {id(leaves[place]): leaves[place] for place in probes}
+        elif self._tracer.holds(self._stage, name) or index == end:
+            loose = [leaves[place] for place in probes if id(leaves[place]) not in self._arrived]
+            if loose:
+                raise NotSupportedError(
+                    f"stage {self._stage} calls {name} with a tensor {tuple(loose[0].shape)} that only another stage "
+                    f"can compute, and that does not reach {cut.blocks[start]}, the first block of the stage; name "
+                    "what computes it in Stages(everywhere=...), or use pipeline_parallel_size=1"
+                )
+        if index is not None and index == end:
+            raise BoundaryReached
+        return args, kwargs
+
+    def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = self._outputs[name]
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        number = _HELD if self._tracer.holds(self._stage, name) else PROBE
+        return filled(outputs[call % len(outputs)], self._tracer.device, number)
+
+
+class _OnMeta(TorchDispatchMode):
+    """Runs on meta whatever has a tensor there among its arguments; torch mixes devices in silence here and there.
+
+    What a part makes of lengths alone is computed, where it would be: parts slice by it, and libraries keep it for all
+    models of the process.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _any_on_meta((args, kwargs)):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.nonzero.default:
+            # Nobody knows there which entries are not zero: none are, so that no expert has a token.
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
+        if func is GROUPED:
+            return grouped(*_on_meta(args), **_on_meta(kwargs))
+        if func.overloadpacket.__name__.endswith("_") and not _any_on_meta(args[0]):
+            raise NotImplementedError(f"{func} would write what is not known into a tensor that is not on meta")
+        if func.overloadpacket in _INDEXED and not _any_on_meta(args[1]):  # the indices tell how many they choose
+            return func(_on_meta(args[0]), args[1], *_on_meta(args[2:]), **kwargs)
+        return func(*_on_meta(args), **_on_meta(kwargs))
+
+
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+#: What experts multiply with, of which torch tells shapes in bfloat16 alone.
+GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return a tensor without values, of the shape of what `GROUPED` returns."""
+    if offs is None or (a.dim(), b.dim()) == (3, 3):
+        return a.new_empty((*a.shape[:-1], b.shape[-1]))
+    groups = (len(offs),) if (a.dim(), b.dim()) == (2, 2) else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+
+
+def _on_meta(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
+
+
+def _any_on_meta(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten(tree)[0])
+
+
+def _is_probe(leaf: Any) -> bool:
+    """Tell whether a leaf depends on what another stage holds."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return False
+    local = local_tensor(leaf)
+    return not local.is_meta and bool(local.isnan().any())
+
+
+def _checked(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim:
+        got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ConfigError(f"the loss is {got}; loss= (of a Booster, its criterion) is to return a tensor ()")
+    return value
