@@ -28,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import shard_llama.policy
 from shardcore import ShardConfig
-from shardcore.apply.changes import Changes
+from shardcore.apply.changes import prepared
 from shardcore.apply.sharder import ModelSharder
 from shardcore.mesh import ShardContext
 
@@ -78,9 +78,10 @@ def shard_alone(model: Any, config: ShardConfig, context: ShardContext) -> None:
     policy = getattr(shard_llama.policy, f"{type(model).__name__}Policy")
     sharder = ModelSharder(model, policy, config)
     sharder.plan, sharder.context = sharder.compile(), context
-    changes = Changes.of(model, sharder.plan, context)
+    commits = prepared(model, sharder.plan, context)
     sharder.replace_model_class()
-    changes.commit()
+    for commit in commits:
+        commit()
 
 
 Shard = Callable[[Any], None]

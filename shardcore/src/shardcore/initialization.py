@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from shardcore._progress import Progress
 from shardcore.agree.agreement import Report, agree
-from shardcore.apply.together import out_of_inference_mode, refuse_broken, together
+from shardcore.apply.collective_errors import out_of_inference_mode, refuse_broken, together
 from shardcore.errors import ConfigError, NoPolicyError
 from shardcore.mesh import group_of, nearest_context
 from shardcore.mesh.meshes import device_type_here
@@ -91,9 +91,8 @@ def initialize(model: Model, seed: int = 0, *, build: Callable[[], nn.Module] | 
     except BaseException as error:  # what ends this process too: the other ranks wait for a report
         failure, own = error, Report.of_error(error)
     agree(own, failure, group=group)
-    with out_of_inference_mode():
-        work = functools.partial(_fill, model, recipes)
-        together(model, work, group=group, doing="initialising", changing=True)
+    with out_of_inference_mode(), together(model, group=group, doing="initialising", changing=True):
+        _fill(model, recipes)
     return model
 
 

@@ -95,9 +95,9 @@ def test_the_backend_and_the_device_are_the_accelerators(monkeypatch):
     torchrun_says = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     for name, value in torchrun_says.items():
         monkeypatch.setenv(name, value)
-    launch._start(None)
-    launch._start("gloo")
-    launch._start("cpu:gloo,xpu:xccl")
+    launch._start(torchrun(), None)
+    launch._start(torchrun(), "gloo")
+    launch._start(torchrun(), "cpu:gloo,xpu:xccl")
     assert calls == [1, "xccl", "gloo", 1, "cpu:gloo,xpu:xccl"]
 
 

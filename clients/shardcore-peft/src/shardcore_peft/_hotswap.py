@@ -13,7 +13,7 @@ from peft.utils import hotswap
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.apply.together import together
+from shardcore.apply.collective_errors import together
 from shardcore.comm.parts import part_of
 from shardcore.errors import ConfigError
 from shardcore.mesh import group_of, nearest_context
@@ -46,7 +46,8 @@ def hotswap_adapter(
         hotswap.hotswap_adapter(model, model_name_or_path, adapter_name, torch_device, **kwargs)
         return
 
-    def check() -> None:
+    group, doing = group_of(context.mesh), "swapping an adapter of"
+    with together(model, group=group, doing=doing):
         hub = {name: kwargs[name] for name in HUB if name in kwargs}
         old, new = model.peft_config[adapter_name], PeftConfig.from_pretrained(model_name_or_path, **hub)
         hotswap.check_hotswap_configs_compatible(old, new)
@@ -58,13 +59,8 @@ def hotswap_adapter(
             )
         peft.load_peft_weights(model_name_or_path, device="cpu", **hub)
 
-    def change() -> None:
-        with _of_whole_adapters(base_of(model)):
-            hotswap.hotswap_adapter(model, model_name_or_path, adapter_name, torch_device, **kwargs)
-
-    group, doing = group_of(context.mesh), "swapping an adapter of"
-    together(model, check, group=group, doing=doing)
-    together(model, change, group=group, doing=doing, changing=True)
+    with together(model, group=group, doing=doing, changing=True), _of_whole_adapters(base_of(model)):
+        hotswap.hotswap_adapter(model, model_name_or_path, adapter_name, torch_device, **kwargs)
 
 
 @contextlib.contextmanager

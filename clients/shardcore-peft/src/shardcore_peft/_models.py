@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardcore.agree.agreement import Report, agree
-from shardcore.apply.together import together
+from shardcore.apply.collective_errors import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.mesh import ShardContext, group_of, nearest_context, set_context, set_part_of
 from shardcore.nn import SwappedModule
@@ -244,27 +244,26 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
     inner = base_of(model)
     if context is None or _ADDING in inner.__dict__:  # what adds it does so by another call that comes here
         return work()
-    group = group_of(context.mesh)
-    together(model, lambda: _check(inner, config, name, context), group=group, doing="adding an adapter to")
-
-    def change() -> Result:
-        if config.is_prompt_learning:
-            return work()  # it looks at the table of the model, and makes nothing inside of it
-        inner.__dict__[_ADDING] = True
-        try:
-            with of_whole_sizes(inner):
-                return work()
-        finally:
-            del inner.__dict__[_ADDING]
-
+    group, doing = group_of(context.mesh), "adding an adapter to"
+    with together(model, group=group, doing=doing):
+        _check(inner, config, name, context)
     if context.sizes.tp * context.sizes.replicas == 1:
         return work()
-    doing = "adding an adapter to"
-    result = together(model, change, group=group, doing=doing, changing=True)
+    with together(model, group=group, doing=doing, changing=True):
+        if config.is_prompt_learning:
+            result = work()  # it looks at the table of the model, and makes nothing inside of it
+        else:
+            inner.__dict__[_ADDING] = True
+            try:
+                with of_whole_sizes(inner):
+                    result = work()
+            finally:
+                del inner.__dict__[_ADDING]
     new = _new_parameters(result if isinstance(result, nn.Module) else model, inner)
     told = tuple((f"the parameter {name}", f"{tuple(p.shape)} {p.dtype}") for name, p in new.items())
     agree(Report(items=told), group=group)
-    together(model, lambda: _give_forms(new, inner, context), group=group, doing=doing, changing=True)
+    with together(model, group=group, doing=doing, changing=True):
+        _give_forms(new, inner, context)
     if isinstance(model, PeftModel):
         place_prompts(model, context)
     return result

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Self
 
 from torch import nn
 from typing_extensions import override
@@ -16,42 +14,28 @@ from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import Bench, Commit, above
 
-__all__ = ["Changes"]
+__all__ = ["prepared"]
 
 
-@dataclass
-class Changes:
-    """The prepared changes of a plan; committing them in order changes the model."""
+def prepared(model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> list[Commit]:
+    """Prepare everything that ``plan`` does to ``model``; called in their order, what is returned changes the model.
 
-    commits: list[Commit] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> Self:
-        """Prepare everything that ``plan`` does to ``model``; the model is not changed.
-
-        Without a context no parameter changes and no step of the plan splits; with one tensor-parallel rank, none but
-        those of whole experts.
-        """
-        commits: list[Commit] = []
-        if context is not None and context.size == 1:
-            spread = {p.name: p.layout for p in plan.parameters if isinstance(p.layout, ExpertsLayout)}
-            commits.append(functools.partial(_assign, list(_parts(model, spread, context))))
-        elif context is not None:
-            for group_size in sorted(
-                {p.layout.group_size for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
-            ):
-                context.join_neighbours(group_size)  # before anything that can fail on one rank alone
-            layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
-            commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
-            commits.append(functools.partial(_move_buffers, model, context))
-        bench = _Bench(model, plan, context)
-        commits += [step.prepare(bench) for step in plan.steps]
-        return cls(commits)
-
-    def commit(self) -> None:
-        """Change the model."""
-        for commit in self.commits:
-            commit()
+    Without a context no parameter changes and no step of the plan splits; with one tensor-parallel rank, none but
+    those of whole experts.
+    """
+    commits: list[Commit] = []
+    if context is not None and context.size == 1:
+        spread = {p.name: p.layout for p in plan.parameters if isinstance(p.layout, ExpertsLayout)}
+        commits.append(functools.partial(_assign, list(_parts(model, spread, context))))
+    elif context is not None:
+        sizes = {p.layout.group_size for p in plan.parameters if isinstance(p.layout, GroupShardedLayout)}
+        for group_size in sorted(sizes):
+            context.join_neighbours(group_size)  # before anything that can fail on one rank alone
+        layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
+        commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
+        commits.append(functools.partial(_move_buffers, model, context))
+    bench = _Bench(model, plan, context)
+    return commits + [step.prepare(bench) for step in plan.steps]
 
 
 class _Bench(Bench):

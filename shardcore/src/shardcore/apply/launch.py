@@ -40,12 +40,12 @@ def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
         ConfigError: the process was started neither by torchrun nor by srun, or nothing says where ranks meet.
     """
     if not dist.is_initialized():
-        if torchrun() is None:
+        if (env := torchrun()) is None:
             raise ConfigError(
                 "launch_from_torch() did not find both RANK and WORLD_SIZE in the environment; start the script with: "
                 "torchrun --nproc-per-node 2 your_script.py (or with srun)"
             )
-        _start(backend)
+        _start(env, backend)
     tell_once()
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the generator that users' code draws from
@@ -59,18 +59,16 @@ def start_process_group(config: ShardConfig) -> None:
         ConfigError: several ranks are wanted and there is neither a process group nor torchrun or srun, or nothing says
             where ranks meet.
     """
-    if dist.is_initialized():
-        tell_once()
-        return
-    if torchrun() is None:
-        if (wanted := config.ranks) > 1:
-            raise ConfigError(
-                f"sharding over {wanted} ranks needs that many processes, and this one was started alone. Start it "
-                f"with: torchrun --nproc-per-node {wanted} your_script.py (or call "
-                "torch.distributed.init_process_group first)"
-            )
-        return
-    _start(None)
+    if not dist.is_initialized():
+        if (env := torchrun()) is None:
+            if (wanted := config.ranks) > 1:
+                raise ConfigError(
+                    f"sharding over {wanted} ranks needs that many processes, and this one was started alone. Start it "
+                    f"with: torchrun --nproc-per-node {wanted} your_script.py (or call "
+                    "torch.distributed.init_process_group first)"
+                )
+            return
+        _start(env, None)
     tell_once()
 
 
@@ -81,13 +79,12 @@ def world_size(config: ShardConfig) -> int:
     return dist.get_world_size(config.tensor_parallel_process_group) if dist.is_initialized() else 1
 
 
-def _start(backend: str | None) -> None:
-    env = torchrun()
+def _start(env: TorchrunEnv, backend: str | None) -> None:
     kind = accelerator()
     own = dist.get_default_backend_for_device(kind) if kind else "gloo"
     backend = backend or own
-    meeting = {} if env is None else _meeting(env)
-    if kind and own in backend and env is not None:
+    meeting = _meeting(env)
+    if kind and own in backend:
         device = torch.get_device_module(kind)
         device.set_device(device_index(env, device.device_count()))
     dist.init_process_group(backend, **meeting)

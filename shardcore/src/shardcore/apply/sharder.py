@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,11 @@ from torch.distributed import ProcessGroup
 from shardcore.agree.agreement import Report, agree, is_alone
 from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.agree.received import check_source, receive, set_modes
-from shardcore.apply.changes import Changes
-from shardcore.apply.judging import compare_calls, follow_seeds
+from shardcore.apply.call_checks import compare_calls, follow_seeds
+from shardcore.apply.changes import prepared
+from shardcore.apply.collective_errors import out_of_inference_mode, together
 from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_packed, refuse_sharded
-from shardcore.apply.together import out_of_inference_mode, together
 from shardcore.clients import changes_of_libraries
 from shardcore.compile import compile_plan
 from shardcore.compile.parts import policy_at
@@ -39,12 +40,11 @@ from shardcore.nn.root import ShardedModel
 from shardcore.plan import ShardPlan
 from shardcore.plan.digest import to_data
 from shardcore.plan.phases import ModelPhase
+from shardcore.plan.steps import Commit
 from shardcore.plugins.registry import Registry, default_registry
 from shardcore.policy import Policy
 
 __all__ = ["ModelSharder"]
-
-Result = TypeVar("Result")
 
 
 class ModelSharder:
@@ -158,29 +158,33 @@ class ModelSharder:
             assert self.plan is not None  # they have agreed on one
             for phase in self._phases:
                 if phase.runs(context):
-                    self._together(functools.partial(phase.apply, context, self.plan), changing=True)
+                    with self._together(changing=True):
+                        phase.apply(context, self.plan)
         return self.model
 
     def _apply(self, context: ShardContext | None) -> None:
         if context is None:
-            self._prepare(None).commit()
+            for commit in self._prepared(None):
+                commit()
             set_alone(self.model)
             return
-        if any(type(policy).preprocess is not Policy.preprocess for policy in self._policies):
-            self._together(self._preprocess, changing=True)
-            changes = self._together(functools.partial(self._prepare, context), changing=True)
-        else:
-            changes = self._together(functools.partial(self._prepare, context))
-        self._together(functools.partial(self._change, context, changes), changing=True)
+        preprocesses = any(type(policy).preprocess is not Policy.preprocess for policy in self._policies)
+        if preprocesses:
+            with self._together(changing=True):
+                for policy in self._policies:
+                    self._run_users_code(policy.preprocess)
+                if self.plan is not None:
+                    self.plan = self._compile(self.policy, self.plan.config)  # for what the model has become
+        with self._together(changing=preprocesses):
+            commits = self._prepared(context)
+        with self._together(changing=True):
+            self._change(context, commits)
 
     def _observe(self, when: Literal["before", "after"]) -> None:
         """Call the observing hooks of the packs; a policy that was given bypasses them, like all of discovery."""
-        if self._registry is None:
-            return
-        if not self._registry.observes(when):
-            return  # on all ranks alike: they have agreed on the packs that observe
-        observe = functools.partial(self._registry.observe, when, self.model, self.plan)
-        self._together(observe, changing=when == "after")
+        if self._registry is not None and self._registry.observes(when):  # alike on all ranks: they have agreed on it
+            with self._together(changing=when == "after"):
+                self._registry.observe(when, self.model, self.plan)
 
     def agree(self) -> ShardContext | None:
         """Compile, and make sure that all ranks hold the same; returns None where there is nothing to shard."""
@@ -199,7 +203,8 @@ class ModelSharder:
         splits = config.pipeline_schedule in SPLIT_SCHEDULES
         if self._sync_from is not None:
             receive(self.model, self._sync_from, self.group)
-            set_modes(self.model, reports[dist.get_group_rank(_group(self.group), self._sync_from)].modes)
+            source = dist.get_process_group_ranks(self.group).index(self._sync_from)
+            set_modes(self.model, reports[source].modes)
         self.context = ShardContext.of(
             config.mesh(),
             seed=reports[0].seed,
@@ -229,7 +234,8 @@ class ModelSharder:
             yield f"the policy of {part.path}", f"{part.policy} of {part.origin or 'no pack'}"
         models = [self.model, *(self.model.get_submodule(part.path) for part in plan.parts)]
         yield from dict.fromkeys(item for model in models for item in versions(model))
-        yield "the packs that bring modules or observe", self._active_packs()
+        packs = self._registry.active if self._registry else ()
+        yield "the packs that bring modules or observe", ", ".join(map(str, packs)) or "none"
         yield from ((f"ShardConfig.{name}", str(value)) for name, value in to_data(plan.config).items())
         yield "the argument sync_from", str(self._sync_from)
         for phase in self._phases:
@@ -276,23 +282,15 @@ class ModelSharder:
         if self.context is None and self.agree() is None:
             return
         if self.context is not None:
-            self._together(functools.partial(self._prepare, self.context)).commit()
-
-    def _active_packs(self) -> str:
-        packs = self._registry.active if self._registry else ()
-        return ", ".join(map(str, packs)) or "none"
+            with self._together():
+                commits = self._prepared(self.context)
+            for commit in commits:
+                commit()
 
     @property
     def _policies(self) -> list[Policy]:
         """The policies of all parts, those of inner ones before those of the modules around them."""
         return [*list(self.policy.parts.values())[::-1], self.policy]
-
-    def _preprocess(self) -> None:
-        """Let the policy change the model, and compile again for what it has become."""
-        for policy in self._policies:
-            self._run_users_code(policy.preprocess)
-        if self.plan is not None:
-            self.plan = self._compile(self.policy, self.plan.config)
 
     def _compile(self, policy: Policy, config: ShardConfig) -> ShardPlan:
         modules = self._registry.modules_for(config) if self._registry else None
@@ -305,12 +303,13 @@ class ModelSharder:
             delegates=lambda cls: default_registry().policy_for(cls),  # of a policy that was given too
         )
 
-    def _prepare(self, context: ShardContext | None) -> Changes:
-        return Changes() if self.plan is None else Changes.of(self.model, self.plan, context)
+    def _prepared(self, context: ShardContext | None) -> list[Commit]:
+        return [] if self.plan is None else prepared(self.model, self.plan, context)
 
-    def _change(self, context: ShardContext, changes: Changes) -> None:
+    def _change(self, context: ShardContext, commits: Sequence[Commit]) -> None:
         self.replace_model_class()
-        changes.commit()
+        for commit in commits:
+            commit()
         # Around whatever the plan makes of the model itself: that draws from the model's random stream too.
         ShardedModel.swap_class(self.model, context)
         take_full_tensors(self.model)
@@ -319,14 +318,9 @@ class ModelSharder:
             self._run_users_code(policy.postprocess)
         self._watch(context)
 
-    def _together(self, work: Callable[[], Result], *, changing: bool = False) -> Result:
-        """Do ``work`` on every rank and return its result; if it fails on one rank, all of them raise.
-
-        Raises:
-            PartlyShardedError: it failed, and models are being changed.
-            AgreementError: it failed on another rank, and nothing was changed.
-        """
-        return together(self.model, work, group=self.group, changing=changing)
+    def _together(self, *, changing: bool = False) -> AbstractContextManager[None]:
+        """Raise on all ranks if what is done inside fails on one."""
+        return together(self.model, group=self.group, changing=changing)
 
     def _watch(self, context: ShardContext) -> None:
         """Write down which modules have to stay; whoever changes them later is told in the next call of the model."""
@@ -360,10 +354,3 @@ def _made(policy: type[Policy]) -> Policy:
             f"policy={policy.__name__} could not be instantiated: {type(error).__name__}: {error}; a policy class "
             "takes no arguments and implements module_policy. Pass an instance if it needs arguments"
         ) from error
-
-
-def _group(group: ProcessGroup | None) -> ProcessGroup:
-    world = group or dist.group.WORLD
-    if world is None:
-        raise RuntimeError("there is no process group")
-    return world

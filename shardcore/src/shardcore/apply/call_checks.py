@@ -1,4 +1,4 @@
-"""Where the ranks of a model tell each other what they were called with, and seeded with."""
+"""Checks of calls across ranks: what they were called with, what they were seeded with, and who pickles alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.meeting import Meeting
-from shardcore.apply.pickled import tell_of_lone_pickles
+from shardcore.apply.lone_pickles import tell_of_lone_pickles
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, host_group
 from shardcore.nn import VocabEmbedding

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,26 +18,19 @@ from shardcore.nn.behaviour import add_behaviour
 
 __all__ = ["out_of_inference_mode", "refuse_broken", "together"]
 
-Result = TypeVar("Result")
-
 _FAILURE = "_shardcore_failure"  # on a model that is broken: why
 
 
+@contextlib.contextmanager
 def together(
-    model: nn.Module,
-    work: Callable[[], Result],
-    *,
-    group: ProcessGroup | None,
-    doing: str = "sharding",
-    changing: bool = False,
-) -> Result:
-    """Do ``work`` on every rank of ``group`` and return its result; if it fails on one rank, all of them raise.
+    model: nn.Module, *, group: ProcessGroup | None, doing: str = "sharding", changing: bool = False
+) -> Iterator[None]:
+    """Let every rank of ``group`` do something on ``model``; if it fails on one rank, all of them raise at its end.
 
     Args:
         model: what is worked on.
-        work: what is to be done.
         group: the ranks; None for those of the default process group.
-        doing: what it is, for the error.
+        doing: what is done, for the error.
         changing: it changes ``model``, which is broken on all ranks if it fails on one.
 
     Raises:
@@ -45,23 +38,30 @@ def together(
         AgreementError: it failed on another rank, and nothing was changed.
     """
     failure: BaseException | None = None
-    own = Report()
-    results: list[Result] = []
     try:
-        results.append(work())
+        yield
     except BaseException as error:  # what ends this process too: the other ranks wait for a report
-        failure, own = error, Report.of_error(error)
+        failure = error
     try:
-        agree(own, failure, changing=changing, group=group)
+        agree(Report() if failure is None else Report.of_error(failure), failure, changing=changing, group=group)
     except BaseException as error:
         if not changing:
             raise
-        broken = _half_way(model, doing, error)
-        _mark_broken(model, broken)
+        broken = error if isinstance(error, PartlyShardedError) else _half_way(model, doing, error)
+        model.__dict__[_FAILURE] = str(broken)
+        add_behaviour(model, _Broken)
         if broken is error or not isinstance(error, Exception):
             raise
         raise broken from error
-    return results[0]
+
+
+def _half_way(model: nn.Module, doing: str, error: BaseException) -> PartlyShardedError:
+    broken = PartlyShardedError(
+        f"{doing} this {type(model).__name__} failed half-way: {type(error).__name__}: {error}. "
+        "The model is unusable; build it anew."
+    )
+    broken.told_by = getattr(error, "told_by", None)
+    return broken
 
 
 def out_of_inference_mode() -> AbstractContextManager[object]:
@@ -77,22 +77,6 @@ def refuse_broken(model: nn.Module) -> None:
     """
     if _FAILURE in model.__dict__:
         raise PartlyShardedError(model.__dict__[_FAILURE])
-
-
-def _half_way(model: nn.Module, doing: str, error: BaseException) -> PartlyShardedError:
-    if isinstance(error, PartlyShardedError):
-        return error
-    broken = PartlyShardedError(
-        f"{doing} this {type(model).__name__} failed half-way: {type(error).__name__}: {error}. "
-        "The model is unusable; build it anew."
-    )
-    broken.told_by = getattr(error, "told_by", None)
-    return broken
-
-
-def _mark_broken(model: nn.Module, error: PartlyShardedError) -> None:
-    model.__dict__[_FAILURE] = str(error)
-    add_behaviour(model, _Broken)
 
 
 class _Broken(SwappedModule):

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,13 @@ def tell_of_lone_pickles(model: nn.Module, ranks: tuple[int, ...]) -> None:
     Every state dict has the versions of the modules beside the tensors, which are pickled with it: they notice. What
     keeps the tensors alone, such as ``dict(model.state_dict())``, goes by unseen.
     """
-    if len(ranks) > 1:
-        model.register_state_dict_post_hook(_noticed_on(ranks))
 
-
-def _noticed_on(ranks: tuple[int, ...]) -> Callable[[nn.Module, Any, str, Mapping[str, Any]], None]:
     def hook(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any]) -> None:
         if hasattr(state, "_metadata"):
             state._metadata = _Versions(state._metadata, ranks)
 
-    return hook
+    if len(ranks) > 1:
+        model.register_state_dict_post_hook(hook)
 
 
 class _Versions(OrderedDict[str, Any]):
