@@ -130,8 +130,7 @@ class ModelSharder:
         """
         refuse_sharded(self.model)
         refuse_packed(self.model)
-        policy = self.policy
-        plan = self._compile(policy, self.config.resolve(world_size(self.config)))
+        plan = self._compile(self.config.resolve(world_size(self.config)))
         for phase in self._phases:
             phase.check(plan)
         return plan
@@ -174,7 +173,7 @@ class ModelSharder:
                 for policy in self._policies:
                     self._run_users_code(policy.preprocess)
                 if self.plan is not None:
-                    self.plan = self._compile(self.policy, self.plan.config)  # for what the model has become
+                    self.plan = self._compile(self.plan.config)  # for what the model has become
         with self._together(changing=preprocesses):
             commits = self._prepared(context)
         with self._together(changing=True):
@@ -279,11 +278,9 @@ class ModelSharder:
 
         `shard` calls it between the agreement and the post-processing; call it alone only after `agree`.
         """
-        if self.context is None and self.agree() is None:
-            return
-        if self.context is not None:
+        if (context := self.context or self.agree()) is not None:
             with self._together():
-                commits = self._prepared(self.context)
+                commits = self._prepared(context)
             for commit in commits:
                 commit()
 
@@ -292,7 +289,8 @@ class ModelSharder:
         """The policies of all parts, those of inner ones before those of the modules around them."""
         return [*list(self.policy.parts.values())[::-1], self.policy]
 
-    def _compile(self, policy: Policy, config: ShardConfig) -> ShardPlan:
+    def _compile(self, config: ShardConfig) -> ShardPlan:
+        policy = self.policy  # which finds the registry too
         modules = self._registry.modules_for(config) if self._registry else None
         return compile_plan(
             policy,
@@ -307,6 +305,7 @@ class ModelSharder:
         return [] if self.plan is None else prepared(self.model, self.plan, context)
 
     def _change(self, context: ShardContext, commits: Sequence[Commit]) -> None:
+        """Make the model a sharded one: all that it becomes, but for what phases do to it."""
         self.replace_model_class()
         for commit in commits:
             commit()
@@ -316,14 +315,7 @@ class ModelSharder:
         watch_torch(self.model, *changes_of_libraries())
         for policy in self._policies:
             self._run_users_code(policy.postprocess)
-        self._watch(context)
-
-    def _together(self, *, changing: bool = False) -> AbstractContextManager[None]:
-        """Raise on all ranks if what is done inside fails on one."""
-        return together(self.model, group=self.group, changing=changing)
-
-    def _watch(self, context: ShardContext) -> None:
-        """Write down which modules have to stay; whoever changes them later is told in the next call of the model."""
+        # Which modules have to stay: whoever changes them later is told in the next call of the model.
         steps = self.plan.steps if self.plan else ()
         regions = {step.path for step in steps if step.splits_heads}
         tokens = [path for step in steps for path in step.splits_tokens]
@@ -333,6 +325,10 @@ class ModelSharder:
         judge(self.model)
         if context.sizes.pp == 1:  # a pipeline compares the whole batch, in each step
             compare_calls(self.model, context, self.config.check_inputs_every)
+
+    def _together(self, *, changing: bool = False) -> AbstractContextManager[None]:
+        """Raise on all ranks if what is done inside fails on one."""
+        return together(self.model, group=self.group, changing=changing)
 
     def _run_users_code(self, function: Callable[[], Any]) -> None:
         try:
