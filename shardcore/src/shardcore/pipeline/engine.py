@@ -229,16 +229,12 @@ class Pipeline:
 
     def _evaluate(self, step: PipelineStep) -> None:
         """Run all forwards."""
-        stages = {stage.index: stage for stage in self.stages}
-
-        def run(index: int, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
-            return self._run(stages[index], number, arrived)
-
         self._step = step
         try:
             failures = [
                 forward_only(
-                    run,
+                    self._run,
+                    self.stages,
                     group.numbers(group.count),
                     group.metadata.boundaries,
                     ranks=self._of,

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, pipelining
 
 from shardcore.pipeline.metadata import Boundary
+from shardcore.pipeline.stage import Stage
 
 __all__ = ["SCHEDULES", "Schedule", "forward_only"]
 
-#: Runs a stage of this rank, by its number, for the micro-batch of a number and what arrived; returns what leaves it.
-RunStage: TypeAlias = Callable[[int, int, list[Tensor]], tuple[Tensor, ...]]
+#: Runs a stage for the micro-batch of a number and what arrived; returns what leaves it.
+RunStage: TypeAlias = Callable[[Stage, int, list[Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ SCHEDULES = {
 
 def forward_only(
     run: RunStage,
+    stages: Sequence[Stage],
     numbers: Sequence[int],
     boundaries: Sequence[Boundary],
     *,
@@ -76,7 +78,8 @@ def forward_only(
     A rank that fails sends zeros from then on, so that nobody waits for it.
 
     Args:
-        run: runs a stage of this rank.
+        run: runs a stage.
+        stages: of this rank.
         numbers: of the micro-batches.
         boundaries: what crosses to stage 1, to stage 2, and so on.
         ranks: the rank of each stage.
@@ -88,28 +91,29 @@ def forward_only(
     """
     me, failure, sends = dist.get_rank(group), None, []
     kept: dict[tuple[int, int], list[Tensor]] = {}
-    for stage in (stage for stage, rank in enumerate(ranks) if rank == me):
+    for stage in stages:
+        before, after = stage.index - 1, stage.index + 1
         for number in numbers:
-            arrived = kept.pop((stage, number), [])
-            if stage and ranks[stage - 1] != me:
-                arrived = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in boundaries[stage - 1].values]
+            arrived = kept.pop((stage.index, number), [])
+            if stage.index and ranks[before] != me:
+                arrived = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in boundaries[before].values]
                 for tensor in arrived:
-                    dist.recv(tensor, group=group, group_src=ranks[stage - 1])
+                    dist.recv(tensor, group=group, group_src=ranks[before])
             leaving: tuple[Tensor, ...] = ()
             if failure is None:
                 try:
                     leaving = run(stage, number, arrived)
                 except BaseException as error:
                     failure = error
-            if stage == len(ranks) - 1:
+            if stage.is_last:
                 continue
             if failure is not None:
-                leaving = tuple(value.filled(device, 0) for value in boundaries[stage].values)
-            if ranks[stage + 1] == me:
-                kept[stage + 1, number] = list(leaving)
+                leaving = tuple(value.filled(device, 0) for value in boundaries[stage.index].values)
+            if ranks[after] == me:
+                kept[after, number] = list(leaving)
             else:
                 own = [tensor.contiguous() for tensor in leaving]
-                sends += [(dist.isend(tensor, group=group, group_dst=ranks[stage + 1]), tensor) for tensor in own]
+                sends += [(dist.isend(tensor, group=group, group_dst=ranks[after]), tensor) for tensor in own]
     for work, _ in sends:  # which holds its tensor until it is gone
         if work is not None:
             work.wait()
