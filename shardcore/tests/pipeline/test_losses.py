@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from shardcore.errors import ConfigError
 from shardcore.pipeline import micro_batches
-from shardcore.pipeline.losses import LossCalls, reductions_of, shares_of
-from shardcore.pipeline.steps import named
+from shardcore.pipeline.losses import LossCalls, named, reductions_of, shares_of
 
 WORDS = 7
 LABELS = torch.tensor([[5, 1, -100, 2], [3, -100, -100, -100], [-100, 2, 4, 6], [1, 1, 1, -100]])

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline import Cut, PrunedModel, Stage, StageTracer
 from shardcore.plan import Stages
-from shardcore_testing.subject import meta_copy
 
 
 def arguments(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def backward(flight: list[tuple[list[Tensor], Any]]) -> None:
 def test_together_they_are_the_model(number, options):
     model = build(layers=4, **options)
     cut = Cut.of(model, TinyPolicy.stages, number)
-    stages, tracer = stages_of(model, cut), StageTracer(meta_copy(model), cut)
+    stages, tracer = stages_of(model, cut), StageTracer(model, cut)
     # Calls of several shapes are in flight at once.
     calls = [arguments(0), arguments(1, 1, 5), arguments(2, 4, 12)]
     flights = [forward(stages, call, tracer(call)) for call in calls]
@@ -93,7 +92,7 @@ def test_a_stage_by_itself_says_so():
 def test_an_exception_leaves_a_stage_as_it_was():
     model = build(layers=2)
     cut = Cut.of(model, TinyPolicy.stages, 2)
-    stages, metadata = stages_of(model, cut), StageTracer(meta_copy(model), cut)(arguments())
+    stages, metadata = stages_of(model, cut), StageTracer(model, cut)(arguments())
     with pytest.raises((IndexError, RuntimeError)):
         stages[0]({**arguments(), "ids": torch.full((3, 8), 999)}, [], metadata)
     assert torch.equal(forward(stages, arguments(), metadata)[-1][1], model(**arguments()))
@@ -202,7 +201,7 @@ class Handed(Net):
 )
 def test_what_would_be_wrong_is_refused(kind, said):
     model = kind()
-    tracer = StageTracer(meta_copy(model), Cut.of(model, kind.stages, 2))
+    tracer = StageTracer(model, Cut.of(model, kind.stages, 2))
     with pytest.raises(NotSupportedError, match=said):
         tracer({"x": torch.randn(5, 4)}, lambda out, _: out)
 
@@ -212,7 +211,7 @@ def test_all_that_blocks_are_given_crosses():
     model = Handed().double()
     cut = Cut.of(model, Handed.stages, 3)
     calls = [{"x": torch.randn(5, 4, dtype=torch.float64)} for _ in range(2)]
-    tracer = StageTracer(meta_copy(model), cut)
+    tracer = StageTracer(model, cut)
     traced = [tracer(call) for call in calls]
     assert [[value.shape for value in boundary.values] for boundary in traced[0].boundaries] == [[(5, 4), (4,)]] * 2
     stages = stages_of(model, cut)
@@ -257,7 +256,7 @@ def test_what_is_made_of_lengths_is_computed():
     model = Spanning()
     cut = Cut.of(model, Net.stages, 3)
     call = {"x": torch.randn(2, 4)}
-    stages, metadata = stages_of(model, cut), StageTracer(meta_copy(model), cut)(call)
+    stages, metadata = stages_of(model, cut), StageTracer(model, cut)(call)
     assert Spans.index(4).device.type == "cpu"
     assert torch.equal(forward(stages, call, metadata)[-1][1], model(**call))
 
@@ -289,7 +288,7 @@ def test_experts_in_a_dtype_for_which_torch_tells_no_shapes():
     model = Mixture()
     cut = Cut.of(model, Net.stages, 3)
     call = {"x": torch.randn(6, 4)}
-    stages, metadata = stages_of(model, cut), StageTracer(meta_copy(model), cut)(call)
+    stages, metadata = stages_of(model, cut), StageTracer(model, cut)(call)
     assert torch.equal(forward(stages, call, metadata)[-1][1], model(**call))
 
 
@@ -300,6 +299,6 @@ def test_a_part_that_cannot_be_traced():
 
     model = Handed()
     model.embed = Reads(4, 4)
-    tracer = StageTracer(meta_copy(model), Cut.of(model, Handed.stages, 2))
+    tracer = StageTracer(model, Cut.of(model, Handed.stages, 2))
     with pytest.raises(NotSupportedError, match=r"embed cannot be called on meta.*pipeline_parallel_size=1"):
         tracer({"x": torch.randn(5, 4)})

@@ -84,17 +84,16 @@ def metadata_of(model: Any, workload: Workload, call: Make, rows: int) -> StageM
     """
     engine = pipeline_of(model)
     assert engine is not None  # as above
-    trace = engine.tracer.trace
     context = context_of(model)
     least = max(_SHORT, 2 * context.size) if context is not None else _SHORT
     tokens = None if workload.seq is None else min(workload.seq, least)
     short = call(model, dataclasses.replace(workload, batch=1, seq=tokens))
     loss = (lambda out, _: short.loss(out)) if workload.trains else None
-    metadata = trace(arguments_of(model, short.inputs()), loss, training=workload.trains)
+    metadata = engine.tracer(arguments_of(model, short.inputs()), loss)
     with torch.device("meta"):
         whole = call(model, dataclasses.replace(workload, batch=rows)).inputs()
     with Certain():
-        return trace.resized(metadata, arguments_of(model, whole))
+        return engine.tracer.resized(metadata, arguments_of(model, whole))
 
 
 def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _finest(s: Subject, model: nn.Module) -> Cut | None:
 
 
 def _traced(s: Subject, model: nn.Module, cut: Cut) -> list[tuple[dict[str, Any], Any]]:
-    trace = StageTracer(meta_copy(model), cut, s.device)
+    trace = StageTracer(model, cut, s.device)
     batches = [s.inputs(model, seed) for seed in range(_MICRO_BATCHES)]
     return [(batch, trace(batch, lambda out, _: s.loss(out))) for batch in batches]
 

@@ -24,8 +24,9 @@ from shardcore.pipeline.ranks import PipelineRanks
 from shardcore.pipeline.schedules import SCHEDULES, forward_only
 from shardcore.pipeline.shared import SharedParameters
 from shardcore.pipeline.stage import PrunedModel, Stage
-from shardcore.pipeline.steps import Microbatch, MicrobatchGroup, MicrobatchTracer, PipelineStep
+from shardcore.pipeline.steps import Microbatch, MicrobatchGroup, PipelineStep, groups_of
 from shardcore.pipeline.torch_stage import SafeStage, StageModule
+from shardcore.pipeline.tracing import StageTracer
 from shardcore.plan.cut import Cut
 
 __all__ = ["Batch", "Pipeline", "pipeline_of", "set_pipeline"]
@@ -86,7 +87,7 @@ class Pipeline:
         self._size = config.microbatch_size
         self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
         self._of = self._schedule.ranks(len(cut), self.ranks.size)
-        self.tracer = MicrobatchTracer(model, cut, self._device, dtype)
+        self.tracer = StageTracer(model, cut, self._device, dtype)
         self.shared = SharedParameters.of(model, cut, self._of)
         set_division(model, _division(model, self.ranks.rank))
         # The context defers them for the sake of the schedule, not of the user.
@@ -156,7 +157,7 @@ class Pipeline:
             given = batch() if callable(batch) else batch
             division = {"number": 1} if loss is None else {"number": self._number, "size": self._size}
             parts = micro_batches(given, **division)
-            groups = self.tracer.groups(parts, loss)
+            groups = groups_of(self.tracer.forms(parts, loss))
             shares = [1.0] if loss is None else self._shares(parts, groups, weight)
             if training:
                 parts = [part if share else with_labels(part) for part, share in zip(parts, shares, strict=True)]

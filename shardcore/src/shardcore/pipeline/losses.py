@@ -24,7 +24,18 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError
 from shardcore.pipeline.microbatches import IGNORED, rows_of
 
-__all__ = ["Loss", "LossCall", "LossCalls", "Reduction", "Weight", "own_loss", "reductions_of", "shares_of", "wide"]
+__all__ = [
+    "Loss",
+    "LossCall",
+    "LossCalls",
+    "Reduction",
+    "Weight",
+    "named",
+    "own_loss",
+    "reductions_of",
+    "shares_of",
+    "wide",
+]
 
 #: Returns the loss of a model's output and the arguments of its call.
 Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -265,6 +276,17 @@ def _documented(parts: Sequence[Mapping[str, Any]]) -> list[Reduction]:
     labels = parts[0].get("labels")
     counts = isinstance(labels, Tensor) and labels.ndim > 0 and not labels.is_floating_point()
     return [Reduction(kind="rows"), *([Reduction(kind="labels", argument="labels")] if counts else [])]
+
+
+def named(loss: Loss | None) -> str:
+    """Name a function by its code and what it holds: it may be made anew in each step, and may hold something else."""
+    function: Any = loss
+    if (code := getattr(function, "__code__", None)) is None:
+        return repr(function)
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    plain = (str, int, float, bool, type(None))
+    return f"{code} {[value if isinstance(value, plain) else (type(value), id(value)) for value in held]}"
 
 
 def own_loss(out: Any, arguments: Mapping[str, Any]) -> Tensor:

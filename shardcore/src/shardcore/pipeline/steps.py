@@ -1,4 +1,4 @@
-"""One step of a pipeline: a batch in micro-batches, and those of one form together, which are traced once."""
+"""One step of a pipeline: a batch in micro-batches, and those of one form together."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardcore.nn.copies import meta_copy
 from shardcore.pipeline.losses import Loss
 from shardcore.pipeline.metadata import StageMetadata
-from shardcore.pipeline.microbatches import shapes_of
-from shardcore.pipeline.tracing import StageTracer
-from shardcore.plan.cut import Cut
 
-__all__ = ["Microbatch", "MicrobatchGroup", "MicrobatchTracer", "PipelineStep", "named"]
-
-_KEPT = 64  # what is known of calls of other shapes: some bytes each
+__all__ = ["Microbatch", "MicrobatchGroup", "PipelineStep", "groups_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,69 +84,15 @@ class PipelineStep:
         return self.feed[number if number >= 0 else ~number]
 
 
-class MicrobatchTracer:
-    """Groups micro-batches by their forms, and keeps what was traced of each form.
+def groups_of(traced: Sequence[tuple[str, StageMetadata]]) -> list[MicrobatchGroup]:
+    """Return of each micro-batch the group that it is of.
 
     Args:
-        model: the whole model, sharded along ``tp``; what is traced is a copy of it on meta.
-        cut: where it is cut.
-        device: where it computes.
-        dtype: in which it will compute, where FSDP2 will cast.
-
-    Attributes:
-        trace: runs the copy.
+        traced: of each micro-batch, as `StageTracer.forms` returns it.
     """
-
-    def __init__(self, model: nn.Module, cut: Cut, device: torch.device, dtype: torch.dtype | None) -> None:
-        copy = meta_copy(model, dtype)
-        self._model = model
-        self._configs: dict[int, Any] = {}  # by identity
-        for module, other in zip(model.modules(), copy.modules(), strict=True):
-            if "config" in module.__dict__:  # what is set there later is traced too
-                other.__dict__["config"] = self._configs[id(module.config)] = module.config
-        self.trace = StageTracer(copy, cut, device, dtype)
-        self._known: dict[str, StageMetadata] = {}
-
-    def groups(self, parts: Sequence[Mapping[str, Any]], loss: Loss | None) -> list[MicrobatchGroup]:
-        """Return of each micro-batch the group that it is of.
-
-        Args:
-            parts: the arguments of micro-batches.
-            loss: of an output; None for outputs alone.
-        """
-        # Of what the configuration says now a forward may do something else.
-        values = (value for config in self._configs.values() for value in vars(config).values())
-        settings = [value for value in values if isinstance(value, bool | int | float | str | None)]
-        keys = [f"{self._model.training} {named(loss)} {settings} {shapes_of(part)}" for part in parts]
-        groups = {}
-        for key in dict.fromkeys(keys):
-            alike = [part for part, other in zip(parts, keys, strict=True) if other == key]
-            metadata = self._metadata(key, alike, loss)
-            groups[key] = MicrobatchGroup(first=keys.index(key), count=len(alike), key=key, metadata=metadata)
-        return [groups[key] for key in keys]
-
-    def _metadata(self, key: str, alike: Sequence[Mapping[str, Any]], loss: Loss | None) -> StageMetadata:
-        """Return what is known of micro-batches of one form; tracing needs one that has labels which count."""
-        if (known := self._known.get(key)) is not None:
-            return known
-        for part in alike:
-            found = self.trace(part, loss, training=self._model.training)
-            if all(reduction.shifted is not None for reduction in found.reductions):
-                break
-        else:
-            return found  # nobody can tell, and none of them counts
-        while len(self._known) >= _KEPT:
-            del self._known[next(iter(self._known))]
-        self._known[key] = found
-        return found
-
-
-def named(loss: Loss | None) -> str:
-    """Name a function by its code and what it holds: it may be made anew in each step, and may hold something else."""
-    function: Any = loss
-    if (code := getattr(function, "__code__", None)) is None:
-        return repr(function)
-    held = [cell.cell_contents for cell in function.__closure__ or ()]
-    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    plain = (str, int, float, bool, type(None))
-    return f"{code} {[value if isinstance(value, plain) else (type(value), id(value)) for value in held]}"
+    keys = [key for key, _ in traced]
+    groups = {
+        key: MicrobatchGroup(first=keys.index(key), count=keys.count(key), key=key, metadata=metadata)
+        for key, metadata in traced
+    }
+    return [groups[key] for key in keys]

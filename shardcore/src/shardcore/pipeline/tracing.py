@@ -22,55 +22,92 @@ from typing_extensions import override
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
-from shardcore.pipeline.losses import Loss, LossCalls, reductions_of, wide
+from shardcore.nn.copies import meta_copy
+from shardcore.pipeline.losses import Loss, LossCalls, named, reductions_of, wide
 from shardcore.pipeline.metadata import PROBE, Boundary, StageMetadata, TensorMeta, described, filled
+from shardcore.pipeline.microbatches import shapes_of
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune
 from shardcore.plan.cut import Cut
 
 __all__ = ["GROUPED", "BoundaryReached", "StageTracer", "grouped"]
+
+_KEPT = 64  # what is known of calls of other shapes: some bytes each
 
 #: What parts return that a stage holds: any number but NaN, and none that norms divide by zero for.
 _HELD = 0.5
 
 
 class StageTracer:
-    """A copy of a whole model on meta, of which each part can be called without its values.
+    """Traces calls of a model on a copy of it on meta, of which each part can be called without its values.
 
     Args:
-        model: the copy, sharded along ``tp`` if the model is; it is good for nothing else afterwards.
-        cut: how the model is cut.
-        device: where the model runs.
-        dtype: what FSDP2 casts the inputs of the model and of its blocks to, and the parameters of ``model`` are in.
+        model: the whole model, sharded along ``tp`` if it will be when it runs.
+        cut: how it is cut.
+        device: where it runs.
+        dtype: in which it will compute, where FSDP2 will cast the inputs of the model and of its blocks.
     """
 
     def __init__(
         self, model: nn.Module, cut: Cut, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         self.cut, self.device = cut, device
-        self._model, self._dtype = model, dtype
+        self._of, self._model, self._dtype = model, meta_copy(model, dtype), dtype
+        self._configs: dict[int, Any] = {}  # by identity
+        for module, other in zip(model.modules(), self._model.modules(), strict=True):
+            if "config" in module.__dict__:  # what is set there later is traced too
+                config = other.__dict__["config"] = module.__dict__["config"]
+                self._configs[id(config)] = config
+        self._known: dict[str, StageMetadata] = {}
         self._handlers: list[CallHandler] = []
-        parts = parts_of(model, cut)
+        parts = parts_of(self._model, cut)
         self._names = {name: first for name, (first, _) in parts.items()}
-        self._pruned = prune(model, self._names.values(), (), device)
-        for name, (first, module) in parts.items():
-            if module is not None and cut.holder(name) is not None:  # what all stages hold runs as it is
-                intercept(module, first, self._handlers)
+        self._pruned = prune(self._model, self._names.values(), (), device)
+        for name, (first, part) in parts.items():
+            if part is not None and cut.holder(name) is not None:  # what all stages hold runs as it is
+                intercept(part, first, self._handlers)
 
-    def __call__(
-        self, arguments: Mapping[str, Any], loss: Loss | None = None, *, training: bool = True
-    ) -> StageMetadata:
+    def forms(self, parts: Sequence[Mapping[str, Any]], loss: Loss | None) -> list[tuple[str, StageMetadata]]:
+        """Return of each micro-batch the name of its form, and what is known of that; a form is traced once.
+
+        Args:
+            parts: the arguments of micro-batches.
+            loss: of an output; None for outputs alone.
+        """
+        # Of what the configuration says now a forward may do something else.
+        values = (value for config in self._configs.values() for value in vars(config).values())
+        settings = [value for value in values if isinstance(value, bool | int | float | str | None)]
+        keys = [f"{self._of.training} {named(loss)} {settings} {shapes_of(part)}" for part in parts]
+        found = {}
+        for key in dict.fromkeys(keys):
+            alike = [part for part, other in zip(parts, keys, strict=True) if other == key]
+            found[key] = self._known.get(key) or self._form(key, alike, loss)
+        return [(key, found[key]) for key in keys]
+
+    def _form(self, key: str, alike: Sequence[Mapping[str, Any]], loss: Loss | None) -> StageMetadata:
+        """Return what is known of micro-batches of one form, by one that has labels which count."""
+        for part in alike:
+            found = self(part, loss)
+            if all(reduction.shifted is not None for reduction in found.reductions):
+                break
+        else:
+            return found  # nobody can tell, and none of them counts
+        while len(self._known) >= _KEPT:
+            del self._known[next(iter(self._known))]
+        self._known[key] = found
+        return found
+
+    def __call__(self, arguments: Mapping[str, Any], loss: Loss | None = None) -> StageMetadata:
         """Return what stages return and send in calls of the model with arguments of these shapes.
 
         Args:
             arguments: of a call.
             loss: of the model's output; None for outputs alone.
-            training: the mode of the model.
 
         Raises:
             ConfigError: the loss is no tensor ().
             NotSupportedError: a stage would need what it does not have; the message names it.
         """
-        self._model.train(training)
+        self._model.train(self._of.training)
         recorder = _Recorder(self, self.device)
         with LossCalls(arguments) as inside:
             try:
