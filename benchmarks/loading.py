@@ -23,10 +23,8 @@ from typing import Any
 
 import click
 
-SLICES, SCATTER = "shardcore, slices", "shardcore, scatter"
-NATIVE_TP, WHOLE, ALONE = "transformers TP", "from_pretrained + shard", "from_pretrained"
-WAYS = (SLICES, SCATTER, NATIVE_TP, WHOLE, ALONE)
-_COLD = (SLICES, SCATTER)
+PARTS, NATIVE_TP, WHOLE, ALONE = "shardcore", "transformers TP", "from_pretrained + shard", "from_pretrained"
+WAYS = (PARTS, NATIVE_TP, WHOLE, ALONE)
 
 _MODEL = {
     "hidden_size": 2048,
@@ -44,8 +42,7 @@ _SLACK = 200e6  # bytes above a rank's part and the largest tensor
 _HELP = """Measure how a Llama of 3 GB is loaded from several safetensors files.
 
 \b
-slices    shardcore.from_pretrained, every rank reads its parts
-scatter   the same, one rank reads and sends the others their parts
+shardcore shardcore.from_pretrained, every rank reads its parts
 TP        transformers' own tensor parallelism (needs accelerate)
 + shard   the native from_pretrained on every rank, and shardcore.shard
 alone     the native from_pretrained on every rank, for reference
@@ -73,8 +70,8 @@ def load(way: str, folder: Path, world: int) -> Any:
 
     import shardcore
 
-    if way in _COLD:
-        return shardcore.from_pretrained(LlamaForCausalLM, folder, tp=world, reading=way.rpartition(" ")[2])
+    if way == PARTS:
+        return shardcore.from_pretrained(LlamaForCausalLM, folder, tp=world)
     if way == NATIVE_TP:
         from transformers.distributed import DistributedConfig
 
@@ -187,7 +184,7 @@ def report(results: dict[str, list[list[dict[str, Any]]]], largest: int) -> list
 @click.option("--ranks", default="2,4", show_default=True, help="Numbers of ranks.")
 @click.option("--way", "ways", multiple=True, type=click.Choice(WAYS), help="Only these.")
 @click.option("--worker", type=click.Choice(WAYS), hidden=True)
-@click.option("--cold", is_flag=True, help="Drop the files from the page cache first; shardcore's ways only.")
+@click.option("--cold", is_flag=True, help="Drop the files from the page cache first; shardcore's way only.")
 def main(folder: Path | None, rounds: int, ranks: str, ways: tuple[str, ...], worker: str | None, cold: bool) -> None:
     """Run the benchmark, or one rank of a sample."""
     if worker is not None and folder is not None:
@@ -196,7 +193,7 @@ def main(folder: Path | None, rounds: int, ranks: str, ways: tuple[str, ...], wo
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         write(place)
-        wanted = ways or (_COLD if cold else WAYS)
+        wanted = ways or ((PARTS,) if cold else WAYS)
         largest = _MODEL["vocab_size"] * _MODEL["hidden_size"] * 4
         for world in (int(number) for number in ranks.split(",")):
             found: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in wanted}

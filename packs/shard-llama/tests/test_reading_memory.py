@@ -1,4 +1,4 @@
-"""Loading a checkpoint needs room for a rank's part and one tensor, however the files are read."""
+"""Loading a checkpoint needs room for a rank's part and one tensor."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ _LARGEST, _SLACK = 8001 * 1024 * 4, 16 * _MB
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure peaks")
-@pytest.mark.parametrize("reading", ["slices", "scatter"])
-def test_memory(pool, tmp_path, reading):
-    for found in pool.run(_memory, str(tmp_path), reading, world=2):
+def test_memory(pool, tmp_path):
+    for found in pool.run(_memory, str(tmp_path), world=2):
         assert found["model"] > 150 * _MB
         assert found["part"] < 0.52 * found["model"]
         assert found["load"] < found["part"] + _LARGEST + _SLACK, found
@@ -41,15 +40,15 @@ def test_memory(pool, tmp_path, reading):
         assert found["whole"] > found["part"] + _LARGEST + _SLACK, found
 
 
-def _memory(folder: str, reading: str) -> dict[str, int]:
+def _memory(folder: str) -> dict[str, int]:
     if dist.get_rank() == 0:
         build(**ODD).float().save_pretrained(f"{folder}/small")
         torch.nn.Module.to(build(**_LARGE), torch.float32).save_pretrained(f"{folder}/large", max_shard_size="64MB")
     dist.barrier()
-    shardcore.from_pretrained(transformers.LlamaForCausalLM, f"{folder}/small", tp=2, reading=reading)  # warm-up
+    shardcore.from_pretrained(transformers.LlamaForCausalLM, f"{folder}/small", tp=2)  # warm-up
     found = {}
     with Peak() as peak:
-        model = shardcore.from_pretrained(transformers.LlamaForCausalLM, f"{folder}/large", tp=2, reading=reading)
+        model = shardcore.from_pretrained(transformers.LlamaForCausalLM, f"{folder}/large", tp=2)
         for parameter in model.parameters():
             parameter.to_local().sum()  # what stays in the file counts when it is looked at
     found["load"] = peak.bytes

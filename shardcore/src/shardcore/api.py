@@ -25,9 +25,7 @@ from shardcore.mesh import group_of
 from shardcore.pipeline.model import Pipelining, Stepping
 from shardcore.plan.phases import ModelPhase
 from shardcore.policy import Policy
-from shardcore.weights.loading import Filling
-from shardcore.weights.reading import Reading
-from shardcore.weights.weights import Place, Weights
+from shardcore.weights.weights import Filling, Place, Weights
 
 __all__ = ["failing_together", "shard"]
 
@@ -44,7 +42,6 @@ def shard(
     wrap: Wrap = True,
     sync_from: int | None = None,
     weights: Weights | Place | None = None,
-    reading: Reading = "auto",
     **fields: Any,
 ) -> Model:
     """Shard ``model`` over the ranks, in place, and return it.
@@ -77,8 +74,6 @@ def shard(
         weights: read the values from here, each rank its own part: a ``.safetensors`` file, a list of them, or a folder
             that holds them, with the names that ``model.state_dict()`` has. The model may be on the meta device, and is
             never there as a whole. For what a library has saved see `shardcore.from_pretrained`.
-        reading: of ``weights``: ``"slices"``, every rank reads its parts; ``"scatter"``, one rank of each host reads
-            and sends the others their parts; ``"auto"``, the second where the files are on a network file system.
         **fields: any field of `ShardConfig`; ``tp``, ``dp``, ``pp`` and ``ep`` are short names.
 
     Raises:
@@ -92,8 +87,6 @@ def shard(
     with failing_together(config, fields):
         config = ShardConfig.of(config, **fields)
         check_model(model)
-        if weights is None and reading != "auto":
-            raise ConfigError(f"reading={reading!r} says who reads weights=, which are not given")
         if isinstance(policy, str) and policy != "infer":
             raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
         if policy == "infer":
@@ -107,7 +100,7 @@ def shard(
             *([] if attached is None else [Attaching(attached, sync_from, config.group)]),  # adapters
             Pipelining(inner, fsdp.dtype),  # this rank keeps its stages
             fsdp,  # FSDP2, and the optimizer
-            *([] if weights is None else [Filling(inner, weights, sync_from, reading)]),  # values
+            *([] if weights is None else [Filling(inner, weights, sync_from)]),  # values
             Stepping(inner),  # train_step
         ]
     if policy == "infer":

@@ -12,7 +12,6 @@ from shardcore.fsdp.phase import Wrap
 from shardcore.inferred import Inference
 from shardcore.plugins.unserved import folders_of, installing
 from shardcore.policy import Policy
-from shardcore.weights.reading import Reading
 
 __all__ = ["from_pretrained"]
 
@@ -26,7 +25,6 @@ def from_pretrained(
     infer: Inference = "proved",
     wrap: Wrap = True,
     seed: int = 0,
-    reading: Reading = "auto",
     **options: Any,
 ) -> Any:
     """Load what a library has saved into a sharded model; each rank reads the parts that it keeps.
@@ -51,7 +49,6 @@ def from_pretrained(
         wrap: as of `shardcore.shard`.
         seed: of parameters that no file holds (a new head): initialised as the native class does, with the same values
             on every mesh.
-        reading: as of `shardcore.shard`.
         **options: fields of `ShardConfig` (``tp``, ``dp``, ...) and options of the native ``from_pretrained``:
             ``config``, ``dtype``, ``attn_implementation``, ``key_mapping``, ``ignore_mismatched_sizes``,
             ``output_loading_info``, ``variant``, ``subfolder``, ``revision``, ``token``, ... and attributes of the
@@ -82,7 +79,6 @@ def from_pretrained(
         infer=infer,
         wrap=wrap,
         seed=seed,
-        reading=reading,
         **options,
     )
     return loaded

@@ -216,8 +216,8 @@ def test_simulated_ranks_are_not_asked():
 
 
 def fails_before_a_policy_is_inferred():
-    wrong = {"reading": "slices"} if dist.get_rank() else {}  # there are no weights to read
-    with pytest.raises(ConfigError if dist.get_rank() else AgreementError, match="reading='slices'"):
+    wrong = {"weights": "model.safetensors", "sync_from": 0} if dist.get_rank() else {}
+    with pytest.raises(ConfigError if dist.get_rank() else AgreementError, match="both say where the values come from"):
         shardcore.shard(build(), policy="infer", tp=2, **wrong)
 
 

@@ -106,7 +106,7 @@ def test_meshes(pool, tmp_path, mesh, tied):
     pool.run(equal, str(tmp_path), options, fields, world=world)
 
 
-def buffers(folder, reading):
+def buffers(folder):
     config = config_of()
     reference = WithBuffers(config)
     randomize(reference)
@@ -124,7 +124,7 @@ def buffers(folder, reading):
     assert torch.equal(model.table["scale"][0], torch.full((2,), 3.0))
     wide = torch.zeros(()).expand(2, 2)
     model.register_buffer("wide", wide)
-    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2, reading=reading)
+    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2)
     assert torch.equal(model.unsaved, reference.unsaved)
     assert torch.equal(model.saved, reference.saved)  # as load_state_dict does it
     assert torch.equal(model.wide, reference.wide)
@@ -133,16 +133,15 @@ def buffers(folder, reading):
         model = WithBuffers(config)
     model.register_buffer("unsaved", reference.unsaved.clone(), persistent=False)
     model.register_buffer("wide", torch.zeros(2, 2))
-    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2, reading=reading)
+    shardcore.shard(model, policy=WithBuffersPolicy, weights=folder, tp=2)
     assert torch.equal(model.saved, reference.saved)
     assert model.again is model.saved
     ids = batch(0)
     assert_close(reference(ids=ids), model(ids=ids), "output", 1e-5)
 
 
-@pytest.mark.parametrize("reading", ["slices", "scatter"])
-def test_buffers(pool, tmp_path, reading):
-    pool.run(buffers, str(tmp_path), reading)
+def test_buffers(pool, tmp_path):
+    pool.run(buffers, str(tmp_path))
 
 
 def over_values(folder):

@@ -37,7 +37,6 @@ from shardcore.policy import Policy
 from shardcore.weights.emptying import emptied
 from shardcore.weights.files import Files, indexed
 from shardcore.weights.lazy import LazyTensor, recording
-from shardcore.weights.reading import Reading
 from shardcore.weights.recipes import Source, slices
 from shardcore.weights.weights import Weights
 from shardcore_transformers import _private
@@ -85,7 +84,6 @@ def from_pretrained(
     infer: Inference = "proved",
     wrap: Wrap = True,
     seed: int = 0,
-    reading: Reading = "auto",
     **options: Any,
 ) -> Any:
     """Do what `shardcore.from_pretrained` says."""
@@ -94,9 +92,7 @@ def from_pretrained(
         start_process_group(ShardConfig.of(shard_config, **sharding))  # one rank speaks for all from here on
         wants_info = bool(options.pop("output_loading_info", False))
         model, weights, info = load_empty(model_class, path, *model_args, seed=seed, **options)
-    model = shard(
-        model, shard_config, policy=policy, infer=infer, wrap=wrap, weights=weights, reading=reading, **sharding
-    )
+    model = shard(model, shard_config, policy=policy, infer=infer, wrap=wrap, weights=weights, **sharding)
     return (model, info) if wants_info else model
 
 

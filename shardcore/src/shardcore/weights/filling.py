@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,9 @@ from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.parts import blocks_of
 from shardcore.comm.raw import as_bytes
 from shardcore.weights.boxes import Reader
-from shardcore.weights.recipes import Recipe, reads_files, whole_box
-from shardcore.weights.scattering import Need, Place, Slices
+from shardcore.weights.recipes import Box, Recipe, whole_box
 
-__all__ = ["fill", "needs_of", "part_bytes"]
+__all__ = ["fill", "part_bytes"]
 
 
 def fill(
@@ -24,7 +24,6 @@ def fill(
     recipes: Mapping[str, Recipe],
     device: torch.device,
     done: Callable[[int], None] | None = None,
-    way: Slices | None = None,
 ) -> None:
     """Give every parameter and buffer of ``model`` the values of its recipe.
 
@@ -37,16 +36,14 @@ def fill(
         recipes: by the names of parameters and buffers.
         device: where what is on the meta device goes.
         done: called after each parameter with the bytes of its part.
-        way: how the values come here; this rank reads them itself if not given.
     """
-    way = way or Slices()
-    with torch.no_grad(), way:
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in recipes:
-                _fill_parameter(parameter, recipes[name], device, way)
+                _fill_parameter(parameter, recipes[name], device)
                 if done is not None:
                     done(local_tensor(parameter).nbytes)
-        _fill_buffers(model, recipes, device, way)
+        _fill_buffers(model, recipes, device)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         # FSDP2 keeps views of the parts it had; this makes it look at the parameters again.
         model._apply(lambda tensor: tensor)
@@ -57,43 +54,27 @@ def part_bytes(model: nn.Module, recipes: Mapping[str, Recipe]) -> int:
     return sum(local_tensor(parameter).nbytes for name, parameter in model.named_parameters() if name in recipes)
 
 
-def needs_of(model: nn.Module, recipes: Mapping[str, Recipe]) -> list[Need]:
-    """Return what `fill` gives this rank of the tensors that are read from files, in its order."""
-    tensors: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if name in recipes]
-    buffers: dict[int, tuple[str, Tensor]] = {}
-    for _, _, name, buffer in _buffers(model):
-        if name in recipes:
-            buffers.setdefault(id(buffer), (name, buffer))
-    tensors += buffers.values()
-    return [
-        Need(name, tensor.dtype, tuple(sorted(box for box, _ in _places(tensor))))
-        for name, tensor in tensors
-        if reads_files(recipes[name])
-    ]
-
-
-def _fill_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device, way: Slices) -> None:
+def _fill_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device) -> None:
     local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
     if not local.is_meta:
-        way.write(recipe, list(_places(parameter)), local)
+        _write(recipe, parameter, local)
         return
-    new = nn.Parameter(
-        _as(parameter, _part(parameter, local, recipe, device, way)), requires_grad=parameter.requires_grad
-    )
+    part = _part(parameter, local, recipe, device)
+    new = nn.Parameter(_as(parameter, part), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, new)
 
 
-def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device, way: Slices) -> Tensor:
+def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device) -> Tensor:
     """Return this rank's part of a tensor that lies as ``like`` does, in the form of ``local``."""
     places = list(_places(like))
-    if way.keeps_mapped and device.type == "cpu" and len(places) == 1:
+    if device.type == "cpu" and len(places) == 1:
         # What lies in the file as it is needed stays there.
         part = Reader().kept(recipe, places[0][0])
         if part is not None and part.dtype == local.dtype and part.shape == local.shape:
             return _by_itself(part)
     new = torch.empty(local.shape, dtype=local.dtype, device=device)
-    way.write(recipe, places, new)
+    _write(recipe, like, new)
     return new
 
 
@@ -111,7 +92,14 @@ def _as(like: Tensor, local: Tensor) -> Tensor:
     return with_spec(local, spec_of(like)) if isinstance(like, DTensor) else local
 
 
-def _places(like: Tensor) -> Iterator[Place]:
+def _write(recipe: Recipe, like: Tensor, local: Tensor) -> None:
+    """Write this rank's part of the tensor of ``recipe``, which lies as ``like`` does, to ``local``."""
+    reader = Reader()
+    for box, place in _places(like):
+        local[place].copy_(reader.read(recipe, box))
+
+
+def _places(like: Tensor) -> Iterator[tuple[Box, Any]]:
     """Yield the boxes of a tensor that this rank holds, none of them empty, with their places in the local tensor."""
     if not isinstance(like, DTensor):
         if like.numel():
@@ -123,36 +111,27 @@ def _places(like: Tensor) -> Iterator[Place]:
         yield box, block.in_local
 
 
-def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device, way: Slices) -> None:
+def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device) -> None:
     new: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that no id is used twice
-    for module, leaf, name, buffer in _buffers(model):
-        if (recipe := recipes.get(name)) is None:
-            continue
-        if id(buffer) not in new:
-            new[id(buffer)] = buffer, _filled(buffer, recipe, device, way)
-        module._buffers[leaf] = new[id(buffer)][1]
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            recipe = recipes.get(f"{path}.{name}" if path else name)
+            if buffer is None or recipe is None:
+                continue
+            if id(buffer) not in new:
+                new[id(buffer)] = buffer, _filled(buffer, recipe, device)
+            module._buffers[name] = new[id(buffer)][1]
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and id(value) in new:
                 module.__dict__[name] = new[id(value)][1]  # a second reference to a buffer, kept as an attribute
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """Yield who has a buffer, under which name, its name in ``model``, and the buffer, in the same order on every rank.
-
-    Those of one module go by name: a set may have given their order, another one in every process.
-    """
-    for path, module in model.named_modules(remove_duplicate=False):
-        for leaf, buffer in sorted(module._buffers.items()):
-            if buffer is not None:
-                yield module, leaf, f"{path}.{leaf}" if path else leaf, buffer
-
-
-def _filled(buffer: Tensor, recipe: Recipe, device: torch.device, way: Slices) -> Tensor:
+def _filled(buffer: Tensor, recipe: Recipe, device: torch.device) -> Tensor:
     """Return ``buffer`` with the values of ``recipe``: itself, but for one without memory, or of less than its size."""
     local = local_tensor(buffer)
     expanded = any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
     own = not local.is_meta and not expanded
     real = local if own else torch.empty(local.shape, dtype=local.dtype, device=device)
-    way.write(recipe, list(_places(buffer)), real)
+    _write(recipe, buffer, real)
     return buffer if own else _as(buffer, real)

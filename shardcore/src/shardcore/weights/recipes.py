@@ -32,7 +32,6 @@ __all__ = [
     "Source",
     "View",
     "evaluate",
-    "reads_files",
     "slices",
     "whole_box",
 ]
@@ -326,11 +325,6 @@ def _computed(
             nobody_else[id(base)] = False
         return value, base is None and sole
     return value, node.owned
-
-
-def reads_files(recipe: Recipe) -> bool:
-    """Tell whether a `Source` is among what ``recipe`` needs."""
-    return any(isinstance(node, Source) for node in _in_order(recipe))
 
 
 def _in_order(recipe: Recipe) -> Iterator[Recipe]:

@@ -1,19 +1,30 @@
-"""Where every tensor of a model comes from that is sharded without values: checked before anything is changed."""
+"""Where the tensors of a model come from that is sharded without values, and how they are given to `shardcore.shard`.
+
+That they fit is checked before anything is changed; they are read when the model is sharded.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardcore.errors import ConfigError
+from shardcore._progress import Progress
+from shardcore.errors import ConfigError, ShardcoreWarning
+from shardcore.mesh import ShardContext, device_type_here
+from shardcore.plan import ShardPlan
+from shardcore.plan.phases import ModelPhase
 from shardcore.weights.files import Files
+from shardcore.weights.filling import fill, part_bytes
 from shardcore.weights.recipes import Recipe
 
-__all__ = ["Place", "Weights"]
+__all__ = ["Filling", "Place", "Weights"]
 
 #: Where files are: one of them, several, or their folder.
 Place: TypeAlias = str | Path | Sequence[str | Path]
@@ -74,6 +85,7 @@ class Weights:
             ConfigError: they do; lists what is missing and what does not fit.
         """
         wanted = dict(_tensors(model))
+        where = f" in {self.place}" if self.place else ""
         missing = [n for n, t in wanted.items() if n not in self.recipes and t.is_meta]
         misfits = [
             f"{name} is {recipe.shape} there and {tuple(wanted[name].shape)} in the model"
@@ -82,28 +94,75 @@ class Weights:
         ]
         if misfits:
             raise ConfigError(
-                f"the weights{self._place} do not fit this {type(model).__name__}: {_listed(misfits)}. Build the model "
+                f"the weights{where} do not fit this {type(model).__name__}: {_listed(misfits)}. Build the model "
                 "with the configuration of the checkpoint"
             )
         if missing:
             raise ConfigError(
-                f"the weights{self._place} lack {len(missing)} tensors of this {type(model).__name__}: "
+                f"the weights{where} lack {len(missing)} tensors of this {type(model).__name__}: "
                 f"{_listed(missing)}. Their keys have to be the names that model.state_dict() has; buffers that are "
                 "not saved have to be real: build the model with shardcore.on_meta(MyModel, ...). What a "
                 "library has saved is loaded by shardcore.from_pretrained, which knows older names and makes the rest"
             )
 
     @property
-    def _place(self) -> str:
-        return "" if self.files is None else f" in {self.files.place}"
+    def place(self) -> str:
+        """Where the files are, in the user's words; empty if there are none."""
+        return "" if self.files is None else self.files.place
+
+
+class Filling(ModelPhase):
+    """What is read into a model after it was sharded, and what has to hold for it before.
+
+    Args:
+        model: the model, unsharded yet.
+        weights: where its values come from.
+        sync_from: as given to `shardcore.shard`.
+
+    Raises:
+        ConfigError: the weights do not fit the model, or the values of a rank are to be taken as well.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights | Place, sync_from: int | None) -> None:
+        if sync_from is not None:
+            raise ConfigError(
+                f"weights= and sync_from={sync_from} both say where the values come from; leave one of them out"
+            )
+        self._model = model
+        self._weights = Weights.of(model, weights)
+        if _speaks() and (unused := self._weights.unused):
+            warnings.warn(
+                f"{self._weights.place} holds tensors that this {type(model).__name__} has no place for: "
+                f"{_listed(unused)}; they are not read",
+                ShardcoreWarning,
+                stacklevel=3,  # where `shardcore.shard` was called
+            )
 
     def items(self) -> Iterator[tuple[str, str]]:
         """Yield what has to be the same on every rank."""
-        yield "the tensors of weights=", self._told
+        files = self._weights.files
+        told = "not from files" if files is None else f"{len(files.tensors)} tensors, {files.digest}"
+        yield "the tensors of weights=", told
 
-    @property
-    def _told(self) -> str:
-        return "not from files" if self.files is None else f"{len(self.files.tensors)} tensors, {self.files.digest}"
+    def runs(self, context: ShardContext | None) -> bool:
+        """Also of a model that was not sharded."""
+        return True
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Read this rank's part of every tensor."""
+        device = torch.device(device_type_here()) if context is None else context.device
+        model, weights = self._model, self._weights
+        total = part_bytes(model, weights.recipes)
+        with Progress(total, f"loading {weights.place}".strip(), shown=_speaks()) as progress:
+            try:
+                fill(model, weights.recipes, device, progress.advance)
+            finally:
+                if weights.files is not None:
+                    weights.files.close()
+
+
+def _speaks() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
