@@ -12,7 +12,6 @@ import datetime
 import json
 import secrets
 import time
-from collections.abc import Callable
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its __all__
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -50,62 +49,29 @@ def agreed_store(shared: Store, rank: int, world_size: int, limit: datetime.time
         MissingRanksError: they did not all come.
     """
     store, own = PrefixStore("shardcore/start", shared), secrets.token_hex(8)
-    store.set(f"here/{rank}", own)
-    look = _Offering(store, world_size) if rank == 0 else _Accepting(store, rank, own)
-    return PrefixStore(f"shardcore/{_until(look, limit, rank)}", shared)
-
-
-def _until(look: Callable[[], str | None], limit: datetime.timedelta, rank: int) -> str:
-    """Return what ``look`` finds, as soon as it finds something."""
+    keys = [f"here/{other}" for other in range(world_size)]
+    store.set(keys[rank], own)
+    names: list[str] = []  # of the ranks that ``prefix`` is offered to, this one among them
+    prefix = ""
     end, (pause, longest) = time.monotonic() + limit.total_seconds(), _PAUSES
-    while (found := look()) is None:
+    while not (prefix and store.check([f"taken/{prefix}"])):
         if time.monotonic() > end:
             raise MissingRanksError(
                 f"rank {rank} has waited {limit.total_seconds():g} s for the other ranks to start; the output of "
                 "torchrun on each host says what became of them"
             )
+        if rank == 0 and store.check(keys):
+            if (here := [name.decode() for name in store.multi_get(keys)]) != names:
+                names, prefix = here, secrets.token_hex(8)
+                store.set("offer", json.dumps([prefix, names]))
+            if store.add(f"accepted/{prefix}", 0) == world_size - 1:
+                store.set(f"taken/{prefix}", "")
+                continue
+        elif rank > 0 and store.check(["offer"]):
+            offered, names = json.loads(store.get("offer"))
+            if names[rank : rank + 1] == [own] and offered != prefix:
+                prefix = offered
+                store.add(f"accepted/{prefix}", 1)
         time.sleep(pause)
         pause = min(2 * pause, longest)
-    return found
-
-
-class _Offering:
-    """On the first rank: offers prefixes until all have accepted one."""
-
-    def __init__(self, store: Store, world_size: int) -> None:
-        self._store, self._keys = store, [f"here/{rank}" for rank in range(world_size)]
-        self._names: list[str] = []
-        self._prefix = ""
-
-    def __call__(self) -> str | None:
-        """Return the prefix that all ranks have accepted; None as long as there is none."""
-        if not self._store.check(self._keys):
-            return None
-        names = [name.decode() for name in self._store.multi_get(self._keys)]
-        if names != self._names:
-            self._names, self._prefix = names, secrets.token_hex(8)
-            self._store.set("offer", json.dumps({"prefix": self._prefix, "names": names}))
-        if self._store.add(f"accepted/{self._prefix}", 0) < len(names) - 1:
-            return None
-        self._store.set(f"taken/{self._prefix}", "")
-        return self._prefix
-
-
-class _Accepting:
-    """On the others: accepts what is offered to this process."""
-
-    def __init__(self, store: Store, rank: int, own: str) -> None:
-        self._store, self._rank, self._own = store, rank, own
-        self._accepted = ""
-
-    def __call__(self) -> str | None:
-        """Return the prefix that all ranks have accepted; None as long as there is none."""
-        if not self._store.check(["offer"]):
-            return None
-        offer = json.loads(self._store.get("offer"))
-        if offer["names"][self._rank : self._rank + 1] != [self._own]:
-            return None
-        if offer["prefix"] != self._accepted:
-            self._accepted = offer["prefix"]
-            self._store.add(f"accepted/{self._accepted}", 1)
-        return self._accepted if self._store.check([f"taken/{self._accepted}"]) else None
+    return PrefixStore(f"shardcore/{prefix}", shared)
