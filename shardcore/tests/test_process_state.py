@@ -17,7 +17,7 @@ CONSTANT = {
     "Path", "TypeVar", "frozenset", "object", "re.compile", "getattr", "tuple", "map",
     "HookspecMarker", "HookimplMarker", "pluggy.HookspecMarker", "pluggy.HookimplMarker",
     "StateDictOptions", "_sum_options",
-    "Ability", "Flow", "Renamed", "ALL_GATHER.find", "REDUCE_SCATTER.find", "SET_TIMEOUT.find",
+    "Ability", "Flow", "PrivateName", "Uses", "ALL_GATHER.find", "REDUCE_SCATTER.find", "SET_TIMEOUT.find",
     "CLIPPED_SUMS.is_there", "STAGES.is_there", "TRACED_READS.is_there",
 }  # fmt: skip
 CHANGING = {

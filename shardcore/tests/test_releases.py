@@ -1,4 +1,4 @@
-"""What releases of torch do differently in public, and what the doctor says is lost with the installed one."""
+"""What releases of torch do differently, and what the doctor says is lost with the installed one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_the_core_does_is_what_the_doctor_says():
     assert (found["torch.compile in one graph"]["state"] == "works") == _torch.CAN_TRACE
     assert (found["clipping of deferred gradients"]["state"] == "works") == _torch.SCALES_PARTIAL
     assert (found["pipelines"]["state"] == "works") == _torch.CAN_PIPELINE
-    assert found["public names of torch"]["state"] == "works"
+    assert found["names of torch"]["state"] == "works"
 
 
 def test_the_doctor_says_what_is_lost_without_fused_linears(monkeypatch):
@@ -64,8 +64,8 @@ def test_the_doctor_says_what_is_lost_without_fused_linears(monkeypatch):
 
 def test_a_public_name_that_is_gone_is_named(monkeypatch):
     lose(monkeypatch, *GATHERS)
-    found = findings()["public names of torch"]
-    said = f"has neither {' nor '.join(GATHERS)}, one of which everything needs. shardcore was tested with torch "
+    found = findings()["names of torch"]
+    said = f"has neither {' nor '.join(GATHERS)}, one of which is needed by everything (collectives of whole tensors)"
     assert found["state"] == "fails"
     assert said in found["why"]
     monkeypatch.delitem(sys.modules, "shardcore._torch")
@@ -76,7 +76,7 @@ def test_a_public_name_that_is_gone_is_named(monkeypatch):
 def test_one_of_several_names_is_enough(monkeypatch):
     monkeypatch.setattr(GATHERS[0], "new", raising=False)
     lose(monkeypatch, GATHERS[1])
-    assert findings()["public names of torch"]["state"] == "works"
+    assert findings()["names of torch"]["state"] == "works"
     monkeypatch.setattr(shardcore, "_torch", _torch)  # an import sets it
     monkeypatch.delitem(sys.modules, "shardcore._torch")
     assert importlib.import_module("shardcore._torch").all_gather_single == "new"

@@ -1,8 +1,8 @@
 """What shardcore uses of torch that torch does not promise to keep, and what is said when one of it is gone.
 
-Every private name of torch in the core is in `TORCH`; those of libraries are in their clients.
-A release that lacks a name makes `require` raise where the feature that needs it is asked for, and is reported by
-``shardcore doctor``. Private names that are imported come from `shardcore._torch`.
+Every private name of torch in the core is in `TORCH`; those of libraries are in the tables of their clients. A release
+that lacks a name makes `require` raise where the feature that needs it is asked for. `ABILITIES` are what an older
+release does wrongly. ``shardcore doctor`` reports both. What is imported comes from `shardcore._torch`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from packaging.version import Version
 from shardcore.errors import NotSupportedError
 
 __all__ = [
+    "ABILITIES",
+    "ALL_GATHER",
+    "CLIPPED_SUMS",
     "CLIPPING",
     "CORE",
     "DATA_PARALLEL",
@@ -27,14 +30,19 @@ __all__ = [
     "NUMBERS",
     "PIPELINES",
     "PLANNING",
+    "REDUCE_SCATTER",
     "SAVING",
     "SCALING",
+    "SET_TIMEOUT",
     "SLICES",
+    "STAGES",
     "TESTED",
     "TORCH",
+    "TRACED_READS",
+    "Ability",
     "PrivateName",
+    "Uses",
     "complaint",
-    "find",
     "missing",
     "require",
 ]
@@ -68,8 +76,10 @@ class PrivateName:
         feature: what needs it.
         since: the first release that has it, if that is not the first one that is supported.
         until: the first release that does without it, and that is known to.
+        needed: releases before ``since`` lack what the feature needs.
         of_instances: instances have it, the class has not.
         code: where the class cannot be asked, a function of the library that names it.
+        older: another path that older releases have it under; one of the two is enough.
     """
 
     path: str
@@ -79,6 +89,8 @@ class PrivateName:
     until: str = ""
     of_instances: bool = False
     code: str = ""
+    needed: bool = False
+    older: str = ""
 
     @property
     def name(self) -> str:
@@ -87,10 +99,85 @@ class PrivateName:
 
     def is_there(self) -> bool:
         """Tell whether the installed library has it."""
-        owner = find(self.path.rpartition(".")[0])
+        owner = _found(self.path.rpartition(".")[0])
         if self.code:
-            return self.name in getattr(getattr(find(self.code), "__code__", None), "co_names", ())
-        return owner is not None and hasattr(owner() if self.of_instances else owner, self.name)
+            return self.name in getattr(getattr(_found(self.code), "__code__", None), "co_names", ())
+        there = owner is not None and hasattr(owner() if self.of_instances else owner, self.name)
+        return there or bool(self.older and _found(self.older) is not None)
+
+    def find(self) -> Any:
+        """Return what the installed library has there, or None."""
+        found = _found(self.path)
+        return _found(self.older) if found is None and self.older else found
+
+
+def _found(path: str) -> Any:
+    """Return the module or attribute ``path``, or None."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return found
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What shardcore uses of a library without a promise of its authors.
+
+    Attributes:
+        library: the name that is imported.
+        tested: the first and the last release that the tests have passed with.
+        names: what is used.
+    """
+
+    library: str
+    tested: tuple[str, str]
+    names: tuple[PrivateName, ...]
+
+    def missing(self, *features: str) -> list[PrivateName]:
+        """Return the names that the installed release should have and lacks, of ``features`` or of all."""
+        here = self.release
+        return [
+            name
+            for name in self.names
+            if (not features or name.feature in features)
+            and (name.needed or here >= Version(name.since or "0").release)
+            and not (name.until and here >= Version(name.until).release)
+            and not name.is_there()
+        ]
+
+    def require(self, *features: str) -> None:
+        """Refuse ``features``, or all, if the installed release lacks a name that they need.
+
+        Raises:
+            NotSupportedError: it does; names the first one, the installed release and the tested range.
+        """
+        if gone := self.missing(*features):
+            raise NotSupportedError(self.complaint(gone))
+
+    def complaint(self, gone: Sequence[PrivateName]) -> str:
+        """Say what the installed release lacks, and what to do."""
+        here = importlib.import_module(self.library).__version__
+        first, more = gone[0], f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+        lacks = f"neither {first.path} nor {first.older}{more}, one" if first.older else f"no {first.path}{more}"
+        since = f", which {self.library} has since {first.since}" if first.since else ""
+        private = " of which is" if first.older else ": a private name,"
+        too_old = first.since and self.release < Version(first.since).release
+        wanted = f"{self.library} {first.since} or newer" if too_old else "a release of that range"
+        return (
+            f"{self.library} {here} has {lacks}{since}{private} needed by {first.feature} ({first.use}). "
+            f"shardcore was tested with {self.library} {' to '.join(self.tested)}; install {wanted}"
+        )
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The installed release."""
+        return Version(importlib.import_module(self.library).__version__).release
 
 
 _SPEC = "torch.distributed.tensor._dtensor_spec"
@@ -103,7 +190,21 @@ _TRACED = "collectives that torch.compile traces"
 _CALLS = "calls of parts of a model that FSDP2 has wrapped"
 _FRESH = "forgetting what one test leaves to the next"
 
-TORCH: tuple[PrivateName, ...] = (
+_GATHERED = "collectives of whole tensors"
+ALL_GATHER = PrivateName(
+    "torch.distributed.all_gather_single", _GATHERED, older="torch.distributed.all_gather_into_tensor"
+)
+REDUCE_SCATTER = PrivateName(
+    "torch.distributed.reduce_scatter_single", _GATHERED, older="torch.distributed.reduce_scatter_tensor"
+)
+SET_TIMEOUT = PrivateName(
+    "torch.distributed.set_timeout", "the timeout of a new group", older=f"{_C10D}._set_pg_timeout"
+)
+
+_NAMES: tuple[PrivateName, ...] = (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    SET_TIMEOUT,
     PrivateName(f"{_TENSOR}._local_tensor", "reading a parameter's part without a node in the graph"),
     PrivateName(f"{_TENSOR}._spec", "giving a gradient the layout of its parameter"),
     PrivateName(f"{_SPEC}.DTensorSpec", "the type of that layout"),
@@ -138,7 +239,7 @@ TORCH: tuple[PrivateName, ...] = (
         for name, since, until in (("_fsdp_param_group", "", "2.12"), ("_fsdp_param_groups", "2.12", ""))
     ),
     PrivateName(f"{_FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback", "one sum for a step", PIPELINES),
-    PrivateName(f"{_SPEC}._StridedShardNotDecodableError", "full_tensor of such tensors", FUSED, "2.12"),
+    PrivateName(f"{_SPEC}._StridedShardNotDecodableError", "full_tensor of such tensors", FUSED, "2.12", needed=True),
     *(
         PrivateName(f"{_TENSOR}.{name}", "checkpoints of such tensors", FUSED)
         for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
@@ -191,44 +292,46 @@ TORCH: tuple[PrivateName, ...] = (
 )
 
 
-def missing(*features: str) -> list[PrivateName]:
-    """Return the private names that the installed torch lacks, of ``features`` or of all but the kit's."""
-    wanted = features or (CORE, DATA_PARALLEL, FUSED, SAVING, PLANNING)
-    return [name for name in TORCH if name.feature in wanted and not name.is_there()]
+TORCH = Uses("torch", TESTED, _NAMES)
+missing, require, complaint = TORCH.missing, TORCH.require, TORCH.complaint
 
 
-def require(*features: str) -> None:
-    """Refuse ``features`` if the installed torch lacks a private name that they need.
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """Something that torch does rightly since a release that is not the first supported one.
 
-    Raises:
-        NotSupportedError: it does; names the first one, the installed torch and the tested range.
+    Attributes:
+        what: what it is for users.
+        since: the first release that can.
+        lost: what is lost, or refused, without it, and what to do.
     """
-    if gone := missing(*features):
-        raise NotSupportedError(complaint(gone))
+
+    what: str
+    since: str
+    lost: str
+
+    def is_there(self) -> bool:
+        """Tell whether the installed torch can."""
+        return TORCH.release >= Version(self.since).release
 
 
-def complaint(gone: Sequence[PrivateName], library: str = "torch", tested: Sequence[str] = TESTED) -> str:
-    """Say what the installed release of ``library`` lacks, and what to do."""
-    first, more = gone[0], f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
-    since = f", which {library} has since {first.since}" if first.since else ""
-    here = importlib.import_module(library).__version__
-    too_old = first.since and Version(here).release < Version(first.since).release
-    wanted = f"{library} {first.since} or newer" if too_old else "a release of that range"
-    return (
-        f"{library} {here} has no {first.path}{more}{since}: a private name, needed by {first.feature} ({first.use}). "
-        f"shardcore was tested with {library} {' to '.join(tested)}; install {wanted}"
-    )
+# Traced by torch 2.11, `to_local` of a split parameter has a gradient that calls itself replicated.
+TRACED_READS = Ability(
+    "torch.compile in one graph",
+    since="2.13",
+    lost="graphs break wherever a sharded model reads its parameters, and fullgraph=True raises",
+)
 
+# To clip partial gradients torch multiplies them. 2.11 multiplies several of them at once (``_foreach_mul_``) by a part
+# of the factor, so that they are hardly clipped.
+CLIPPED_SUMS = Ability(
+    "clipping of deferred gradients",
+    since="2.13",
+    lost="under partial_gradients='deferred' an optimizer refuses gradients that are not summed yet: call "
+    "shardcore.reduce_partial_gradients(model) before clipping",
+)
 
-def find(path: str) -> Any:
-    """Return the module or attribute ``path``, or None."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            found = getattr(found, part, None)
-        return found
-    return None
+# Before, a stage of torch's pipelines has to return a gradient for whatever it was given, token ids too.
+STAGES = Ability("pipelines", since="2.13", lost="pp= above 1 is refused: shard by tp= and dp= alone")
+
+ABILITIES = (TRACED_READS, CLIPPED_SUMS, STAGES)

@@ -1,14 +1,21 @@
 """Private names of torch that the core imports, and the facts about its releases that the core acts upon.
 
 Whatever has no public path comes from here, under a name without an underscore; `shardcore._private` says what each is
-for, `shardcore._releases` what its releases do differently in public. What only some features need is imported where it
-is used, after `shardcore._private.require`.
+for. What only some features need is imported where it is used, after `shardcore._private.require`.
 """
 
 from __future__ import annotations
 
-from shardcore._private import CORE, require
-from shardcore._releases import ALL_GATHER, CLIPPED_SUMS, REDUCE_SCATTER, SET_TIMEOUT, STAGES, TRACED_READS
+from shardcore._private import (
+    ALL_GATHER,
+    CLIPPED_SUMS,
+    CORE,
+    REDUCE_SCATTER,
+    SET_TIMEOUT,
+    STAGES,
+    TRACED_READS,
+    require,
+)
 
 try:
     import torch.distributed._functional_collectives as funcol

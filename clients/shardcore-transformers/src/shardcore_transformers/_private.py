@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
-from packaging.version import Version
-
-from shardcore._private import PrivateName, complaint
-from shardcore.errors import NotSupportedError
+from shardcore._private import PrivateName, Uses
 
 __all__ = [
     "ACCELERATE",
     "OVERRIDDEN",
     "PEFT",
-    "TESTED",
     "TRANSFORMERS",
-    "missing",
     "model_of_auto_class",
     "require",
     "require_accelerate",
     "require_peft",
 ]
-
-#: The first and the last release of transformers that the tests have passed with.
-TESTED = ("4.57.6", "5.24")
-
-#: The same of accelerate.
-TESTED_ACCELERATE = ("1.12.0", "1.15.0")
-
-#: The same of peft.
-TESTED_PEFT = ("0.18.0", "0.21.2")
 
 #: The methods of `PreTrainedModel` that a save overrides, and the release since which transformers calls them.
 OVERRIDDEN = {"_get_files_timestamps": "4", "_upload_modified_files": "4", "should_save_on_this_rank": "5.17"}
@@ -51,7 +36,7 @@ _TRAINER = (
 _MODEL = "transformers.PreTrainedModel"
 _SAVED = "finding the entries that transformers saves"
 
-TRANSFORMERS: tuple[PrivateName, ...] = (
+_OF_TRANSFORMERS = (
     *(PrivateName(f"{_MODEL}.{name}", "saving on one rank", "saving", since) for name, since in OVERRIDDEN.items()),
     PrivateName(f"{_MODEL}._tied_weights_keys", _SAVED, "saving"),
     PrivateName(f"{_MODEL}._keys_to_ignore_on_save", _SAVED, "saving"),
@@ -88,7 +73,7 @@ _ACCELERATOR = "accelerate.Accelerator"
 _STATE = "accelerate.state"
 _SCHEDULER = "accelerate.scheduler.AcceleratedScheduler"
 
-ACCELERATE: tuple[PrivateName, ...] = (
+_OF_ACCELERATE = (
     PrivateName(f"{_STATE}.PartialState._shared_state", "telling it which ranks there are"),
     PrivateName(f"{_STATE}.AcceleratorState._shared_state", "telling it which ranks there are"),
     PrivateName(f"{_ACCELERATOR}._models", "what was prepared", code=f"{_ACCELERATOR}.free_memory"),
@@ -98,9 +83,13 @@ ACCELERATE: tuple[PrivateName, ...] = (
     PrivateName(f"{_SCHEDULER}._step_count", "the end of a schedule", code=f"{_SCHEDULER}.step"),
 )
 
-PEFT: tuple[PrivateName, ...] = (
-    PrivateName("peft.tuners.tuners_utils._maybe_include_all_linear_layers", "which modules 'all-linear' are"),
-)
+_OF_PEFT = (PrivateName("peft.tuners.tuners_utils._maybe_include_all_linear_layers", "which modules 'all-linear' are"),)
+
+# With the first and the last release that the tests have passed with.
+TRANSFORMERS = Uses("transformers", ("4.57.6", "5.24"), _OF_TRANSFORMERS)
+ACCELERATE = Uses("accelerate", ("1.12.0", "1.15.0"), _OF_ACCELERATE)
+PEFT = Uses("peft", ("0.18.0", "0.21.2"), _OF_PEFT)
+require, require_accelerate, require_peft = TRANSFORMERS.require, ACCELERATE.require, PEFT.require
 
 
 def model_of_auto_class(auto: Any, config: Any) -> Any:
@@ -108,44 +97,3 @@ def model_of_auto_class(auto: Any, config: Any) -> Any:
     from transformers.models.auto import auto_factory
 
     return auto_factory._get_model_class(config, auto._model_mapping)
-
-
-def missing(*features: str) -> list[PrivateName]:
-    """Return the names that the installed release should have and lacks, of ``features`` or of all."""
-    here = Version(transformers.__version__)
-    due = [
-        name
-        for name in TRANSFORMERS
-        if here >= Version(name.since or "0") and not (name.until and here >= Version(name.until))
-    ]
-    return [name for name in due if (not features or name.feature in features) and not name.is_there()]
-
-
-def require(*features: str) -> None:
-    """Refuse ``features`` if the installed transformers lacks a private name that they need.
-
-    Raises:
-        NotSupportedError: it does; names the first one, the installed release and the tested range.
-    """
-    if gone := missing(*features):
-        raise NotSupportedError(complaint(gone, "transformers", TESTED))
-
-
-def require_accelerate() -> None:
-    """Refuse to work with the installed accelerate if it lacks a private name that is needed.
-
-    Raises:
-        NotSupportedError: it does; names the first one, the installed release and the tested range.
-    """
-    if gone := [name for name in ACCELERATE if not name.is_there()]:
-        raise NotSupportedError(complaint(gone, "accelerate", TESTED_ACCELERATE))
-
-
-def require_peft() -> None:
-    """Refuse to work with the installed peft if it lacks a private name that is needed.
-
-    Raises:
-        NotSupportedError: it does; names the first one, the installed release and the tested range.
-    """
-    if gone := [name for name in PEFT if not name.is_there()]:
-        raise NotSupportedError(complaint(gone, "peft", TESTED_PEFT))

@@ -70,14 +70,11 @@ def _of_torch() -> Iterator[dict[str, str]]:
 
 def _of_release(version: str) -> Iterator[dict[str, str]]:
     """Yield what the installed release of torch has, and what is lost with what it lacks."""
-    from shardcore._private import CORE, DATA_PARALLEL, FUSED, SAVING, complaint, missing
-    from shardcore._releases import ABILITIES, NAMES
+    from shardcore._private import ABILITIES, CORE, DATA_PARALLEL, FUSED, SAVING, complaint, missing
 
-    there = "all that shardcore uses are there"
     gone = missing(CORE, DATA_PARALLEL, SAVING)
-    yield _finding("private names of torch", "fails" if gone else "works", complaint(gone) if gone else there)
-    lacking = [name.complaint() for name in NAMES if not name.is_there()]
-    yield _finding("public names of torch", "fails" if lacking else "works", lacking[0] if lacking else there)
+    there = "all that shardcore uses are there"
+    yield _finding("names of torch", "fails" if gone else "works", complaint(gone) if gone else there)
     if gone := missing(FUSED):
         lost = "models in which one linear computes several projections are refused"
         yield _finding("fused column linears", "missing", f"{lost}: {complaint(gone)}")
