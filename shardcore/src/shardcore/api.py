@@ -25,7 +25,7 @@ from shardcore.mesh import group_of
 from shardcore.pipeline.model import Pipelining, Stepping
 from shardcore.plan.phases import ModelPhase
 from shardcore.policy import Policy
-from shardcore.weights.weights import Filling, Place, Weights
+from shardcore.weights.weights import Materializing, Place, Weights
 
 __all__ = ["failing_together", "shard"]
 
@@ -100,7 +100,7 @@ def shard(
             *([] if attached is None else [Attaching(attached, sync_from, config.group)]),  # adapters
             Pipelining(inner, fsdp.dtype),  # this rank keeps its stages
             fsdp,  # FSDP2, and the optimizer
-            *([] if weights is None else [Filling(inner, weights, sync_from)]),  # values
+            *([] if weights is None else [Materializing(inner, weights, sync_from)]),  # values
             Stepping(inner),  # train_step
         ]
     if policy == "infer":

@@ -20,9 +20,8 @@ from shardcore.mesh import group_of, nearest_context
 from shardcore.mesh.meshes import device_type_here
 from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
-from shardcore.weights.emptying import emptied
-from shardcore.weights.filling import fill, part_bytes
 from shardcore.weights.lazy import recording
+from shardcore.weights.materialize import materialize, part_bytes, to_meta
 from shardcore.weights.recipes import Recipe, Source
 
 __all__ = ["initialize", "on_meta"]
@@ -50,7 +49,7 @@ def on_meta(build: Callable[..., Model], *args: object, **kwargs: object) -> Mod
     """
     with recording(seed=0):
         model = build(*args, **kwargs)
-    emptied(model)
+    to_meta(model)
     model.__dict__[_BUILD] = functools.partial(build, *args, **kwargs)
     return model
 
@@ -101,7 +100,7 @@ def _fill(model: nn.Module, recipes: dict[str, Recipe]) -> None:
     device = torch.device(device_type_here()) if context is None else context.device
     shown = not dist.is_initialized() or dist.get_rank() == 0
     with Progress(part_bytes(model, recipes), f"initialising {type(model).__name__}", shown=shown) as progress:
-        fill(model, recipes, device, progress.advance)
+        materialize(model, recipes, device, progress.advance)
 
 
 def _group(model: nn.Module) -> ProcessGroup | None:
@@ -133,7 +132,7 @@ def _recipes(model: nn.Module, seed: int, build: Callable[[], nn.Module]) -> dic
     """Return how the parameters and buffers of ``model`` come about."""
     with recording(seed):
         new = build()
-    recipes = emptied(new)
+    recipes = to_meta(new)
     for name, buffer in new.named_buffers(remove_duplicate=False):
         recipes[name] = _there(buffer)
     wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -34,9 +34,9 @@ from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.fsdp.phase import Wrap
 from shardcore.inferred import Inference
 from shardcore.policy import Policy
-from shardcore.weights.emptying import emptied
 from shardcore.weights.files import Files, indexed
 from shardcore.weights.lazy import LazyTensor, recording
+from shardcore.weights.materialize import to_meta
 from shardcore.weights.recipes import Source, slices
 from shardcore.weights.weights import Weights
 from shardcore_transformers import _private
@@ -121,7 +121,7 @@ def load_empty(
     _refuse(options)
     skeleton = _Skeleton(model_class, path, model_args, options)
     model, info = skeleton.load(seed)
-    return model, Weights(emptied(model), skeleton.files), info
+    return model, Weights(to_meta(model), skeleton.files), info
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardcore.weights.recipes import Applied, Box, Constant, Hole, Mutated, Recipe, Result, Source, evaluate, slices
+from shardcore.weights.recipes import Box, Call, Constant, Hole, Mutated, Recipe, Result, Source, evaluate, slices
 
 __all__ = ["Reader"]
 
@@ -80,14 +80,14 @@ class Reader:
             return self._overwritten(recipe, box)
         if not isinstance(recipe, Result):
             return None
-        follow = _FOLLOWED.get(recipe.of.call.function)
+        follow = _FOLLOWED.get(recipe.of.function)
         return None if follow is None else follow(self, recipe, box)
 
     def _overwritten(self, recipe: Mutated, box: Box) -> Tensor | None:
         """A whole tensor that another one was copied to."""
-        if recipe.views or recipe.call.function is not _aten.copy_.default or len(recipe.tensors) != 1:
+        if recipe.views or recipe.call.function is not _aten.copy_.default or len(recipe.call.tensors) != 1:
             return None
-        (source,) = recipe.tensors
+        (source,) = recipe.call.tensors
         return self._as(self._read(source, box), recipe.dtype) if source.shape == recipe.shape else None
 
 
@@ -99,7 +99,7 @@ class _NotKeptError(Exception):
 _Follow = Callable[[Reader, Result, Box], Tensor | None]
 
 
-def _argument(call: Applied, at: int, name: str, default: Any) -> Any:
+def _argument(call: Call, at: int, name: str, default: Any) -> Any:
     return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
 
 
@@ -111,14 +111,14 @@ def _same(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
 
 def _permuted(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
     (source,) = recipe.of.tensors
-    order = _order(recipe.of.call, len(source.shape))
+    order = _order(recipe.of, len(source.shape))
     inner: list[tuple[int, int]] = [(0, 0)] * len(order)
     for here, there in enumerate(order):
         inner[there] = box[here]
     return reader._read(source, tuple(inner)).permute(order)
 
 
-def _order(call: Applied, ndim: int) -> list[int]:
+def _order(call: Call, ndim: int) -> list[int]:
     """Return which dim of its tensor each dim of the result is."""
     order = list(range(ndim))
     if call.function is _aten.permute.default:
@@ -130,7 +130,7 @@ def _order(call: Applied, ndim: int) -> list[int]:
 
 
 def _sliced(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
-    (source,), call = recipe.of.tensors, recipe.of.call
+    (source,), call = recipe.of.tensors, recipe.of
     dim = _argument(call, 1, "dim", 0) % len(source.shape)
     if _argument(call, 4, "step", 1) != 1:
         return None
@@ -140,20 +140,20 @@ def _sliced(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
 
 
 def _selected(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
-    (source,), (_, dim, index) = recipe.of.tensors, recipe.of.call.args
+    (source,), (_, dim, index) = recipe.of.tensors, recipe.of.args
     dim, index = dim % len(source.shape), index % source.shape[dim]
     return reader._read(source, (*box[:dim], (index, index + 1), *box[dim:])).squeeze(dim)
 
 
 def _unsqueezed(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
-    (source,), (_, dim) = recipe.of.tensors, recipe.of.call.args
+    (source,), (_, dim) = recipe.of.tensors, recipe.of.args
     dim %= len(recipe.shape)
     inner = reader._read(source, (*box[:dim], *box[dim + 1 :]))
     return inner.unsqueeze(dim)[(*(slice(None),) * dim, slice(*box[dim]))]
 
 
 def _split(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
-    (source,), call, at = recipe.of.tensors, recipe.of.call, recipe.at or 0
+    (source,), call, at = recipe.of.tensors, recipe.of, recipe.at or 0
     dim = _argument(call, 2, "dim", 0) % len(source.shape)
     sizes = call.args[1]
     start = sum(sizes[:at]) if isinstance(sizes, Sequence) else at * sizes
@@ -167,7 +167,7 @@ def _moved(box: Box, dim: int, by: int) -> Box:
 
 def _joined(reader: Reader, recipe: Result, box: Box) -> Tensor | None:
     """Tensors one after the other; `torch.stack` gives each a dim of its own first."""
-    call, sources = recipe.of.call, recipe.of.tensors
+    call, sources = recipe.of, recipe.of.tensors
     if [leaf.at for leaf in call.args[0] if isinstance(leaf, Hole)] != list(range(len(sources))):
         return None
     stacks = call.function is _aten.stack.default

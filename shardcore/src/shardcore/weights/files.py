@@ -120,11 +120,6 @@ class Files:
         return cls(str(place), tensors)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(stored.nbytes for stored in self.tensors.values())
-
-    @property
     def digest(self) -> str:
         """A hash over names, shapes, dtypes, and some values of each tensor, wherever the files are.
 
@@ -313,10 +308,6 @@ def _header(file: Path) -> list[tuple[str, Stored]]:
 
 def _stored(file: Path, key: str, told: Mapping[str, Any], begin: int) -> Stored:
     """Return what the header of ``file``, whose tensors begin after so many bytes, tells of the tensor ``key``."""
-    return Stored(file, tuple(told["shape"]), _dtype(told["dtype"], key), begin + told["data_offsets"][0])
-
-
-def _dtype(name: str, key: str) -> torch.dtype:
-    if name not in _DTYPES:
+    if (name := told["dtype"]) not in _DTYPES:
         raise ConfigError(f"{key} has the dtype {name}, which torch has none for; convert the checkpoint first")
-    return _DTYPES[name]
+    return Stored(file, tuple(told["shape"]), _DTYPES[name], begin + told["data_offsets"][0])

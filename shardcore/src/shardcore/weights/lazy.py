@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardcore.weights.recipes import Applied, Blank, Call, Constant, Hole, Mutated, Recipe, Result, View, evaluate
+from shardcore.weights.recipes import Blank, Call, Constant, Hole, Mutated, Recipe, Result, View, evaluate
 
 __all__ = ["LazyTensor", "Seeds", "recording"]
 
@@ -163,7 +163,7 @@ def _same(tensor: Any) -> LazyTensor | None:
         return None
     with _disable_current_modes():
         like = tensor._like.detach()
-        detached = Applied(_aten.detach.default, (Hole(0),), {}, None)
+        detached = Call(_aten.detach.default, (Hole(0),), {})
         views = (*tensor._views, View(detached, None, tuple(like.shape), like.dtype))
         return LazyTensor.made(like, tensor.device, tensor._memory, tensor._seeds, views)
 
@@ -271,8 +271,7 @@ class _Step:
             return self._view(out)
         if self.device.type == "meta":
             return out
-        applied, recipes = self._applied()
-        call = Call((), torch.float32, applied, tuple(recipes))
+        call = self._call()
         return _each(out, lambda like, at: self._new(like, Result(tuple(like.shape), like.dtype, call, at)))
 
     def _new(self, like: Tensor, recipe: Recipe) -> LazyTensor:
@@ -284,27 +283,27 @@ class _Step:
             raise NotImplementedError(f"{self.func} writes to several tensors at once, which cannot be recorded")
         if target.shape != target._like.shape or target.stride() != target._like.stride():
             raise NotImplementedError(f"{self.func} changes the form of a tensor in place, which cannot be recorded")
-        applied, recipes = self._applied(target)
+        call = self._call(target)
         base = target._memory.recipe
         if not target._views and self.func in _OVERWRITE and not any(t is target for t in self.tensors[1:]):
             base = Blank(base.shape, base.dtype, target.stride())
-        target._memory.recipe = Mutated(base.shape, base.dtype, base, target._views, applied, tuple(recipes))
+        target._memory.recipe = Mutated(base.shape, base.dtype, base, target._views, call)
         return target
 
     def _view(self, out: Any) -> Any:
         base = self.tensors[0]
         if not isinstance(base, LazyTensor):
             return out
-        applied, _ = self._applied(base)
+        call = self._call(base)
 
         def viewed(like: Tensor, at: int | None) -> LazyTensor:
-            views = (*base._views, View(applied, at, tuple(like.shape), like.dtype))
+            views = (*base._views, View(call, at, tuple(like.shape), like.dtype))
             return LazyTensor.made(like, base.device, base._memory, self.seeds, views)
 
         return _each(out, viewed)
 
-    def _applied(self, first: Tensor | None = None) -> tuple[Applied, list[Recipe]]:
-        """Return the call with holes for its tensors, and their recipes; ``first`` gets hole 0 and no recipe."""
+    def _call(self, first: Tensor | None = None) -> Call:
+        """Return the call with holes for its tensors; ``first`` gets hole 0 and no recipe."""
         places: dict[int, int] = {} if first is None else {id(first): 0}
         recipes: list[Recipe] = []
         filled: list[Any] = []
@@ -323,7 +322,7 @@ class _Step:
         args, kwargs = tree_unflatten(filled, self.form)
         kwargs.pop("pin_memory", None)
         draws = torch.Tag.nondeterministic_seeded in self.func.tags
-        return Applied(self.func, args, kwargs, self.seeds.next() if draws else None), recipes
+        return Call(self.func, args, kwargs, tuple(recipes), self.seeds.next() if draws else None)
 
 
 def _each(out: Any, make: Any) -> Any:

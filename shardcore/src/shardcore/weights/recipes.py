@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 __all__ = [
-    "Applied",
     "Blank",
     "Box",
     "Call",
@@ -53,21 +52,14 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recipe(ABC):
-    """How the values of one tensor come about.
+class Node(ABC):
+    """A step on the way to the values of a tensor."""
 
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    __slots__ = ()
 
     @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        """The recipes it needs the values of."""
+    def inputs(self) -> tuple[Node, ...]:
+        """What it needs the values of."""
         return ()
 
     @property
@@ -78,6 +70,19 @@ class Recipe(ABC):
     @abstractmethod
     def compute(self, values: Sequence[Any], *, may_write: bool) -> Any:
         """Return the values, from those of `inputs`; ``may_write`` allows to change the first of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe(Node):
+    """How the values of one tensor come about.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,13 +142,14 @@ class Blank(Recipe):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Applied:
+class Call(Node):
     """A call of a function of torch.
 
     Attributes:
         function: the function.
         args: its arguments; `Hole` stands for a tensor.
         kwargs: its keyword arguments.
+        tensors: the tensors, in the order of the holes; without the first one where that is another each time.
         seed: what the generator of the CPU is seeded with before it, if it draws numbers.
         default: the default dtype of the code that made the call, in which torch divides integers, for one.
     """
@@ -151,13 +157,19 @@ class Applied:
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    tensors: tuple[Recipe, ...] = ()
     seed: int | None = None
     default: torch.dtype = field(default_factory=torch.get_default_dtype)
 
-    def __call__(self, tensors: Sequence[Any]) -> Any:
-        """Call it with ``tensors`` in the places of the holes."""
+    @property
+    @override
+    def inputs(self) -> tuple[Recipe, ...]:
+        return self.tensors
+
+    @override
+    def compute(self, values: Sequence[Any], *, may_write: bool = False) -> Any:
         args, kwargs = tree_map(
-            lambda leaf: tensors[leaf.at] if isinstance(leaf, Hole) else leaf, (self.args, self.kwargs)
+            lambda leaf: values[leaf.at] if isinstance(leaf, Hole) else leaf, (self.args, self.kwargs)
         )
         with _default_dtype(self.default):
             if self.seed is None:
@@ -202,37 +214,20 @@ class View:
         dtype: of the view.
     """
 
-    call: Applied
+    call: Call
     at: int | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the view of ``tensor``."""
-        out = self.call([tensor])
+        out = self.call.compute([tensor])
         viewed: Tensor = out if self.at is None else out[self.at]
         return viewed
 
     def recipe(self, base: Recipe) -> Result:
         """Return the recipe of the view of the tensor of ``base``."""
-        return Result(self.shape, self.dtype, Call((), self.dtype, self.call, (base,)), self.at, is_view=True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call(Recipe):
-    """All that a function returns; its shape and dtype mean nothing."""
-
-    call: Applied
-    tensors: tuple[Recipe, ...]
-
-    @property
-    @override
-    def inputs(self) -> tuple[Recipe, ...]:
-        return self.tensors
-
-    @override
-    def compute(self, values: Sequence[Any], *, may_write: bool) -> Any:
-        return self.call(values)
+        return Result(self.shape, self.dtype, replace(self.call, tensors=(base,)), self.at, is_view=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,7 +246,7 @@ class Result(Recipe):
 
     @property
     @override
-    def inputs(self) -> tuple[Recipe, ...]:
+    def inputs(self) -> tuple[Call]:
         return (self.of,)
 
     @override
@@ -268,27 +263,24 @@ class Mutated(Recipe):
         base: the tensor before.
         views: what leads from the tensor to the one that the function is given.
         call: the function, whose hole 0 is the tensor that it writes to.
-        tensors: the other tensors of the call.
     """
 
     base: Recipe
     views: tuple[View, ...]
-    call: Applied
-    tensors: tuple[Recipe, ...]
+    call: Call
 
     @property
     @override
     def inputs(self) -> tuple[Recipe, ...]:
-        return (self.base, *self.tensors)
+        return (self.base, *self.call.tensors)
 
     @override
     def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
         base: Tensor = values[0] if may_write else values[0].clone(memory_format=torch.preserve_format)
-        others = values[1:]
         target = base
         for view in self.views:
             target = view.of(target)
-        self.call([target, *others])
+        self.call.compute([target, *values[1:]])
         return base
 
 
@@ -310,9 +302,7 @@ def evaluate(recipe: Recipe) -> Tensor:
     return result
 
 
-def _computed(
-    node: Recipe, uses: Counter[int], values: dict[int, Any], nobody_else: dict[int, bool]
-) -> tuple[Any, bool]:
+def _computed(node: Node, uses: Counter[int], values: dict[int, Any], nobody_else: dict[int, bool]) -> tuple[Any, bool]:
     """Return the value of ``node``, and whether no other value shares its memory."""
     given = [values[id(part)] for part in node.inputs]
     first = node.inputs[0] if node.inputs else None
@@ -327,10 +317,10 @@ def _computed(
     return value, node.owned
 
 
-def _in_order(recipe: Recipe) -> Iterator[Recipe]:
+def _in_order(recipe: Node) -> Iterator[Node]:
     """Yield what ``recipe`` needs, each once and after what it needs itself; no recursion, as chains may be long."""
     seen: set[int] = set()
-    stack: list[tuple[Recipe, bool]] = [(recipe, False)]
+    stack: list[tuple[Node, bool]] = [(recipe, False)]
     while stack:
         node, ready = stack.pop()
         if ready:

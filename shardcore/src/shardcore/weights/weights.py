@@ -21,10 +21,10 @@ from shardcore.mesh import ShardContext, device_type_here
 from shardcore.plan import ShardPlan
 from shardcore.plan.phases import ModelPhase
 from shardcore.weights.files import Files
-from shardcore.weights.filling import fill, part_bytes
+from shardcore.weights.materialize import materialize, part_bytes
 from shardcore.weights.recipes import Recipe
 
-__all__ = ["Filling", "Place", "Weights"]
+__all__ = ["Materializing", "Place", "Weights"]
 
 #: Where files are: one of them, several, or their folder.
 Place: TypeAlias = str | Path | Sequence[str | Path]
@@ -111,7 +111,7 @@ class Weights:
         return "" if self.files is None else self.files.place
 
 
-class Filling(ModelPhase):
+class Materializing(ModelPhase):
     """What is read into a model after it was sharded, and what has to hold for it before.
 
     Args:
@@ -155,7 +155,7 @@ class Filling(ModelPhase):
         total = part_bytes(model, weights.recipes)
         with Progress(total, f"loading {weights.place}".strip(), shown=_speaks()) as progress:
             try:
-                fill(model, weights.recipes, device, progress.advance)
+                materialize(model, weights.recipes, device, progress.advance)
             finally:
                 if weights.files is not None:
                     weights.files.close()

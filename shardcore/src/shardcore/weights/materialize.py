@@ -1,4 +1,4 @@
-"""Giving a sharded model its values: of every tensor, this rank's part and nothing else."""
+"""Models without values and back: `to_meta` takes their recipes, `materialize` makes this rank's parts of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,85 @@ from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.parts import blocks_of
 from shardcore.comm.raw import as_bytes
 from shardcore.weights.boxes import Reader
-from shardcore.weights.recipes import Box, Recipe, whole_box
+from shardcore.weights.lazy import LazyTensor
+from shardcore.weights.recipes import Box, Constant, Recipe, whole_box
 
-__all__ = ["fill", "part_bytes"]
+__all__ = ["materialize", "part_bytes", "to_meta"]
+
+#: What a tensor without values may be found in, and such a tensor itself.
+_HOLDERS = frozenset({LazyTensor, dict, list, tuple})
 
 
-def fill(
+def to_meta(model: nn.Module) -> dict[str, Recipe]:
+    """Leave the parameters of ``model`` on the meta device, everything else real, and return the parameters' recipes.
+
+    Buffers and other tensors that modules keep are small, and code may look at them at any time: they are made now. A
+    parameter that has values already becomes a recipe too.
+
+    Returns:
+        The recipes by every name of the parameters.
+    """
+    recipes: dict[str, Recipe] = {}
+    made = _Made()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                meta, recipe = made.parameter(parameter)
+                if recipe is not None:
+                    recipes[f"{path}.{name}" if path else name] = recipe
+                module._parameters[name] = meta
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = made.real(buffer)
+        for name, value in vars(module).items():
+            if type(value) in _HOLDERS and name not in ("_parameters", "_buffers", "_modules"):
+                module.__dict__[name] = made.real(value)
+    return recipes
+
+
+class _Made:
+    """What became of each tensor, so that shared ones stay shared."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Any, Any]] = {}  # with the old one, so that no id is used twice
+        self._parameters: dict[int, tuple[nn.Parameter, nn.Parameter, Recipe | None]] = {}
+
+    def parameter(self, old: nn.Parameter) -> tuple[nn.Parameter, Recipe | None]:
+        """Return the parameter on the meta device, and its recipe; None if it is there already."""
+        if id(old) not in self._parameters:
+            new: nn.Parameter = old
+            recipe: Recipe | None = None
+            if isinstance(old, LazyTensor):
+                recipe = old.recipe
+            elif not old.is_meta:
+                recipe = Constant(tuple(old.shape), old.dtype, old.detach())
+            if recipe is not None:
+                meta = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
+                new = nn.Parameter(meta, requires_grad=old.requires_grad)
+                new.__dict__.update({name: value for name, value in old.__dict__.items() if name != "_is_param"})
+            self._parameters[id(old)] = old, new, recipe
+            self._parameters[id(new)] = new, new, recipe
+        _, new, recipe = self._parameters[id(old)]
+        return new, recipe
+
+    def real(self, value: Any) -> Any:
+        """Return ``value`` with every lazy tensor in it made."""
+        if isinstance(value, LazyTensor):
+            if id(value) in self._parameters:
+                return self._parameters[id(value)][1]
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = value, value.evaluate()
+            return self._tensors[id(value)][1]
+        if type(value) in (list, tuple):
+            new = [self.real(item) for item in value]
+            return value if all(a is b for a, b in zip(new, value, strict=True)) else type(value)(new)
+        if type(value) is dict:
+            for key, item in value.items():
+                value[key] = self.real(item)
+        return value
+
+
+def materialize(
     model: nn.Module,
     recipes: Mapping[str, Recipe],
     device: torch.device,
@@ -40,21 +113,21 @@ def fill(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in recipes:
-                _fill_parameter(parameter, recipes[name], device)
+                _materialize_parameter(parameter, recipes[name], device)
                 if done is not None:
                     done(local_tensor(parameter).nbytes)
-        _fill_buffers(model, recipes, device)
+        _materialize_buffers(model, recipes, device)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         # FSDP2 keeps views of the parts it had; this makes it look at the parameters again.
         model._apply(lambda tensor: tensor)
 
 
 def part_bytes(model: nn.Module, recipes: Mapping[str, Recipe]) -> int:
-    """Return the bytes of this rank's parts of the parameters that `fill` gives values."""
+    """Return the bytes of this rank's parts of the parameters that `materialize` gives values."""
     return sum(local_tensor(parameter).nbytes for name, parameter in model.named_parameters() if name in recipes)
 
 
-def _fill_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device) -> None:
+def _materialize_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device) -> None:
     local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
     if not local.is_meta:
         _write(recipe, parameter, local)
@@ -111,7 +184,7 @@ def _places(like: Tensor) -> Iterator[tuple[Box, Any]]:
         yield box, block.in_local
 
 
-def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device) -> None:
+def _materialize_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device) -> None:
     new: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that no id is used twice
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -119,7 +192,7 @@ def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch
             if buffer is None or recipe is None:
                 continue
             if id(buffer) not in new:
-                new[id(buffer)] = buffer, _filled(buffer, recipe, device)
+                new[id(buffer)] = buffer, _real_buffer(buffer, recipe, device)
             module._buffers[name] = new[id(buffer)][1]
     for module in model.modules():
         for name, value in vars(module).items():
@@ -127,7 +200,7 @@ def _fill_buffers(model: nn.Module, recipes: Mapping[str, Recipe], device: torch
                 module.__dict__[name] = new[id(value)][1]  # a second reference to a buffer, kept as an attribute
 
 
-def _filled(buffer: Tensor, recipe: Recipe, device: torch.device) -> Tensor:
+def _real_buffer(buffer: Tensor, recipe: Recipe, device: torch.device) -> Tensor:
     """Return ``buffer`` with the values of ``recipe``: itself, but for one without memory, or of less than its size."""
     local = local_tensor(buffer)
     expanded = any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
