@@ -70,7 +70,6 @@ def save_adapters(
             state_dict=transport.gather(tensors, meeting.proceed),
             **kwargs,
         )
-    meeting.proceed()
 
 
 def _wanted(model: Any, state: Mapping[str, Any], adapters: list[str], embeddings: Any) -> dict[str, Any]:

@@ -91,7 +91,6 @@ def _carry_out(call: Call, plan: Plan, meeting: Meeting, writer: int) -> None:
     if dist.get_rank() == writer:
         with meeting.telling():
             _write(call, plan, transport, meeting)
-        meeting.proceed()
     else:
         for names in plan.files.values():
             meeting.follow(writer)

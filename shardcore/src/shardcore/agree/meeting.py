@@ -26,6 +26,7 @@ __all__ = ["Meeting"]
 
 _POLL = 0.05  # seconds between two looks into the store, at most
 _BEAT = 1.0  # seconds between two signs of life of the writer, at most
+_FAREWELL = 30.0  # seconds that the writer waits for others to hear its last word, at most: one may have been killed
 
 
 @dataclass(slots=True)
@@ -36,12 +37,14 @@ class Meeting:
         store: of the default process group.
         name: of this meeting, the prefix of its keys.
         reports: what each global rank brought, in the order of the mesh; empty if all bring nothing.
+        others: how many ranks follow the writer.
         step: how often the writer has told the others to go on.
     """
 
     store: Store
     name: str
     reports: dict[int, dict[str, Any]]
+    others: int
     step: int = field(default=0)
 
     @classmethod
@@ -72,7 +75,8 @@ class Meeting:
             missing = _attend(store, base, name, ranks, json.dumps(report), end, call)
             if not missing:
                 brought = ranks if report else ()  # each rank reads those of all others
-                return cls(store, name, {rank: json.loads(store.get(f"{name}/{rank}")) for rank in brought})
+                reports = {rank: json.loads(store.get(f"{name}/{rank}")) for rank in brought}
+                return cls(store, name, reports, len(ranks) - 1)
             if dist.get_rank() not in missing:
                 names = ", ".join(map(str, missing))
                 waited = time.monotonic() - begin
@@ -90,7 +94,10 @@ class Meeting:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """On the writer: give signs of life, and tell the others of an error."""
+        """On the writer: give signs of life, and tell the others of the end, or of an error; returns when all know.
+
+        Without torchrun the store ends with the process of the first rank, which may be the writer.
+        """
         done = threading.Event()
         beat = threading.Thread(target=self._beat, args=(done,), daemon=True)
         beat.start()
@@ -98,10 +105,19 @@ class Meeting:
             yield
         except BaseException as error:  # an interrupt too: the others wait
             self.store.set(f"{self.name}/step{self.step}", f"{type(error).__name__}: {error}")
+            self.step += 1
             raise
+        else:
+            self.proceed()
         finally:
             done.set()
             beat.join()
+            self._see_off()
+
+    def _see_off(self) -> None:
+        end = time.monotonic() + _FAREWELL
+        while self.store.add(f"{self.name}/followed", 0) < self.step * self.others and time.monotonic() < end:
+            time.sleep(_POLL / 10)
 
     def _beat(self, done: threading.Event) -> None:
         while not done.wait(_BEAT):
@@ -130,7 +146,9 @@ class Meeting:
             else:
                 break
         self.step += 1
-        if error := self.store.get(key).decode():
+        error = self.store.get(key).decode()
+        self.store.add(f"{self.name}/followed", 1)
+        if error:
             raise AgreementError(f"rank {writer} failed to save the model. Its error: {error}")
 
 
@@ -178,7 +196,7 @@ def _decide(store: Store, base: str, name: str, missing: list[int]) -> bool:
 
 def _forget(store: Store, name: str, ranks: Sequence[int]) -> None:
     """Remove what a meeting has left in the store, which is kept by one host for all."""
-    for key in ("count", "decided", "outcome", "beat", *ranks):
+    for key in ("count", "decided", "outcome", "beat", "followed", *ranks):
         store.delete_key(f"{name}/{key}")
     step = 0
     while store.check([key := f"{name}/step{step}"]):  # a store of a file says that it has deleted what was not there

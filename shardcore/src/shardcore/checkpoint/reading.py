@@ -238,4 +238,5 @@ class Checkpoint:
         place = self.metadata.storage_data[index]
         expected = self._checksums.get(place.relative_path, {}).get(str(place.offset))
         if expected is not None and checksum(part) != expected:
-            raise CheckpointError(damaged(self.path, f"{index.fqn} in {place.relative_path}"))
+            told = damaged(self.path, f"{index.fqn} in {place.relative_path}")
+            raise CheckpointError(f"{told} The model holds some of its values by now")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardcore.config import ShardConfig
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.fsdp.accumulation import Accumulation
 from shardcore.mesh import Division, ShardContext, set_division
 from shardcore.mesh.random_stream import mix
@@ -154,6 +154,11 @@ class Pipeline:
         step = PipelineStep(feed=(), loss=loss)
         number = self._context.random.number()  # on every rank, whatever fails there
         try:
+            if training and not torch.is_grad_enabled():
+                raise NotSupportedError(
+                    "train_step was called where gradients are off (torch.no_grad, torch.inference_mode), so that it "
+                    "could train nothing: call it outside of them, or eval_step(batch) for the loss alone"
+                )
             given = batch() if callable(batch) else batch
             division = {"number": 1} if loss is None else {"number": self._number, "size": self._size}
             parts = micro_batches(given, **division)
