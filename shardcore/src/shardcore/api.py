@@ -36,7 +36,7 @@ def shard(
     model: Model,
     config: ShardConfig | None = None,
     *,
-    policy: Policy | type[Policy] | Literal["infer"] | None = None,
+    policy: Policy | type[Policy] | Mapping[str, Any] | Literal["infer"] | None = None,
     infer: Inference = "proved",
     optimizer: Optimizer | None = None,
     wrap: Wrap = True,
@@ -60,7 +60,8 @@ def shard(
     Args:
         model: any model that an installed pack serves (or any module at all, with ``policy``).
         config: the configuration; ``fields`` override it.
-        policy: a policy or its class, used instead of looking for one among the installed packs. ``"infer"`` infers one
+        policy: a policy or its class, used instead of looking for one among the installed packs; or a mapping of paths
+            to words, such as a ``tp_plan`` (`shardcore.compile.DataPolicy`). ``"infer"`` infers one
             for a class that no pack serves, from what a small copy computes that is built from its configuration.
         infer: with ``policy="infer"``: ``"proved"`` trains the small copy on two processes first, and raises unless
             outputs, loss and gradients are those of the unsharded one; ``"drafted"`` does not.
@@ -88,7 +89,7 @@ def shard(
         config = ShardConfig.of(config, **fields)
         check_model(model)
         if isinstance(policy, str) and policy != "infer":
-            raise ConfigError(f"policy={policy!r}; wanted a policy, its class, or 'infer'")
+            raise ConfigError(f"policy={policy!r}; wanted a policy, its class, a mapping of paths to words, or 'infer'")
         if policy == "infer":
             inference()  # which raises where nothing is installed that infers
         held = held_elsewhere(model) if optimizer is None else {}

@@ -12,6 +12,8 @@ An entry point has the name by which the library is imported, and names a module
     the names of its classes that look at more than single elements
 ``INSTEAD_OF_CHANGING``
     what to do instead of putting modules of the library into a sharded model, in words
+``POLICY``
+    the class that policies for models of the library derive from; a policy that is given as data does too
 ``from_pretrained(...)``
     loads a checkpoint of the library into a sharded model, for `shardcore.from_pretrained`
 """
@@ -37,8 +39,18 @@ from shardcore.nn.process import Change
 from shardcore.plan import ShardPlan
 from shardcore.plan.phases import ModelPhase
 from shardcore.plugins.isolation import attempt, in_one_line
+from shardcore.policy import Policy
 
-__all__ = ["GROUP", "Attached", "Attaching", "attached_to", "changes_of_libraries", "client_of", "loader_of"]
+__all__ = [
+    "GROUP",
+    "Attached",
+    "Attaching",
+    "attached_to",
+    "changes_of_libraries",
+    "client_of",
+    "loader_of",
+    "policy_base",
+]
 
 #: The group of entry points that name clients.
 GROUP = "shardcore.clients"
@@ -120,6 +132,14 @@ def loader_of(model_class: type[Any] | str) -> Callable[..., Any] | None:
     if broken is not None:
         raise broken
     return None
+
+
+def policy_base(model: nn.Module) -> type[Policy]:
+    """Return the class that policies for models of the library of ``model``, or of its bases, derive from."""
+    for library in dict.fromkeys(cls.__module__.partition(".")[0] for cls in type(model).__mro__):
+        if (base := getattr(client_of(library), "POLICY", None)) is not None:
+            return cast("type[Policy]", base)
+    return Policy
 
 
 def attached_to(model: nn.Module) -> Attached | None:

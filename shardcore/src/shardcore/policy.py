@@ -179,21 +179,20 @@ class Heads:
     """Names of the configuration attributes that count attention heads.
 
     Attributes:
-        query: the attribute of ``model.config`` with the number of query heads.
-        kv: the one with the number of key/value heads; None if there is one for each query head; or their number
-            itself, which is 1 for multi-query attention.
+        query: the attribute of ``model.config`` with the number of query heads, or their number itself.
+        kv: the same of key/value heads, of which multi-query attention has 1; None if there is one for each query head.
         uneven: ranks may have unequal numbers of heads, where their number does not divide: the rules set every number
             of heads that a forward reads, by functions of `HeadCounts` or `per_rank`.
     """
 
-    query: str
+    query: str | int
     kv: str | int | None = None
     uneven: bool = False
 
     def counts(self, model: nn.Module, ranks: int) -> HeadCounts | None:
         """Return the head counts of ``model``, or None if its configuration does not have the attributes."""
         config = getattr(model, "config", None)
-        query = getattr(config, self.query, None)
+        query = getattr(config, self.query, None) if isinstance(self.query, str) else self.query
         kv = getattr(config, self.kv, None) if isinstance(self.kv, str) else self.kv
         if query is None:
             return None
@@ -204,35 +203,31 @@ class Heads:
         counts = self.counts(model, ranks)
         if counts is None:
             return f"model.config has no attribute {self.query!r}", "name the attribute that counts heads in Heads(...)"
+        query, kv = (
+            f"{count} {kind} heads" + (f" ({name})" if isinstance(name, str) else "")
+            for count, kind, name in ((counts.query, "query", self.query), (counts.kv, "key/value", self.kv))
+        )
         if counts.query % counts.kv:
-            what = (
-                f"{counts.query} query heads ({self.query}) are not equally many for each of {counts.kv} key/value "
-                f"heads ({self.kv})"
-            )
+            what = f"{query} are not equally many for each of {kv}"
             return what, "correct Heads(...) in the policy's checks"
         if self.uneven:
             if counts.query >= ranks:
                 return None
-            what = f"{counts.query} query heads ({self.query}) cannot be split over {ranks} ranks: each needs one"
+            what = f"{query} cannot be split over {ranks} ranks: each needs one"
             return what, f"use a tensor_parallel_size of at most {counts.query}"
         if counts.query % ranks:
             fits = [n for n in range(1, counts.query + 1) if counts.query % n == 0]
-            what = (
-                f"{counts.query} query heads ({self.query}) cannot be split over {ranks} ranks: whole heads are needed "
-                "on each rank"
-            )
+            what = f"{query} cannot be split over {ranks} ranks: whole heads are needed on each rank"
             return what, f"use a tensor_parallel_size of {', '.join(map(str, fits))}"
         if counts.kv % ranks and ranks % counts.kv:
-            what = (
-                f"{counts.kv} key/value heads ({self.kv}) cannot be shared by {ranks} ranks: one number has to divide "
-                "the other"
-            )
+            what = f"{kv} cannot be shared by {ranks} ranks: one number has to divide the other"
             return what, f"use a tensor_parallel_size that divides {counts.kv} or is a multiple of it"
         return None
 
 
-#: Rules by the class (or class name) of the modules they apply to. What yields rules is as good as a list of them.
-ModulePolicy = Mapping[str | type[nn.Module], Iterable[Rule]]
+#: Rules by the class (or class name) of the modules they apply to, or for one module. What yields rules is as good as a
+#: list of them.
+ModulePolicy = Mapping[str | type[nn.Module] | nn.Module, Iterable[Rule]]
 
 
 class Policy(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from shardcore.clients import loader_of
@@ -21,7 +22,7 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *model_args: Any,
     shard_config: ShardConfig | None = None,
-    policy: Policy | type[Policy] | Literal["infer"] | None = None,
+    policy: Policy | type[Policy] | Mapping[str, Any] | Literal["infer"] | None = None,
     infer: Inference = "proved",
     wrap: Wrap = True,
     seed: int = 0,

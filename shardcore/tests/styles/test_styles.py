@@ -109,10 +109,10 @@ def test_a_region_of_several_columns_without_enter_uses_the_identity_of_the_inpu
 
 
 def test_kv_heads_fewer_than_ranks():
-    for ranks, replication in ((2, 1), (4, 2), (8, 4)):
+    for ranks, replication in ((2, {}), (4, {"replication": 2}), (8, {"replication": 4})):
         plan = compile_plan(TinyPolicy, build(), ShardConfig(tensor_parallel_size=ranks))
         (k,) = [s for s in plan.steps if isinstance(s, Swap) and s.path == "model.layers.0.attention.k_proj"]
-        assert dict(k.options) == {"enters": False, "replication": replication}
+        assert dict(k.options) == {"enters": False, **replication}
         (groups, *_) = [s for s in plan.steps if isinstance(s, SetAttribute)]
         assert groups.value == 8 // ranks // max(1, 2 // ranks)
 

@@ -6,8 +6,11 @@ from typing import Any
 
 from shardcore_transformers.holders import CHANGES
 from shardcore_transformers.loading import from_pretrained
+from shardcore_transformers.pretrained import PretrainedPolicy
 
-__all__ = ["CHANGES", "from_pretrained", "needs_of_optimizer"]
+__all__ = ["CHANGES", "POLICY", "from_pretrained", "needs_of_optimizer"]
+
+POLICY = PretrainedPolicy
 
 
 def needs_of_optimizer(optimizer: Any) -> tuple[str | None, str]:

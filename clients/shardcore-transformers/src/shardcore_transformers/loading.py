@@ -80,7 +80,7 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *model_args: Any,
     shard_config: ShardConfig | None = None,
-    policy: Policy | type[Policy] | Literal["infer"] | None = None,
+    policy: Policy | type[Policy] | Mapping[str, Any] | Literal["infer"] | None = None,
     infer: Inference = "proved",
     wrap: Wrap = True,
     seed: int = 0,

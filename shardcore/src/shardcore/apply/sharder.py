@@ -7,7 +7,7 @@ that a failure on any rank is an error on all of them with nothing changed; the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -24,8 +24,8 @@ from shardcore.apply.changes import prepared
 from shardcore.apply.collective_errors import out_of_inference_mode, together
 from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_packed, refuse_sharded
-from shardcore.clients import changes_of_libraries
-from shardcore.compile import compile_plan
+from shardcore.clients import changes_of_libraries, policy_base
+from shardcore.compile import compile_plan, policy_of
 from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
 from shardcore.config.pipelining import SPLIT_SCHEDULES
@@ -59,7 +59,7 @@ class ModelSharder:
 
     Args:
         model: the unsharded model, with the same weights on every rank (or on the meta device).
-        policy: a policy or its class; None looks for one among the installed packs.
+        policy: a policy, its class, or one as data; None looks for one among the installed packs.
         shard_config: the configuration. It and ``policy`` may come in either order, as both were published.
         sync_from: take the weights of this global rank instead of requiring equal ones.
         phases: what is done to the model besides, in this order.
@@ -71,8 +71,8 @@ class ModelSharder:
     def __init__(
         self,
         model: nn.Module,
-        policy: Policy | type[Policy] | ShardConfig | None = None,
-        shard_config: ShardConfig | Policy | type[Policy] | None = None,
+        policy: Policy | type[Policy] | Mapping[str, Any] | ShardConfig | None = None,
+        shard_config: ShardConfig | Policy | type[Policy] | Mapping[str, Any] | None = None,
         *,
         sync_from: int | None = None,
         phases: Sequence[ModelPhase] = (),
@@ -81,6 +81,8 @@ class ModelSharder:
         if isinstance(policy, ShardConfig) or not isinstance(shard_config, ShardConfig | None):
             policy, config = config, policy
         check_model(model)
+        if isinstance(policy, Mapping):
+            policy = policy_of(policy, policy_base(model))
         if isinstance(policy, type) and issubclass(policy, Policy):
             policy = _made(policy)
         if not isinstance(policy, Policy | None) or not isinstance(config, ShardConfig | None):

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from shardcore.compile.compiler import compile_plan
+from shardcore.compile.data_policy import DataPolicy, policy_of
 
-__all__ = ["compile_plan"]
+__all__ = ["DataPolicy", "compile_plan", "policy_of"]

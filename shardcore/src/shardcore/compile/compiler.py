@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
 from shardcore.compile.captured import refuse_captured
+from shardcore.compile.data_policy import policy_of
 from shardcore.compile.parts import Delegates, Part, PartFinder, Rules, joined_stages, matches
 from shardcore.compile.stage_checks import check_stages
 from shardcore.compile.switches import optimize
@@ -24,7 +26,7 @@ __all__ = ["compile_plan"]
 
 
 def compile_plan(
-    policy: Policy | type[Policy],
+    policy: Policy | type[Policy] | Mapping[str, Any],
     model: nn.Module,
     config: ShardConfig,
     *,
@@ -36,7 +38,7 @@ def compile_plan(
     """Compile ``policy`` against ``model``; nothing is changed, and the model may be on the meta device.
 
     Args:
-        policy: a policy or its class.
+        policy: a policy, its class, or what `DataPolicy` makes one of.
         model: the unsharded model.
         config: the configuration; sizes that are None are derived for as many ranks as it names.
         origin: the distribution and version that the policy comes from.
@@ -48,6 +50,8 @@ def compile_plan(
         NoPolicyError: no pack serves a delegated submodule.
         PlanError: the policy does not fit; carries every problem.
     """
+    if isinstance(policy, Mapping):
+        policy = policy_of(policy)
     policy = policy() if isinstance(policy, type) else policy
     config = config.resolve(config.ranks)
     builder = PlanBuilder(model, config, config.tensor_parallel_size or 1, modules=modules)
@@ -142,8 +146,8 @@ def _plan_rules(builder: PlanBuilder, policy: Policy, parts: Sequence[Part]) -> 
 def _plan_part(builder: PlanBuilder, part: Part, modules: Sequence[tuple[str, nn.Module]]) -> None:
     for key, rules in part.rules.items():
         matching = [(path, module) for path, module in modules if matches(module, key)]
-        name = key if isinstance(key, str) else key.__qualname__
         if not matching and not all(rule.optional for rule in rules):
+            name = key if isinstance(key, str) else getattr(key, "__qualname__", str(key))
             kinds = sorted({type(module).__name__ for _, module in modules})
             builder.problems.append(
                 Problem(

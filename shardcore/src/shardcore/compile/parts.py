@@ -20,7 +20,7 @@ __all__ = ["Delegates", "Part", "PartFinder", "Rules", "joined_stages", "matches
 Delegates = Callable[[type[nn.Module]], tuple[Policy, str]]
 
 #: What a policy's `module_policy` yields, in lists.
-Rules = Mapping[str | type[nn.Module], Sequence[Rule]]
+Rules = Mapping[str | type[nn.Module] | nn.Module, Sequence[Rule]]
 
 
 @dataclass
@@ -55,9 +55,9 @@ def _nested(path: str, other: str) -> bool:
     return _is_in(path, other) or _is_in(other, path)
 
 
-def matches(module: nn.Module, key: str | type[nn.Module]) -> bool:
+def matches(module: nn.Module, key: str | type[nn.Module] | nn.Module) -> bool:
     """Tell whether ``key`` of a `ModulePolicy` means the module."""
-    return any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
+    return key is module or any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
 
 
 def policy_at(policy: Policy, path: str) -> Policy:

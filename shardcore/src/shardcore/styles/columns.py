@@ -97,8 +97,9 @@ class KeyValue(Column):
 
     @override
     def target(self, linear: Product, cut: Cut) -> Target:
-        options: dict[str, Any] = {"replication": cut.heads.kv_replication if cut.heads else 1}
-        if options["replication"] == 1 or (cut.heads is not None and not cut.heads.is_even):
+        replication = cut.heads.kv_replication if cut.heads else 1
+        options: dict[str, Any] = {"replication": replication} if replication > 1 else {}
+        if not options or (cut.heads is not None and not cut.heads.is_even):
             return _by_heads(linear, cut, Order(("key",))) or (ColumnLinear, options)
         if cut.inference_only:
             # No optimizer state to save: a collective less for each token is worth more.

@@ -1,0 +1,399 @@
+"""Policies written as data: words for paths, as plans of torch (``parallelize_plan``) and of models (``tp_plan``) are.
+
+The words become the rules that the author of a policy would write for the modules at these paths, so that all their
+checks hold. Column linears and the row linear that follows them become one region. Whether it is an attention, which is
+cut between heads, is not told by names of linears: heads are counted by attributes of the module that holds them, and a
+module that counts none is tried on random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from typing_extensions import override
+
+from shardcore.compile.builder import RuleScope
+from shardcore.nn.linear.alike import Product, product_of
+from shardcore.plan.steps import above
+from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages
+from shardcore.styles.attributes import attribute, local_groups, local_heads, local_kv_heads
+from shardcore.styles.heads import head
+from shardcore.styles.layers import col, partial, replicate, row, vocab
+from shardcore.styles.regions import region
+
+__all__ = ["DataPolicy", "policy_of"]
+
+
+def _gathered(name: str) -> Rule:
+    return col(name, gather_output=True)
+
+
+def _split_input(name: str) -> Rule:
+    return row(name, parallel_input=False)
+
+
+#: What each word says of a module by itself; None for those that make regions.
+_WORDS: dict[str, Callable[..., Rule] | None] = {
+    "colwise": None,
+    "rowwise": None,
+    "pairwise": None,
+    "colwise_gather_output": _gathered,
+    "colwise_rep": _gathered,
+    "rowwise_split_input": _split_input,
+    "rowwise_rep": _split_input,
+    "embedding_rowwise": vocab,
+    "replicate": replicate,
+    "replicated_with_grad_allreduce": partial,
+}
+_FUSED = (
+    "it does not say in which order features lie",
+    "give the block a rule region(col=segments(...)) or experts(...)",
+)
+_EXPERTS = ("experts are split together with their router", "give the block that routes a rule experts(...)")
+_LOCAL = ("nothing says what is summed, and where", "give the module a rule of shardcore.styles, such as by_heads(...)")
+#: Words of such plans that say too little to be served: why, and what to do.
+_REFUSED = {
+    "sequence_parallel": (
+        "tokens are split between two modules, not at a norm",
+        "leave it out; give the module that runs the blocks sequence(...), and set enable_sequence_parallelism=True",
+    ),
+    "embedding_colwise": ("embeddings are split over the vocabulary alone", "say 'embedding_rowwise'"),
+    "mla_kv_a_proj": ("its output goes two ways into the heads", "give the block a rule region(...) that it enters"),
+    **dict.fromkeys(("packed_colwise", "packed_rowwise"), _FUSED),
+    **dict.fromkeys(("moe_tp_experts", "moe_identity_expert", "grouped_gemm"), _EXPERTS),
+    **dict.fromkeys(("ep_router", "ep_dispatch_experts"), _EXPERTS),
+    **dict.fromkeys(("all_reduce", "local_params", "local_colwise", "local_rowwise", "local"), _LOCAL),
+}
+#: How attention calls the numbers that its forward reads, and what each of them is on one rank.
+_COUNTS = {
+    **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"), local_heads),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), local_kv_heads),
+    **dict.fromkeys(("num_key_value_groups", "n_rep"), local_groups),
+}
+_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
+
+
+class DataPolicy(Policy):
+    """A policy made of a mapping, as `shardcore.shard` makes it of one that is given as ``policy``.
+
+    Args:
+        data: path of modules -> a word (``"colwise"``), the style of `torch.distributed.tensor.parallel` that says the
+            same, a rule of `shardcore.styles` for that module, `Heads` for an attention whose module does not count
+            them, or a list of these; at the path ``""``, which is the model, `Stages` too. In a path ``*`` stands for
+            any name. What no path names is replicated.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.data = dict(data)
+
+    @override
+    def module_policy(self) -> ModulePolicy:
+        words = _Words(self.model, ranks=max(2, self.shard_config.tensor_parallel_size or 1))
+        for key, values in self.data.items():
+            for value in values if isinstance(values, list | tuple) else (values,):
+                words.take(key, value)
+        words.make_regions()
+        if not self.data:
+            words.unfit("", "policy={}", "it names no module, so that nothing would be split", "name the linears")
+        # What a class of policies says of all its models is found for this one.
+        self.__dict__.update(checks=() if words.heads is None else (words.heads,), stages=words.stages)
+        own = words.rules.pop(self.model, [])
+        return {**words.rules, self.model: [*own, _Rest(text="(what no path names is replicated)")]}
+
+
+def policy_of(data: Mapping[str, Any], base: type[Policy] = Policy) -> Policy:
+    """Return the `DataPolicy` of ``data``; it is a ``base`` too, as all policies for models of a library are."""
+    kind: Any = DataPolicy if base is Policy else type("DataPolicy", (DataPolicy, base), {"__module__": __name__})
+    policy: Policy = kind(data)
+    return policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unfit(Rule):
+    """What is wrong with an entry: reported with all that is wrong with the policy."""
+
+    where: str
+    what: str
+    todo: str
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        scope.problem(self.what, self.todo, self.where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest(Rule):
+    """Every parameter that no other rule has claimed; it is planned last."""
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        assert isinstance(scope, RuleScope)  # for the type: it knows the claims
+        names = [name for name, _ in scope.module.named_parameters(remove_duplicate=False)]
+        claimed = scope.builder.claims.keys()
+        rest = [n for n in names if _joined(scope.name(_owner(n)), n.rpartition(".")[2]) not in claimed]
+        replicate(*rest).plan(scope)
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear of a region: its path, its sizes, and the entry that names it."""
+
+    path: str
+    sizes: Product
+    said: str
+
+
+@dataclass
+class _Words:
+    """What is said of one model: rules by the module that they are for, and the linears that become regions."""
+
+    model: nn.Module
+    ranks: int
+    rules: dict[nn.Module, list[Rule]] = field(default_factory=lambda: defaultdict(list))
+    heads: Heads | None = None
+    stages: Stages | None = None
+    columns: dict[str, _Linear] = field(default_factory=dict)
+    rows: dict[str, _Linear] = field(default_factory=dict)
+    counted: dict[str, Heads] = field(default_factory=dict)  # by the path of an attention
+    said: dict[str, str] = field(default_factory=dict)  # the entry that names each path
+
+    def unfit(self, where: str, said: str, what: str, todo: str) -> None:
+        """Record a problem."""
+        self.rules[self.model].append(_Unfit(text=said, where=where, what=what, todo=todo))
+
+    def take(self, key: str, value: object) -> None:
+        """Take one value for the modules, or parameters, that a key names."""
+        word = _word(value) if isinstance(value, ParallelStyle) else str(value)
+        said = f"{key!r}: {value!r}"
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        names = [*modules, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))]
+        form = re.compile(re.escape(key).replace(r"\*", "[^.]*"))
+        paths = [name for name in names if form.fullmatch(name)]
+        if not paths:
+            self.unfit("", said, f"{type(self.model).__name__} has no module {key!r}", _near(key, names))
+        for path in paths:
+            if isinstance(value, Rule) and path in modules:
+                self.rules[modules[path]].append(value)
+            elif isinstance(value, Heads) and path in modules:
+                self.counted[path] = value
+            elif isinstance(value, Stages) and path == "":
+                self.stages = value
+            elif path in self.said:
+                self.unfit(path, said, f"{self.said[path]} names it too", "keep one of them")
+            elif word in _REFUSED:
+                self.unfit(path, said, f"{word!r} cannot be served: {_REFUSED[word][0]}", _REFUSED[word][1])
+            elif word not in _WORDS:
+                self.unfit(path, said, "it is no word, and no rule for this", _near(word, list(_WORDS)))
+            else:
+                self.said[path] = said
+                self._take_word(path, modules.get(path), word, said)
+
+    def _take_word(self, path: str, module: nn.Module | None, word: str, said: str) -> None:
+        make = vocab if isinstance(module, nn.Embedding) and word.startswith("rowwise") else _WORDS[word]
+        if make is _gathered and not any(part.isdigit() for part in path.split(".")):
+            make = head  # in no block: it scores words, and with parallel_output its logits stay split
+        if module is None and make not in (replicate, partial):
+            self.unfit(path, said, "it is a parameter, and no module", "name its module, or give that by_heads(...)")
+        elif make is not None:
+            owner, _, name = path.rpartition(".") if module is None else (path, "", "")
+            self.rules[self.model.get_submodule(owner)].append(replace(make(name), text=said))
+        elif module is not None and word == "pairwise":
+            self._take_pair(path, module, said)
+        elif isinstance(sizes := product_of(self.model.get_submodule(path)), str):
+            self.unfit(path, said, f"it is no linear: {sizes}", "say 'replicate', or give it a rule")
+        else:
+            (self.rows if word == "rowwise" else self.columns)[path] = _Linear(path, sizes, said)
+
+    def _take_pair(self, path: str, module: nn.Module, said: str) -> None:
+        """Find out which of the linears of a feed-forward is its last."""
+        below = [(_joined(path, name), product_of(child)) for name, child in module.named_children()]
+        linears = [_Linear(name, sizes, said) for name, sizes in below if isinstance(sizes, Product)]
+        ends = [last for last in linears if not _mixed(module, [c for c in linears if c is not last], last, self.ranks)]
+        if len(ends) != 1:
+            what = f"of its linears ({', '.join(c.path for c in linears) or 'none'}) {len(ends)} can be the last"
+            self.unfit(path, said, what, "say 'colwise' and 'rowwise' of its linears, or give it a rule region(...)")
+            return
+        self.rows[ends[0].path] = ends[0]
+        self.columns.update({linear.path: linear for linear in linears if linear is not ends[0]})
+
+    def make_regions(self) -> None:
+        """Make a region of each row linear, the deepest first, and the column linears that are nearest to it."""
+        left = dict(self.columns)
+        for path, last in sorted(self.rows.items(), key=lambda item: -item[0].count(".")):
+            near = ([name for name in left if _is_below(name, outer)] for outer in above(path))
+            columns = [left.pop(name) for name in next(filter(None, near), [])]
+            if columns:
+                self._make_region(columns, last)
+            else:
+                self.unfit(path, last.said, "no 'colwise' linear leads to it", "name one, or say 'rowwise_split_input'")
+        for path, column in left.items():
+            todo = "name the 'rowwise' linear that follows, or say 'colwise_gather_output'"
+            self.unfit(path, column.said, "its output stays split, and nothing puts it together", todo)
+
+    def _make_region(self, columns: Sequence[_Linear], last: _Linear) -> None:
+        owners = dict.fromkeys(_owner(column.path) for column in columns)
+        owner, said = next(iter(owners)), ", ".join(dict.fromkeys(linear.said for linear in (*columns, last)))
+        module, counts = self.model.get_submodule(owner), self._counts(owner, columns, last)
+        why = counts if isinstance(counts, str) else None
+        if len(owners) > 1:
+            why = f"{', '.join(owners)} hold the linears that lead to {last.path}"
+        elif counts is None:
+            elsewhere = f"{last.path} is elsewhere" if owner != _owner(last.path) else None
+            why = elsewhere or _mixed(module, columns, last, self.ranks)
+        if why is not None:
+            todo = "give the block a rule region(...), which says where it is entered, and what its linears are"
+            self.unfit(owner, said, f"{type(module).__name__} cannot be cut by that: {why}", todo)
+            return
+        block = next(outer for outer in above(last.path) if _is_below(columns[0].path, outer))
+        if block and not isinstance(self.model.get_submodule(_owner(block)), nn.ModuleList):
+            block = _owner(block)  # a block itself is not entered: its residual connection is inside of it
+        entered, *starts, end = (_below(path, block) for path in (owner, *(c.path for c in columns), last.path))
+        kv = [start for c, start in zip(columns, starts, strict=True) if c.sizes.out_features < last.sizes.in_features]
+        rule = region(
+            enter=entered if entered and len(starts) > 1 else None,
+            col=tuple(start for start in starts if start not in kv),
+            kv=tuple(kv),
+            row=end,
+            unit="head" if counts else "column",
+        )
+        numbers = [name for name in vars(module) if name in _COUNTS] if counts else []
+        set_ = [attribute(_joined(entered, name), _COUNTS[name]) for name in numbers]
+        self.rules[self.model.get_submodule(block)] += [replace(rule, text=said), *set_]
+
+    def _counts(self, owner: str, columns: Sequence[_Linear], last: _Linear) -> HeadCounts | str | None:
+        """Return the numbers of heads of an attention, None if it is none, or why they cannot be counted."""
+        module, width, given = self.model.get_submodule(owner), last.sizes.in_features, self.counted.get(owner)
+        numbers = {n: v for n, v in vars(module).items() if type(v) is int and ("head" in n or n in _COUNTS)}
+        if given is None and not numbers:
+            return None
+        asked = None if given is None else given.counts(self.model, 1)
+        found = [asked.query] if asked else [v for n, v in numbers.items() if _COUNTS.get(n) is local_heads]
+        found += [width // numbers[name] for name in _SIZES if numbers.get(name)]
+        query = found[0] if found else 0
+        size = width // query if query else 0
+        if query * size != width or any(numbers.get(name, size) != size for name in _SIZES):
+            return f"its {', '.join(numbers) or 'Heads'} count no heads in the {width} features of {last.path}"
+        kv = min(column.sizes.out_features for column in columns) // size
+        if not kv or query % kv or any(c.sizes.out_features not in (query * size, kv * size) for c in columns):
+            named = ", ".join(f"{c.path} ({c.sizes.out_features})" for c in columns)
+            return f"{named} are not queries, keys and values of {query} heads with {size} features"
+        whole = HeadCounts(query=query, kv=kv, ranks=1)
+        # Numbers that are something else than their names say, or that no name says, and what is read from elsewhere.
+        unknown = [n for n, v in numbers.items() if n in _COUNTS and _COUNTS[n](whole) != v]
+        unknown += [n for n, v in numbers.items() if n not in (*_COUNTS, *_SIZES) and v in (query, kv, query // kv)]
+        unknown += sorted(_read_by(module) & _COUNTS.keys() - vars(module).keys())
+        if unknown:
+            return f"nothing says what {', '.join(unknown)}, which it reads, is on one rank"
+        self.heads = self.heads or given or Heads(query, kv=kv)
+        known = self.heads.counts(self.model, 1)
+        return whole if known == whole else f"it has {query} heads ({kv} of keys and values), others have not"
+
+
+def _owner(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _is_below(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
+def _below(path: str, outer: str) -> str:
+    return "" if path == outer else path.removeprefix(f"{outer}." if outer else "")
+
+
+def _read_by(module: nn.Module) -> set[str]:
+    """Return the names that the code of a module's class mentions."""
+    kinds = [vars(kind) for kind in type(module).__mro__ if kind.__module__ != nn.Module.__module__]
+    values = [inspect.unwrap(v) for own in kinds for name, v in own.items() if name != "__init__" and callable(v)]
+    codes = [value.__code__ for value in values if inspect.isfunction(value)]
+    for code in codes:  # grows while it is gone through
+        codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
+    return {name for code in codes for name in code.co_names}
+
+
+class _Given(nn.Module):
+    """In the place of a linear: returns features (tokens, n) as they are given, and keeps its input."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias, self.inputs = features, None, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(x)
+        return self.weight[: x[..., 0].numel()].reshape(*x.shape[:-1], -1)
+
+
+def _mixed(block: nn.Module, columns: Sequence[_Linear], last: _Linear, ranks: int) -> str | None:
+    """Say why a rank cannot compute its part of what is between the linears of a block, or return None.
+
+    The block is run with random numbers in the place of what its column linears return: with all of them, and with the
+    first and with the last rank's. A rank has to get its part of what the row linear is given.
+    """
+    width, kind = last.sizes.in_features, type(block).__name__
+    if not columns or any(column.sizes.out_features != width for column in columns):
+        return f"not all linears before it return the {width} features that {last.path} reads"
+    *starts, end = (linear.path.rpartition(".")[2] for linear in (*columns, last))
+    others = {name: child for name, child in block._modules.items() if name not in (*starts, end)}
+    own = [name for name, _ in block.named_parameters() if name.partition(".")[0] not in (*starts, end)]
+    if own or "forward" in vars(block):
+        return f"{kind} has {', '.join(own) or 'a forward'} of its own besides its linears"
+    draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
+    x, features = draw(2, 3, columns[0].sizes.in_features), {name: draw(6, width) for name in starts}
+
+    def given(part: slice) -> Tensor:
+        trial = object.__new__(type(block))
+        places = {name: _Given(values[:, part]) for name, values in features.items()}
+        places[end] = _Given(x.new_zeros(6, last.sizes.out_features))
+        trial.__dict__.update(vars(block), _modules={**block._modules, **copy.deepcopy(others), **places})
+        type(block).forward(trial.eval(), x)
+        (found,) = places[end].inputs
+        return found
+
+    try:
+        with torch.no_grad():
+            whole, step = given(slice(None)), -(-width // ranks)
+            parts = slice(step), slice(min((ranks - 1) * step, width), None)
+            alike = [torch.allclose(whole[..., part], given(part)) for part in parts]
+    except Exception as error:  # whatever the forward of a user's class raises for one tensor
+        return f"the forward of {kind} cannot be tried with one tensor ({type(error).__name__}: {error})"
+    return None if all(alike) else f"what {last.path} reads depends on features of other ranks, or on their number"
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    """Return what to say in the place of a name that is none of these."""
+    number = re.compile(r"(?<=\.)\d+(?=\.|$)")
+    forms, form = list(dict.fromkeys(number.sub("*", known) for known in names if known)), number.sub("*", name)
+    near = [known for known in forms if known.endswith(f".{form}")] or difflib.get_close_matches(form, forms, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"say one of {', '.join(forms[:20])}"
+
+
+def _word(style: ParallelStyle) -> str:
+    """Return the word for a style of torch, or the style as text if none says the same."""
+    if type(style) is SequenceParallel:
+        return "sequence_parallel"
+    whole, split = (Replicate(),), (Shard(-1),)
+    words: dict[Any, str] = {
+        (ColwiseParallel, whole, split): "colwise",
+        (ColwiseParallel, whole, whole): "colwise_gather_output",
+        (RowwiseParallel, split, whole): "rowwise",
+        (RowwiseParallel, whole, whole): "rowwise_split_input",
+    }
+    layouts = (type(style), *(getattr(style, name, None) for name in ("input_layouts", "output_layouts")))
+    return words.get(layouts if getattr(style, "use_local_output", False) else None, str(style))
