@@ -173,8 +173,8 @@ def test_regions_whose_linears_do_not_fit_together():
     model.config = type("C", (), {"h": 4})()
     error = _problems(model, {"ModuleDict": [region(col="a", kv="k", row="b", unit="head")]}, 2, (Heads("h"),))
     assert "its 5 output features are not whole heads: the configuration counts 4" in str(error)
-    error = _problems(model, {"ModuleDict": [region(enter="", arg="x", col="a", row="b"), replicate("k")]})
-    assert "next: name the entering argument with arg=" in str(error)
+    error = _problems(model, {"ModuleDict": [region(enter="x", col="a", row="b"), replicate("k")]})
+    assert "ModuleDict has no submodule 'x'" in str(error)
 
 
 def test_rows_that_count_heads_need_the_check():

@@ -125,7 +125,7 @@ class Latent(torch.nn.Module):
 
 class LatentPolicy(Policy):
     def module_policy(self):
-        inner = region(enter="", at="first", col="heads", row="last", partial=("norm", "other"))
+        inner = region(enter="first", col="heads", row="last", partial=("norm", "other"))
         return {"Latent": [inner, replicate("first")]}
 
 

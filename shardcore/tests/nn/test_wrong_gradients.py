@@ -199,7 +199,7 @@ RIGHT = {
         Residual,
         (region(enter="inner", col=MLP[0], row=MLP[1]), norm("norm")),
     ),
-    "a shared key": (Latent, (region(enter="", at="a", col="b", row="out"), replicate("a"))),
+    "a shared key": (Latent, (region(enter="a", col="b", row="out"), replicate("a"))),
     "a norm of local heads": (Normed, (col("up"), partial("norm"), row("down"))),
 }
 

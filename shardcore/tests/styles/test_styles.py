@@ -152,8 +152,8 @@ def test_values_of_attributes():
         (outputs(attentions="heads"), "outputs(attentions='heads')"),
         (region(col="a", row="b"), "region(col='a', row='b')"),
         (
-            region(enter="m", arg="x", col=("a", "b"), kv="k", row="c", unit="head"),
-            "region(enter='m', arg='x', col=('a', 'b'), kv='k', row='c', unit='head')",
+            region(enter="m.x", col=("a", "b"), kv="k", row="c", unit="head"),
+            "region(enter='m.x', col=('a', 'b'), kv='k', row='c', unit='head')",
         ),
     ],
 )

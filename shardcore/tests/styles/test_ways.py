@@ -110,21 +110,21 @@ def _policy(base, *block, stack=()):
     return type("Given", (base,), {"block": block, "stack": stack})
 
 
-def _region(**options):
-    return region(enter="mixer", col=ways.QKV, row="mixer.out", unit="head", **options)
+def _region(enter: str | tuple[str, ...] = "mixer", **options):
+    return region(enter=enter, col=ways.QKV, row="mixer.out", unit="head", **options)
 
 
 NET = "mixer.net"
 MISTAKES = [
     (
         ways.ChannelsPolicy,
-        (region(enter="mixer", col=("mixer.into", "mixer.steps"), inside="mixer.rates", row="mixer.out"),),
+        (region(enter="mixer", col=("mixer.into", "mixer.steps"), row=("mixer.rates", "mixer.out")),),
         "it has in_features 5, but mixer.out at the end of its region has 24; both read the same channels",
     ),
     (
         ways.ChannelsPolicy,
-        (region(col=("mixer.into", "mixer.rates"), inside="mixer.steps", row="mixer.out"),),
-        "inside= is for a region that is entered at",
+        (region(col=("mixer.into", "mixer.rates"), row=("mixer.steps", "mixer.out")),),
+        "several row linears are for a region that is entered at",
     ),
     (ways.ContinuousPolicy, (_region(), bias_net(NET, last="4")), "Sequential (mixer.net) has no submodule '4'"),
     (ways.ContinuousPolicy, (_region(), bias_net(NET, last="1")), "BiasLinear replaces torch.nn.modules.linear.Linear"),
@@ -141,9 +141,9 @@ MISTAKES = [
         (_region(), slice_arg("mixer", "mask", 1), slice_arg("mixer", "mask", 0)),
         "the argument 'mask' of stack.blocks.0.mixer would be cut twice",
     ),
-    (ways.BiasedPolicy, (_region(at="mixer.out"),), "at='mixer.out' is a part of the region behind its entry"),
-    (ways.BiasedPolicy, (_region(at="norm"),), "at='norm' is not inside of 'mixer'"),
-    (ways.BiasedPolicy, (region(at="mixer.q", col="mixer.q", row="mixer.out"),), "at= without enter="),
+    (ways.BiasedPolicy, (_region("mixer.out"),), "enter='mixer.out' is a part of the region behind its entry"),
+    (ways.BiasedPolicy, (_region(("mixer", "")),), "enter= names 2 modules that hold its linears"),
+    (ways.BiasedPolicy, (_region("mixer.y"),), "Biased (mixer) has no submodule 'y'"),
     (
         ways.LatentPolicy,
         (ways.LatentPolicy.block[0], replicate("mixer.q_a", "mixer.kv_a"), norm("mixer.q_norm", "mixer.kv_norm")),
@@ -177,7 +177,7 @@ def refused():
     slopes, heads = slice_arg("mixer", "slopes", 0), attribute("mixer.heads", per_rank)
     whole = (replicate("table", "scale"),)
     summing = (slice_arg("mixer", "bias", 0, partial=True), slice_arg("mixer", "mask", 1))
-    mixer = _region(arg="x")
+    mixer = _region("mixer.x")
     summand = "every rank holds stack.table.weight whole"
     cases = [
         ((mixer, slopes, *summing, heads), whole, summand),

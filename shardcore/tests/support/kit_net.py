@@ -247,7 +247,7 @@ class NetPolicy(Policy):
             "Block": [
                 norm("norm1", "norm2", "norm3"),
                 *self.attention(),
-                region(enter="cross", arg="x", col=("cross.q", "cross.k"), row="cross.out"),
+                region(enter="cross.x", col=("cross.q", "cross.k"), row="cross.out"),
                 *self.mlp(),
             ],
         }

@@ -221,8 +221,7 @@ class BiasedPolicy(ModelPolicy):
     stack = (replicate("table", "scale"),)
     block = (
         region(
-            enter="mixer",
-            arg="x",
+            enter="mixer.x",
             col=QKV,
             row="mixer.out",
             unit="head",
@@ -257,8 +256,7 @@ class HandingPolicy(ModelPolicy):
 class LatentPolicy(ModelPolicy):
     block = (
         region(
-            enter="mixer",
-            at=("mixer.q_a", "mixer.kv_a"),
+            enter=("mixer.q_a", "mixer.kv_a"),
             col=("mixer.q_b", segments("mixer.kv_b", 2, by="head")),
             row="mixer.out",
             unit="head",
@@ -271,8 +269,7 @@ class LatentPolicy(ModelPolicy):
 class DirectPolicy(ModelPolicy):
     block = (
         region(
-            enter="mixer",
-            at=("mixer.q_b", "mixer.kv_a"),
+            enter=("mixer.q_b", "mixer.kv_a"),
             col=("mixer.q_b", segments("mixer.kv_b", 2, by="head")),
             row="mixer.out",
             unit="head",
@@ -290,4 +287,4 @@ class ContinuousPolicy(ModelPolicy):
 
 
 class ChannelsPolicy(ModelPolicy):
-    block = (region(enter="mixer", col=("mixer.into", "mixer.rates"), inside="mixer.steps", row="mixer.out"),)
+    block = (region(enter="mixer", col=("mixer.into", "mixer.rates"), row=("mixer.steps", "mixer.out")),)

@@ -103,7 +103,7 @@ class NotEntered(NetPolicy):
     def module_policy(self) -> Any:
         rows = super().module_policy()
         block = [r for r in rows["Block"] if "cross" not in str(r)]
-        cross = region(enter="cross", arg="x", col=("cross.q", "cross.k"), row="cross.out")
+        cross = region(enter="cross.x", col=("cross.q", "cross.k"), row="cross.out")
         return {**rows, "Decoder": [norm("norm")], "Block": [*block, cross]}
 
 

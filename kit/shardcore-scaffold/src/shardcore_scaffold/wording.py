@@ -97,8 +97,7 @@ class _Wording:
                 "region",
                 called(
                     "region",
-                    enter=_one(self._short(entry.module)),
-                    at=_all(self._shorts(entry.at)),
+                    enter=_all(self._shorts(entry.at)) or _one(self._short(entry.module)),
                     col=names_in(columns),
                     kv=names_in(kv),
                     row=_one(self._short(region.row)),

@@ -42,8 +42,7 @@ class DeepseekV2ModelPolicy(LlamaModelPolicy):
         norms = ("kv_a_layernorm", *(["q_a_layernorm"] if latent else []))
         return [
             region(
-                enter="self_attn",
-                at=_below("self_attn", first, "kv_a_proj_with_mqa"),
+                enter=_below("self_attn", first, "kv_a_proj_with_mqa"),
                 col=_below("self_attn", queries, "kv_b_proj"),
                 row="self_attn.o_proj",
                 unit="head",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from shardcore.nn import Layout, SwappedModule
 from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan.steps import PlanView, Step, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
+from shardcore.styles._finding import dotted
 
 __all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
 
@@ -160,7 +160,7 @@ class RuleScope(Scope):
 
     @override
     def name(self, suffix: str) -> str:
-        name = ".".join(filter(None, (self.path, _dotted(suffix))))
+        name = ".".join(filter(None, (self.path, dotted(suffix))))
         if (found := self.builder.named.get(name)) is None:
             try:
                 found = self.builder.model.get_submodule(name)  # an attribute that is no child
@@ -172,7 +172,7 @@ class RuleScope(Scope):
     @override
     def find(self, suffix: str) -> nn.Module | None:
         try:
-            found = self.module.get_submodule(_dotted(suffix))
+            found = self.module.get_submodule(dotted(suffix))
         except AttributeError:
             if not self.rule.optional:
                 self.problem(
@@ -192,7 +192,7 @@ class RuleScope(Scope):
 
     @override
     def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
-        module = self.module.get_submodule(_dotted(suffix))
+        module = self.module.get_submodule(dotted(suffix))
         if self.builder.modules is not None:
             target = self.builder.modules(type(module), target) or target
         if problem := target.refusal(module, self.ranks, **options):
@@ -237,7 +237,7 @@ class RuleScope(Scope):
 
 def _absence(module: nn.Module, suffix: str) -> str:
     """Say where the way to the submodule ``suffix`` ends, and how it could go on."""
-    *parts, last = _dotted(suffix).split(".")
+    *parts, last = dotted(suffix).split(".")
     way = []
     for part in parts:
         if not isinstance(child := getattr(module, part, None), nn.Module):
@@ -248,10 +248,3 @@ def _absence(module: nn.Module, suffix: str) -> str:
     owner = f"{type(module).__name__} ({'.'.join(way)})" if way else type(module).__name__
     names = ", ".join(name for name, _ in module.named_children()) or "none"
     return f"{owner} has no submodule {last!r}; its children are {names}"
-
-
-def _dotted(suffix: str) -> str:
-    """Return ``layers[0].mlp``, as Shardformer's policies write it, as ``layers.0.mlp``."""
-    if "[" not in suffix:
-        return suffix.lstrip(".")
-    return re.sub(r"\[(\d+)\]", r".\1", suffix).lstrip(".")

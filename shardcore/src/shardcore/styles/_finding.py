@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 from torch import nn
 
 from shardcore.policy import Scope
 
-__all__ = ["argument_of", "is_parameter", "number_of"]
+__all__ = ["argument_of", "dotted", "is_parameter", "number_of", "submodule"]
 
 
 def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
@@ -21,10 +22,8 @@ def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
 
 def is_parameter(module: nn.Module, owner: str, name: str) -> bool:
     """Tell whether ``name`` is a parameter that the submodule ``owner`` of ``module`` holds itself."""
-    try:
-        return module.get_submodule(owner)._parameters.get(name) is not None
-    except AttributeError:
-        return False
+    found = submodule(module, owner)
+    return found is not None and found._parameters.get(name) is not None
 
 
 def number_of(scope: Scope, name: str) -> int | None:
@@ -37,3 +36,18 @@ def number_of(scope: Scope, name: str) -> int | None:
     if module is not None:
         scope.problem(f"{type(module).__name__} has no number {short!r}", "correct the name", owner)
     return None
+
+
+def submodule(module: nn.Module, name: str) -> nn.Module | None:
+    """Return the submodule ``name`` of ``module``, or None."""
+    try:
+        return module.get_submodule(dotted(name))
+    except AttributeError:
+        return None
+
+
+def dotted(suffix: str) -> str:
+    """Return ``layers[0].mlp``, as Shardformer's policies write it, as ``layers.0.mlp``."""
+    if "[" not in suffix:
+        return suffix.lstrip(".")
+    return re.sub(r"\[(\d+)\]", r".\1", suffix).lstrip(".")

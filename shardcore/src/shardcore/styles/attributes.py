@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from shardcore.plan.steps import ByRank, SetAttribute
 from shardcore.policy import HeadCounts, Rule, Scope
+from shardcore.styles._finding import submodule
 
 __all__ = ["attribute", "local_groups", "local_heads", "local_kv_heads", "per_rank"]
 
@@ -86,7 +87,7 @@ class AttributeRule(Rule):
         """Return the module, what it holds if that has the attribute, and the attribute; record what is absent."""
         owner, _, name = self.name.rpartition(".")
         above, _, holder = owner.rpartition(".")
-        held = getattr(_module(scope.module, above), holder, None) if holder else None
+        held = getattr(submodule(scope.module, above), holder, None) if holder else None
         if held is not None and not isinstance(held, nn.Module):
             module, owner, where = held, above, f"{type(held).__name__} ({owner})"
         else:
@@ -137,10 +138,3 @@ def _parts_by_heads(count: int, heads: HeadCounts) -> list[int] | None:
     if count % heads.query == 0:
         return [count // heads.query * own.local_query for own in ranks]
     return [own.local_kv for own in ranks] if count == heads.kv else None
-
-
-def _module(module: nn.Module, suffix: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(suffix)
-    except AttributeError:
-        return None

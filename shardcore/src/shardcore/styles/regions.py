@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ from shardcore.nn.linear.alike import Product, product_of
 from shardcore.nn.linear.inside import InnerRowLinear
 from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
-from shardcore.styles._finding import argument_of, is_parameter, number_of
+from shardcore.styles._finding import argument_of, is_parameter, number_of, submodule
 from shardcore.styles._text import names_of, written
 from shardcore.styles.columns import Column, Cut, Fused, FusedHeads, KeyValue, Projection, Role, row_target
 
@@ -28,11 +29,8 @@ Columns = str | Column
 def region(
     *,
     col: Columns | tuple[Columns, ...],
-    row: str,
-    enter: str | None = None,
-    arg: str | None = None,
-    at: str | tuple[str, ...] = (),
-    inside: str | tuple[str, ...] = (),
+    row: str | tuple[str, ...],
+    enter: str | tuple[str, ...] | None = None,
     after: str | tuple[str, ...] = (),
     partial: str | tuple[str, ...] = (),
     kv: str | tuple[str, ...] = (),
@@ -45,19 +43,18 @@ def region(
     Args:
         col: linears split over their output features; `segments` for one that computes several projections.
         row: the linear, split over its input features, that ends the region. Its outputs are summed over the ranks.
-        enter: the module whose call enters the region: in the backward, the gradient of its input is summed there, once
-            for all column linears. It must not contain the residual connection. ``None``: each column linear enters by
+            Of several the last ends it; what those before it return is read by each rank's channels again, as the steps
+            of Mamba are made of all channels, so that its gradients are summed too.
+        enter: what enters the region, replicated: in the backward its gradient is summed there, once for all column
+            linears. A module that holds these enters with the first argument of its call, or with the one that is named
+            after it (``"cross.states"``); it must not contain the residual connection. Modules that run before them
+            enter with what they return: replicated linears from which several ways lead to the heads, as the low-rank
+            projections of latent attention do. What runs before those is computed alike on all ranks and needs no
+            `partial`. A linear of ``col`` beside them enters with its input. ``None``: each column linear enters by
             itself, with an all-reduce of its own.
-        arg: the argument of that module's ``forward`` that enters; by default the first.
-        at: modules inside of the module ``enter`` whose outputs enter, in place of its argument: replicated linears
-            from which several ways lead to the heads, as the low-rank projections of latent attention do. What runs
-            before them is computed alike on all ranks and needs no `partial`. A linear of ``col`` enters with its
-            input.
-        inside: row linears in the middle of the region, whose outputs each rank's channels read again, as the steps of
-            Mamba are made of all channels. Their outputs are summed over the ranks, and the gradients of these too.
-        after: modules or bare parameters inside the module ``enter`` that act on the output of ``row``, such as a norm
-            or a scale at its end. It is summed already, so they need no `partial`.
-        partial: modules inside the module ``enter`` that each rank applies to its heads, such as norms of queries and
+        after: modules or bare parameters inside the module that enters that act on the output of ``row``, such as a
+            norm or a scale at its end. It is summed already, so they need no `partial`.
+        partial: modules inside the module that enters that each rank applies to its heads, such as norms of queries and
             keys: what the rule `partial` says of them, but their gradients are summed together, in one all-reduce of
             the region.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks compute the same head.
@@ -68,9 +65,6 @@ def region(
     text = written(
         "region",
         enter=enter,
-        arg=arg,
-        at=at or None,
-        inside=inside or None,
         after=after or None,
         partial=partial or None,
         col=col,
@@ -80,18 +74,17 @@ def region(
         heads=heads,
     )
     columns = col if isinstance(col, tuple) else (col,)
+    *inside, last = names_of(row)
     return RegionRule(
         text=text,
         optional=optional,
-        enter=enter,
-        arg=arg,
-        at=names_of(at),
-        inside=names_of(inside),
+        enter=() if enter is None else names_of(enter),
+        inside=tuple(inside),
         after=names_of(after),
         partial=names_of(partial),
         col=tuple(Projection(c) if isinstance(c, str) else c for c in columns),
         kv=tuple(map(KeyValue, names_of(kv))),
-        row=row,
+        row=last,
         unit="head" if heads else unit,
         heads=heads,
     )
@@ -144,13 +137,11 @@ def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
 class RegionRule(Rule):
     """`shardcore.styles.region`."""
 
-    enter: str | None
-    arg: str | None
+    enter: tuple[str, ...]
     col: tuple[Column, ...]
     kv: tuple[Column, ...]
     row: str
     unit: str
-    at: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
@@ -184,11 +175,10 @@ class RegionRule(Rule):
                 scope.swap(name, Replicated)
             return
         entry = self._entry(scope)
-        self._check_after(scope)
-        self._check_at(scope)
+        self._check_after(scope, entry)
         for name in self.partial:
             if scope.find(name) is not None:
-                scope.swap(name, Replicated, partial=True, with_region=self.enter is not None and entry is not None)
+                scope.swap(name, Replicated, partial=True, with_region=bool(self.enter) and entry is not None)
         for column in self.columns:
             target, options = column.target(linears[column.name], cut)
             scope.swap(column.name, target, enters=entry is None, **options)
@@ -226,7 +216,7 @@ class RegionRule(Rule):
         for name in self.inside:
             if (size := linears[name].in_features) != cut.width:
                 what = f"it has in_features {size}, but {self.row} at the end of its region has {cut.width}"
-                misfits.append((name, f"{what}; both read the same channels", "correct inside="))
+                misfits.append((name, f"{what}; both read the same channels", "correct row="))
         for name, what, todo in misfits:
             scope.problem(what, todo, name)
         return None if misfits or (by_heads and cut.heads is None) else cut
@@ -255,26 +245,22 @@ class RegionRule(Rule):
         stay correct, and cost nothing in the forward.
         """
         members = tuple(scope.name(column.name) for column in self.columns)
-        place = self.enter if self.enter is not None else self.col[0].name
-        if self.enter is None and len(members) > 1:
+        if not self.enter and len(members) > 1:
             if self.inside:
-                todo = "leave it out, or name the module with enter="
-                scope.problem("inside= is for a region that is entered at the module of enter=", todo)
+                scope.problem("several row linears are for a region that is entered at a module", "name it with enter=")
             return None
+        way = self._way(scope) if self.enter else (self.col[0].name, None, ())
+        if way is None:
+            return None
+        place, name, at = way
         # Linears that enter by themselves would not sum what else leads to the heads, or sum it twice.
-        if _needs_no_entry(scope) and not self.at and not self.inside:
+        if _needs_no_entry(scope) and not at and not self.inside:
             return None
-        module = scope.find(place)
-        argument = None if module is None else argument_of(module, self.arg)
-        if module is not None and argument is None:
-            scope.problem(
-                f"{type(module).__name__}.forward has no argument {self.arg!r}"
-                if self.arg
-                else f"{type(module).__name__}.forward names no argument",
-                "name the entering argument with arg=",
-                place,
-            )
+        module = submodule(scope.module, place)
+        argument = None if module is None else argument_of(module, name)
         if argument is None:
+            what = f"{type(module).__name__}.forward names no argument"
+            scope.problem(what, "name the one that enters: enter='module.argument'", place)
             return None
         return EnterRegion(
             path=scope.name(place),
@@ -282,10 +268,43 @@ class RegionRule(Rule):
             members=members,
             row=scope.name(self.row),
             block=scope.name(""),
-            at=tuple(scope.name(name) for name in self.at),
-            after=tuple(scope.name(name) for name in self.after),
-            beside=() if self.enter is None else tuple(map(scope.name, self._beside(scope))),
+            at=tuple(map(scope.name, at)),
+            after=tuple(map(scope.name, self.after)),
+            beside=tuple(map(scope.name, self._beside(scope))) if self.enter else (),
         )
+
+    def _way(self, scope: Scope) -> tuple[str, str | None, tuple[str, ...]] | None:
+        """Return the module at which it is entered, the argument that is named, and what enters inside of it instead.
+
+        Records what cannot be meant, and returns None then.
+        """
+        columns, behind = (
+            [c.name for c in self.columns],
+            (*(c.name for c in self.kv), *self.inside, *self.after, self.row),
+        )
+        places: list[tuple[str, str | None]] = []
+        at = []
+        for name in self.enter:
+            owner, _, argument = name.rpartition(".")
+            module, holder = submodule(scope.module, name), submodule(scope.module, owner)
+            if module is not None and any(_is_in(column, name) for column in columns if column != name):
+                places.append((name, None))
+            elif name in behind:
+                scope.problem(f"enter={name!r} is a part of the region behind its entry", "name what runs before it")
+                return None
+            elif module is not None:
+                at.append(name)
+            elif holder is not None and argument_of(holder, argument) is not None:
+                places.append((owner, argument))
+            else:
+                scope.find(name)  # records that it is absent
+                return None
+        if len(at) == 1 and at[0] in columns and not places:
+            return at[0], None, ()
+        if len(places) > 1:
+            scope.problem(f"enter= names {len(places)} modules that hold its linears", "keep one of them")
+            return None
+        return (*(places[0] if places else (_common((*at, *columns)), None)), tuple(at))
 
     def _beside(self, scope: Scope) -> Iterator[str]:
         """Yield the modules of ``partial=`` that have parameters: a norm that a model leaves out may be an identity."""
@@ -294,36 +313,22 @@ class RegionRule(Rule):
             if module is not None and any(p is not None for p in module._parameters.values()):
                 yield name
 
-    def _check_at(self, scope: Scope) -> None:
-        """Record what cannot be meant by ``at=``."""
-        todo = "name modules inside the module of enter=, on the way from its input to the column linears"
-        if self.at and self.enter is None:
-            scope.problem("at= without enter=: nothing says where tokens are gathered", todo)
-            return
-        for name in self.at:
-            below = f"{scope.name(name)}.".startswith(f"{scope.name(self.enter or '')}.".lstrip("."))
-            if scope.find(name) is None:
-                continue  # recorded
-            if not below or name == self.enter:
-                scope.problem(f"at={name!r} is not inside of {self.enter!r}, where the region is entered", todo)
-            elif name in (*(c.name for c in self.kv), *self.inside, *self.after, self.row):
-                scope.problem(f"at={name!r} is a part of the region behind its entry", todo)
-
-    def _check_after(self, scope: Scope) -> None:
+    def _check_after(self, scope: Scope, entry: Step | None) -> None:
         """Record what cannot be meant by ``after=``."""
         todo = "name modules or bare parameters inside the module of enter=, which run after the row linear"
-        if self.after and self.enter is None:
+        if self.after and not self.enter:
             scope.problem("after= without enter=: nothing else is taken to be inside of the region", todo)
+        if entry is None:
             return
         for name in self.after:
             owner, _, parameter = name.rpartition(".")
-            below = f"{scope.name(name)}.".startswith(f"{scope.name(self.enter or '')}.".lstrip("."))
             linears = (*(c.name for c in self.columns), *self.inside, self.row)
-            own = [n for n in linears if f"{n}.".startswith(f"{name}.")]
+            own = [n for n in linears if _is_in(n, name)]
             if not is_parameter(scope.module, owner, parameter) and scope.find(name) is None:
                 continue  # recorded
-            if not below or name == self.enter:
-                scope.problem(f"after={name!r} is not inside of {self.enter!r}, where the region is entered", todo)
+            if scope.name(name) == entry.path or not _is_in(scope.name(name), entry.path):
+                where = entry.path.removeprefix(f"{scope.name('')}.")
+                scope.problem(f"after={name!r} is not inside of {where!r}, where the region is entered", todo)
             elif own:
                 scope.problem(f"after={name!r} is or holds {own[0]!r} of the region itself", todo)
 
@@ -350,3 +355,14 @@ class EnterArgRule(Rule):
 def _needs_no_entry(scope: Scope) -> bool:
     """Tell whether nothing happens where activations enter: no backward, and no tokens that are gathered there."""
     return scope.config.inference_only and not scope.config.enable_sequence_parallelism
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return not outer or f"{name}.".startswith(f"{outer}.")
+
+
+def _common(names: tuple[str, ...]) -> str:
+    """Return the innermost module that holds all of these."""
+    holders = [name.split(".")[:-1] for name in names]
+    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*holders, strict=False))
+    return ".".join(parts[0] for parts in same)

@@ -124,11 +124,9 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
     else:
         todo = (
             f"say partial({where.rpartition('.')[2]!r}), or partial= of the region, if this rank's heads or channels "
+            "go through it; if all ranks need the same of it, let what it makes enter: enter= of the region or "
+            "enter_arg; or after= if it follows the row linear"
         )
-        todo += (
-            "go through it; if all ranks need the same of it, let what it makes enter: region(..., at=...), enter_arg, "
-        )
-        todo += "or after= if it follows the row linear"
     return Problem(
         where=where,
         rule=_RULE,
@@ -169,7 +167,7 @@ def _joined(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
         )
         what += f"by what all ranks compute alike (next to {to_whole})"
         todo = (
-            f"let it enter for all that reads it: region(enter=..., at={where.rpartition('.')[2]!r}, ...), or "
+            f"let it enter for all that reads it: {where.rpartition('.')[2]!r} in enter= of the region, or "
             "enter_arg(module, argument) where it is an argument"
         )
     return Problem(
@@ -202,8 +200,8 @@ def _left(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Proble
         rule=_RULE,
         what=f"what leaves a region here is used by this rank's part of another (next to {', '.join(near)}) without "
         f"entering: {reached}",
-        todo="let it enter: region(enter=...) or enter_arg for what follows; inside= of the region for a row linear in "
-        "its middle, whose output local channels read",
+        todo="let it enter: region(enter=...) or enter_arg for what follows; row= of the region names a row linear in "
+        "its middle, whose output local channels read, before the last",
     )
 
 

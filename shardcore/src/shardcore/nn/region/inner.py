@@ -62,7 +62,7 @@ class InnerRegion(Region):
         if not isinstance(x, Tensor):
             raise NotSupportedError(
                 f"a {type(module).__name__}, at which a tensor-parallel region is entered, returns a "
-                f"{type(x).__name__}; wanted one tensor. Correct at= of the region in the policy"
+                f"{type(x).__name__}; wanted one tensor. Correct enter= of the region in the policy"
             )
         if self.sequence is None or self.sequence.length is None:
             self._fork_once()
