@@ -73,6 +73,12 @@ class PlanBuilder(PlanView):
         claims = self.claims.get(parameter)
         return claims[0].layout if claims else None
 
+    def report(self, *, what: str, todo: str, where: str = "", rule: str = "(none)") -> None:
+        """Record a problem, unless it is known."""
+        problem = Problem(where=where, rule=rule, what=what, todo=todo)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
     def add(self, step: Step) -> list[str]:
         """Add a step, unless one at its path says the same; return why it cannot be carried out beside others."""
         others = self.steps_at.setdefault(step.path, [])
@@ -95,23 +101,17 @@ class PlanBuilder(PlanView):
         if (self.config.expert_parallel_size or 1) > 1 and not any(
             isinstance(claim.layout, ExpertsLayout) for claims in self.claims.values() for claim in claims
         ):
-            self.problems.append(
-                Problem(
-                    where="",
-                    rule=f"ShardConfig.expert_parallel_size={self.config.expert_parallel_size}",
-                    what="the model has no experts that the policy shares among replicas",
-                    todo="leave it None, or add an experts(...) rule to the policy",
-                )
+            self.report(
+                rule=f"ShardConfig.expert_parallel_size={self.config.expert_parallel_size}",
+                what="the model has no experts that the policy shares among replicas",
+                todo="leave it None, or add an experts(...) rule to the policy",
             )
         # One rank alone carries none of them out; what the policy says is the same.
         if self.config.enable_sequence_parallelism and not any(step.splits_tokens for step in self.steps.values()):
-            self.problems.append(
-                Problem(
-                    where="",
-                    rule="ShardConfig.enable_sequence_parallelism=True",
-                    what="the policy does not say between which modules tokens may be split",
-                    todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
-                )
+            self.report(
+                rule="ShardConfig.enable_sequence_parallelism=True",
+                what="the policy does not say between which modules tokens may be split",
+                todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
             )
 
     def _check(self, step: Step) -> None:
@@ -226,9 +226,7 @@ class RuleScope(Scope):
 
     @override
     def problem(self, what: str, todo: str, suffix: str = "") -> None:
-        problem = Problem(where=self.name(suffix), rule=self.rule.text, what=what, todo=todo)
-        if problem not in self.builder.problems:
-            self.builder.problems.append(problem)
+        self.builder.report(where=self.name(suffix), rule=self.rule.text, what=what, todo=todo)
 
     @override
     def refuse(self, what: str, todo: str) -> None:

@@ -108,7 +108,7 @@ def _check_heads(builder: PlanBuilder, part: Part) -> None:
     rule = f"{type(part.policy).__qualname__}.checks"
     for check in part.policy.checks:
         if problem := check.problem(part.module, builder.ranks):
-            builder.problems.append(Problem(where=part.path, rule=rule, what=problem[0], todo=problem[1]))
+            builder.report(where=part.path, rule=rule, what=problem[0], todo=problem[1])
             part.heads_failed |= isinstance(check, Heads)
         elif isinstance(check, Heads):
             part.heads = check.counts(part.module, builder.ranks)
@@ -149,13 +149,11 @@ def _plan_part(builder: PlanBuilder, part: Part, modules: Sequence[tuple[str, nn
         if not matching and not all(rule.optional for rule in rules):
             name = key if isinstance(key, str) else getattr(key, "__qualname__", str(key))
             kinds = sorted({type(module).__name__ for _, module in modules})
-            builder.problems.append(
-                Problem(
-                    where=part.path,
-                    rule=f"{name!r}: [{', '.join(rule.text for rule in rules)}]",
-                    what=f"no module of class {name!r}; the model has {', '.join(kinds)}",
-                    todo="correct the class name for this version of the model, or make the rules optional=True",
-                )
+            builder.report(
+                where=part.path,
+                rule=f"{name!r}: [{', '.join(rule.text for rule in rules)}]",
+                what=f"no module of class {name!r}; the model has {', '.join(kinds)}",
+                todo="correct the class name for this version of the model, or make the rules optional=True",
             )
         for rule in rules:
             for path, module in matching:
@@ -177,13 +175,10 @@ def _parameters(builder: PlanBuilder, stages: Stages | None) -> tuple[ParameterP
         claims = [claim for name in places for claim in builder.claims.get(name, ())[:1]]
         _check_claims(builder, places, claims)
         if builder.ranks > 1 and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            builder.problems.append(
-                Problem(
-                    where=first,
-                    rule="(none)",
-                    what="the parameter has gradient hooks, which would stay with the whole tensor that is replaced",
-                    todo="register them after shard(), for gradients that are DTensors",
-                )
+            builder.report(
+                where=first,
+                what="the parameter has gradient hooks, which would stay with the whole tensor that is replaced",
+                todo="register them after shard(), for gradients that are DTensors",
             )
         plans.append(
             ParameterPlan(
@@ -213,31 +208,24 @@ def _check_claims(builder: PlanBuilder, names: Sequence[str], claims: Sequence[P
     for name in names:
         own = builder.claims.get(name, [])
         if not own:
-            builder.problems.append(
-                Problem(
-                    where=name,
-                    rule="(none)",
-                    what=f"the parameter {tuple(builder.model.get_parameter(name).shape)} is covered by no rule",
-                    todo="add a rule for it: region, vocab, head, norm, or replicate if every rank shall hold it whole",
-                )
+            builder.report(
+                where=name,
+                what=f"the parameter {tuple(builder.model.get_parameter(name).shape)} is covered by no rule",
+                todo="add a rule for it: region, vocab, head, norm, or replicate if every rank shall hold it whole",
             )
         elif len(own) > 1:
             rules = " and ".join(claim.rule for claim in own)
-            builder.problems.append(
-                Problem(
-                    where=name, rule=own[0].rule, what=f"the parameter is claimed by {rules}", todo="keep one of them"
-                )
+            builder.report(
+                where=name, rule=own[0].rule, what=f"the parameter is claimed by {rules}", todo="keep one of them"
             )
     layouts = {str(claim.layout): claim for claim in claims}
     if len(layouts) > 1:
         said = ", ".join(f"{claim.name} is {layout}" for layout, claim in layouts.items())
-        builder.problems.append(
-            Problem(
-                where=names[0],
-                rule=claims[0].rule,
-                what=f"tied weights {', '.join(names)} would lie differently: {said}",
-                todo="give all names of one parameter the same style",
-            )
+        builder.report(
+            where=names[0],
+            rule=claims[0].rule,
+            what=f"tied weights {', '.join(names)} would lie differently: {said}",
+            todo="give all names of one parameter the same style",
         )
 
 

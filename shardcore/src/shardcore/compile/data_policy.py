@@ -28,6 +28,7 @@ from shardcore.compile.builder import RuleScope
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.plan.steps import above
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages
+from shardcore.styles._finding import is_in
 from shardcore.styles.attributes import attribute, local_groups, local_heads, local_kv_heads
 from shardcore.styles.heads import head
 from shardcore.styles.layers import col, partial, replicate, row, vocab
@@ -233,7 +234,7 @@ class _Words:
         """Make a region of each row linear, the deepest first, and the column linears that are nearest to it."""
         left = dict(self.columns)
         for path, last in sorted(self.rows.items(), key=lambda item: -item[0].count(".")):
-            near = ([name for name in left if _is_below(name, outer)] for outer in above(path))
+            near = ([name for name in left if is_in(name, outer)] for outer in above(path))
             columns = [left.pop(name) for name in next(filter(None, near), [])]
             if columns:
                 self._make_region(columns, last)
@@ -257,7 +258,7 @@ class _Words:
             todo = "give the block a rule region(...), which says where it is entered, and what its linears are"
             self.unfit(owner, said, f"{type(module).__name__} cannot be cut by that: {why}", todo)
             return
-        block = next(outer for outer in above(last.path) if _is_below(columns[0].path, outer))
+        block = next(outer for outer in above(last.path) if is_in(columns[0].path, outer))
         if block and not isinstance(self.model.get_submodule(_owner(block)), nn.ModuleList):
             block = _owner(block)  # a block itself is not entered: its residual connection is inside of it
         entered, *starts, end = (_below(path, block) for path in (owner, *(c.path for c in columns), last.path))
@@ -308,10 +309,6 @@ def _owner(path: str) -> str:
 
 def _joined(*names: str) -> str:
     return ".".join(filter(None, names))
-
-
-def _is_below(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
 
 
 def _below(path: str, outer: str) -> str:

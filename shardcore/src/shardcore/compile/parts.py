@@ -12,6 +12,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import NoPolicyError, Problem, ShardcoreError
 from shardcore.plan import Stages
 from shardcore.policy import HeadCounts, Policy, Rule
+from shardcore.styles._finding import is_in
 from shardcore.styles.delegation import DelegateRule
 
 __all__ = ["Delegates", "Part", "PartFinder", "Rules", "joined_stages", "matches", "policy_at"]
@@ -44,15 +45,11 @@ class Part:
 
     def holds(self, path: str) -> bool:
         """Tell whether the module ``path`` is this part's own, and no inner part's."""
-        return _is_in(path, self.path) and not any(_is_in(path, inner) for inner in self.inner)
-
-
-def _is_in(path: str, outer: str) -> bool:
-    return not outer or f"{path}.".startswith(f"{outer}.")
+        return is_in(path, self.path) and not any(is_in(path, inner) for inner in self.inner)
 
 
 def _nested(path: str, other: str) -> bool:
-    return _is_in(path, other) or _is_in(other, path)
+    return is_in(path, other) or is_in(other, path)
 
 
 def matches(module: nn.Module, key: str | type[nn.Module] | nn.Module) -> bool:
@@ -62,7 +59,7 @@ def matches(module: nn.Module, key: str | type[nn.Module] | nn.Module) -> bool:
 
 def policy_at(policy: Policy, path: str) -> Policy:
     """Return the policy that serves the module ``path`` of the model of ``policy``."""
-    outer = [part for part in policy.parts if _is_in(path, part)]
+    outer = [part for part in policy.parts if is_in(path, part)]
     return policy.parts[max(outer, key=len)] if outer else policy
 
 

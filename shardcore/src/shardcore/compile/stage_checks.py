@@ -24,7 +24,7 @@ def check_stages(builder: PlanBuilder, policy: Policy, stages: Stages | None) ->
     rule = f"{type(policy).__qualname__}.stages"
     if not isinstance(stages, Stages):
         what = f"stages is a {type(stages).__name__}; wanted a shardcore.Stages or None"
-        builder.problems.append(Problem(where="", rule=rule, what=what, todo="write stages = Stages(...)"))
+        builder.report(rule=rule, what=what, todo="write stages = Stages(...)")
         return None
     builder.problems += _twice(stages, rule)
     found = []
@@ -36,7 +36,7 @@ def check_stages(builder: PlanBuilder, policy: Policy, stages: Stages | None) ->
             problem = what, "name an nn.ModuleList or nn.Sequential in blocks, and anything else in another part"
         if problem is not None:
             what, todo = problem
-            builder.problems.append(Problem(where=name, rule=f"{rule}.{part}", what=what, todo=todo))
+            builder.report(where=name, rule=f"{rule}.{part}", what=what, todo=todo)
         if isinstance(value, nn.Module) or (part != "blocks" and value is not None):
             found.append(name)
     present = stages.mapped(lambda name: name if name in found else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardcore.compile.builder import PlanBuilder
-from shardcore.errors import Problem
 from shardcore.nn import ReplicatedLayout
 
 __all__ = ["report_tensors"]
@@ -16,13 +15,10 @@ def report_tensors(builder: PlanBuilder) -> None:
     parameters = list(builder.model.named_parameters())
     absent = [name for name, parameter in parameters if parameter.is_meta]
     if 0 < len(absent) < len(parameters):
-        builder.problems.append(
-            Problem(
-                where=absent[0],
-                rule="(none)",
-                what=f"{len(absent)} of the {len(parameters)} parameters are on the meta device, and the others not",
-                todo="load or initialise the missing ones before shard(), or build the whole model on the meta device",
-            )
+        builder.report(
+            where=absent[0],
+            what=f"{len(absent)} of the {len(parameters)} parameters are on the meta device, and the others not",
+            todo="load or initialise the missing ones before shard(), or build the whole model on the meta device",
         )
     for name, parameter in parameters:
         what = ""
@@ -33,7 +29,7 @@ def report_tensors(builder: PlanBuilder) -> None:
             what = f"a parameter of {parameter.dtype} cannot be split, and its gradient cannot be summed over ranks"
             todo = "say replicate for it, or shard the model before it is quantized"
         if what:
-            builder.problems.append(Problem(where=name, rule="(none)", what=what, todo=todo))
+            builder.report(where=name, what=what, todo=todo)
 
 
 def _needs_numbers(builder: PlanBuilder, name: str) -> bool:

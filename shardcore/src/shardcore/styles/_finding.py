@@ -7,9 +7,9 @@ import re
 
 from torch import nn
 
-from shardcore.policy import Scope
+from shardcore.policy import HeadCounts, Scope
 
-__all__ = ["argument_of", "dotted", "is_parameter", "number_of", "submodule"]
+__all__ = ["argument_of", "dotted", "heads_of", "is_in", "is_parameter", "number_of", "submodule"]
 
 
 def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
@@ -18,6 +18,11 @@ def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
     names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
     wanted = name or (names[0] if names else None)
     return (wanted, names.index(wanted)) if wanted in names else None
+
+
+def is_in(name: str, outer: str) -> bool:
+    """Tell whether ``name`` is the module ``outer`` (``""`` is the model), or is below it."""
+    return not outer or f"{name}.".startswith(f"{outer}.")
 
 
 def is_parameter(module: nn.Module, owner: str, name: str) -> bool:
@@ -36,6 +41,14 @@ def number_of(scope: Scope, name: str) -> int | None:
     if module is not None:
         scope.problem(f"{type(module).__name__} has no number {short!r}", "correct the name", owner)
     return None
+
+
+def heads_of(scope: Scope, name: str | None) -> HeadCounts | None:
+    """Return the head counts of the policy, or those that ``name`` counts of one module; record what is wrong."""
+    if name is None:
+        return scope.heads
+    count = number_of(scope, name)
+    return None if count is None else HeadCounts(query=count, kv=count, ranks=scope.ranks)
 
 
 def submodule(module: nn.Module, name: str) -> nn.Module | None:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from shardcore.plan.steps import SliceArgument
 from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import argument_of, number_of
+from shardcore.styles._finding import argument_of, heads_of
 from shardcore.styles._text import written
 
 __all__ = ["slice_arg"]
@@ -55,13 +55,10 @@ class SliceArgRule(Rule):
         argument = argument_of(module, self.name)
         if argument is None:
             scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
-        if self.heads is None:
-            count = None if scope.heads is None else scope.heads.query
-        else:
-            count = number_of(scope, self.heads)
-        if argument is None or count is None:
+        heads = heads_of(scope, self.heads)
+        if argument is None or heads is None:
             return
-        if count % scope.ranks != 0:
+        if (count := heads.query) % scope.ranks != 0:
             scope.problem(
                 f"{count} heads ({self.heads or 'of the policy'}) cannot be split over {scope.ranks} ranks",
                 f"use a tensor_parallel_size that divides {count}",

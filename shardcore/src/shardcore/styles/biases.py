@@ -10,7 +10,7 @@ from typing_extensions import override
 from shardcore.nn import Replicated
 from shardcore.nn.linear.bias import BiasLinear
 from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import number_of
+from shardcore.styles._finding import heads_of
 from shardcore.styles._text import written
 
 __all__ = ["bias_net"]
@@ -46,8 +46,9 @@ class BiasNetRule(Rule):
         last = None if network is None else scope.find(end)
         if network is None or last is None:
             return
-        count = number_of(scope, self.heads) if self.heads else (scope.heads.query if scope.heads else None)
-        if isinstance(last, nn.Linear) and count is not None and (last.out_features % count or count % scope.ranks):
+        heads = heads_of(scope, self.heads)
+        count = 1 if heads is None else heads.query
+        if isinstance(last, nn.Linear) and heads is not None and (last.out_features % count or count % scope.ranks):
             what = f"its {last.out_features} output features for {count} heads cannot be split over {scope.ranks} ranks"
             scope.problem(what, "correct last= or heads=, or use a tensor_parallel_size that divides the heads", end)
         scope.swap(end, BiasLinear)

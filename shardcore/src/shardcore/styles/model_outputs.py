@@ -10,8 +10,8 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from shardcore.plan.steps import GatherOutputs, GatherStageAttentions, TakeLoss
-from shardcore.policy import HeadCounts, Rule, Scope
-from shardcore.styles._finding import argument_of, number_of
+from shardcore.policy import Rule, Scope
+from shardcore.styles._finding import argument_of, heads_of
 from shardcore.styles._text import names_of, written
 
 __all__ = ["loss", "outputs", "stage_attentions"]
@@ -97,9 +97,7 @@ class OutputsRule(Rule):
             return
         dims: tuple[tuple[str, int, int | tuple[int, ...]], ...] = ()
         if self.by_heads:
-            heads = scope.heads if self.heads is None else None
-            if self.heads is not None and (count := number_of(scope, self.heads)) is not None:
-                heads = HeadCounts(query=count, kv=count, ranks=scope.ranks)
+            heads = heads_of(scope, self.heads)
             if heads is None:
                 return
             parts = tuple(heads.at(rank).local_query for rank in range(scope.ranks))

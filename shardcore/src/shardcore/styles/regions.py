@@ -15,7 +15,7 @@ from shardcore.nn.linear.alike import Product, product_of
 from shardcore.nn.linear.inside import InnerRowLinear
 from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
-from shardcore.styles._finding import argument_of, is_parameter, number_of, submodule
+from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, submodule
 from shardcore.styles._text import names_of, written
 from shardcore.styles.columns import Column, Cut, Fused, FusedHeads, KeyValue, Projection, Role, row_target
 
@@ -223,19 +223,15 @@ class RegionRule(Rule):
 
     def _heads(self, scope: Scope) -> HeadCounts | None:
         """Return the head counts of the policy, or of this one module; record what is wrong with the latter."""
-        if self.heads is None:
-            return scope.heads
-        count = number_of(scope, self.heads)
-        if count is None:
-            return None
-        if count % scope.ranks:
+        heads = heads_of(scope, self.heads)
+        if self.heads is not None and heads is not None and not heads.is_even:
             scope.problem(
-                f"{count} heads ({self.heads}) cannot be split over {scope.ranks} ranks: whole heads are needed on "
-                "each rank, and uneven heads are not supported yet",
-                f"use a tensor_parallel_size that divides {count}, or say when_divisible in the policy",
+                f"{heads.query} heads ({self.heads}) cannot be split over {scope.ranks} ranks: whole heads are needed "
+                "on each rank, and uneven heads are not supported yet",
+                f"use a tensor_parallel_size that divides {heads.query}, or say when_divisible in the policy",
             )
             return None
-        return HeadCounts(query=count, kv=count, ranks=scope.ranks)
+        return heads
 
     def _entry(self, scope: Scope) -> Step | None:
         """Return where the region is entered, or None if its several column linears enter by themselves.
@@ -287,7 +283,7 @@ class RegionRule(Rule):
         for name in self.enter:
             owner, _, argument = name.rpartition(".")
             module, holder = submodule(scope.module, name), submodule(scope.module, owner)
-            if module is not None and any(_is_in(column, name) for column in columns if column != name):
+            if module is not None and any(is_in(column, name) for column in columns if column != name):
                 places.append((name, None))
             elif name in behind:
                 scope.problem(f"enter={name!r} is a part of the region behind its entry", "name what runs before it")
@@ -323,10 +319,10 @@ class RegionRule(Rule):
         for name in self.after:
             owner, _, parameter = name.rpartition(".")
             linears = (*(c.name for c in self.columns), *self.inside, self.row)
-            own = [n for n in linears if _is_in(n, name)]
+            own = [n for n in linears if is_in(n, name)]
             if not is_parameter(scope.module, owner, parameter) and scope.find(name) is None:
                 continue  # recorded
-            if scope.name(name) == entry.path or not _is_in(scope.name(name), entry.path):
+            if scope.name(name) == entry.path or not is_in(scope.name(name), entry.path):
                 where = entry.path.removeprefix(f"{scope.name('')}.")
                 scope.problem(f"after={name!r} is not inside of {where!r}, where the region is entered", todo)
             elif own:
@@ -355,10 +351,6 @@ class EnterArgRule(Rule):
 def _needs_no_entry(scope: Scope) -> bool:
     """Tell whether nothing happens where activations enter: no backward, and no tokens that are gathered there."""
     return scope.config.inference_only and not scope.config.enable_sequence_parallelism
-
-
-def _is_in(name: str, outer: str) -> bool:
-    return not outer or f"{name}.".startswith(f"{outer}.")
 
 
 def _common(names: tuple[str, ...]) -> str:
