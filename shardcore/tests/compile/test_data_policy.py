@@ -77,6 +77,12 @@ class Mlp(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
+class Leaking(Mlp):
+    def forward(self, x):
+        inner = self.act(self.up(x))
+        return self.down(inner), inner.sum(-1)
+
+
 class Attention(nn.Module):
     """Attention of 4 heads of 2 features."""
 
@@ -186,6 +192,7 @@ WRONG = [
     (lambda: Mlp(nn.PReLU(12)), PAIR, "has act.weight of its own", "region"),
     (lambda: Mlp(nn.LayerNorm(12)), {"layers.*": "pairwise"}, "0 can be the last", "region"),
     (lambda: nn.Sequential(Mlp()), {"layers.*": "pairwise"}, "(none) 0 can be the last", "region"),
+    (Leaking, PAIR, "depends on features of other ranks, or on their number", "region"),
     (Fixed, QKV, "depends on features of other ranks, or on their number", "region"),
     (lambda: Attention(head_dim=3), QKV, "its head_dim count no heads in the 8 features", "region"),
     (lambda: Attention(fused=True, head_dim=2), FUSED, "layers.0.qkv (24) are not queries, keys and", "region"),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from shardcore.compile.builder import RuleScope
@@ -341,7 +342,8 @@ def _mixed(block: nn.Module, columns: Sequence[_Linear], last: _Linear, ranks: i
     """Say why a rank cannot compute its part of what is between the linears of a block, or return None.
 
     The block is run with random numbers in the place of what its column linears return: with all of them, and with the
-    first and with the last rank's. A rank has to get its part of what the row linear is given.
+    first and with the last rank's. A rank has to get its part of what the row linear is given, and all that the block
+    returns besides.
     """
     width, kind = last.sizes.in_features, type(block).__name__
     if not columns or any(column.sizes.out_features != width for column in columns):
@@ -354,20 +356,21 @@ def _mixed(block: nn.Module, columns: Sequence[_Linear], last: _Linear, ranks: i
     draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
     x, features = draw(2, 3, columns[0].sizes.in_features), {name: draw(6, width) for name in starts}
 
-    def given(part: slice) -> Tensor:
+    def run(part: slice) -> tuple[Tensor, list[Any]]:
         trial = object.__new__(type(block))
         places = {name: _Given(values[:, part]) for name, values in features.items()}
         places[end] = _Given(x.new_zeros(6, last.sizes.out_features))
         trial.__dict__.update(vars(block), _modules={**block._modules, **copy.deepcopy(others), **places})
-        type(block).forward(trial.eval(), x)
+        returned = tree_leaves(type(block).forward(trial.eval(), x))
         (found,) = places[end].inputs
-        return found
+        return found, [leaf for leaf in returned if isinstance(leaf, Tensor)]
 
     try:
         with torch.no_grad():
-            whole, step = given(slice(None)), -(-width // ranks)
+            (whole, out), step = run(slice(None)), -(-width // ranks)
             parts = slice(step), slice(min((ranks - 1) * step, width), None)
-            alike = [torch.allclose(whole[..., part], given(part)) for part in parts]
+            found = [(whole[..., part], *run(part)) for part in parts]
+            alike = [torch.allclose(part, own) and all(map(torch.allclose, out, others)) for part, own, others in found]
     except Exception as error:  # whatever the forward of a user's class raises for one tensor
         return f"the forward of {kind} cannot be tried with one tensor ({type(error).__name__}: {error})"
     return None if all(alike) else f"what {last.path} reads depends on features of other ranks, or on their number"
