@@ -19,11 +19,11 @@ from shardcore.nn.layout import are_parts
 from shardcore.nn.linear.alike import Product
 from shardcore.policy import HeadCounts
 
-__all__ = ["Column", "Cut", "Fused", "FusedHeads", "KeyValue", "Order", "Projection", "Role", "row_target"]
+__all__ = ["Column", "Fused", "FusedHeads", "KeyValue", "Order", "Projection", "RegionSizes", "Role", "row_target"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class RegionSizes:
     """How a region is cut.
 
     Attributes:
@@ -57,16 +57,16 @@ class Column(ABC):
 
     name: str
 
-    def without(self, cut: Cut) -> Misfit | None:
+    def without(self, cut: RegionSizes) -> Misfit | None:
         """Return what the region lacks for a column of this kind, whatever its sizes, or None."""
         return None
 
     @abstractmethod
-    def misfits(self, linear: Product, cut: Cut) -> Iterator[Misfit]:
+    def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
         """Yield what does not fit between the linear and the rest of the region."""
 
     @abstractmethod
-    def target(self, linear: Product, cut: Cut) -> Target:
+    def target(self, linear: Product, cut: RegionSizes) -> Target:
         """Return what the linear becomes. Precondition: it fits."""
 
 
@@ -75,14 +75,14 @@ class Projection(Column):
     """One projection: as wide as the input of the row linear, or of any width for each head."""
 
     @override
-    def misfits(self, linear: Product, cut: Cut) -> Iterator[Misfit]:
+    def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
         if not cut.by_heads:
             yield from _of_other_size(linear, cut, 1)
         elif cut.heads is not None:
             yield from _not_whole_heads(linear, cut.heads.query)
 
     @override
-    def target(self, linear: Product, cut: Cut) -> Target:
+    def target(self, linear: Product, cut: RegionSizes) -> Target:
         return _by_heads(linear, cut, Order(("query",))) or (ColumnLinear, {})
 
 
@@ -91,12 +91,12 @@ class KeyValue(Column):
     """Keys or values. With fewer KV heads than ranks, neighbouring ranks compute the same head."""
 
     @override
-    def misfits(self, linear: Product, cut: Cut) -> Iterator[Misfit]:
+    def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
         if cut.heads is not None:
             yield from _not_whole_heads(linear, cut.heads.kv)
 
     @override
-    def target(self, linear: Product, cut: Cut) -> Target:
+    def target(self, linear: Product, cut: RegionSizes) -> Target:
         replication = cut.heads.kv_replication if cut.heads else 1
         options: dict[str, Any] = {"replication": replication} if replication > 1 else {}
         if not options or (cut.heads is not None and not cut.heads.is_even):
@@ -119,20 +119,20 @@ class Fused(Column):
         return f"segments({self.name!r}, {self.segments}{by})"
 
     @override
-    def without(self, cut: Cut) -> Misfit | None:
+    def without(self, cut: RegionSizes) -> Misfit | None:
         if self.by == "head" and not cut.by_heads:
             return "segments in the order of heads are cut between heads", 'say unit="head" or heads='
         return None
 
     @override
-    def misfits(self, linear: Product, cut: Cut) -> Iterator[Misfit]:
+    def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
         if self.by != "head":
             yield from _of_other_size(linear, cut, self.segments)
         if cut.by_heads and cut.heads is not None:
             yield from _not_whole_heads(linear, cut.heads.query)
 
     @override
-    def target(self, linear: Product, cut: Cut) -> Target:
+    def target(self, linear: Product, cut: RegionSizes) -> Target:
         if self.by == "head":  # head after head: cut between heads, like a linear that computes one projection
             return _by_heads(linear, cut, Order(("query",))) or (ColumnLinear, {})
         if cut.heads is not None and not cut.heads.is_even:
@@ -153,13 +153,13 @@ class FusedHeads(Column):
         return f"segments({self.name!r}, {self.roles!r}{by})"
 
     @override
-    def without(self, cut: Cut) -> Misfit | None:
+    def without(self, cut: RegionSizes) -> Misfit | None:
         if not cut.by_heads:
             return "segments that are queries, keys or values are cut between heads", 'say unit="head" or heads='
         return None
 
     @override
-    def misfits(self, linear: Product, cut: Cut) -> Iterator[Misfit]:
+    def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
         if cut.heads is None:
             return
         count = len(Order(self.roles, self.by).heads(range(cut.heads.query), range(cut.heads.kv)))
@@ -171,7 +171,7 @@ class FusedHeads(Column):
             yield what, "check the roles of segments(...), and Heads(...) in the policy's checks"
 
     @override
-    def target(self, linear: Product, cut: Cut) -> Target:
+    def target(self, linear: Product, cut: RegionSizes) -> Target:
         alike = cut.heads is not None and cut.heads.is_even and cut.heads.query == cut.heads.kv
         if alike and self.by == "projection" and len(self.roles) > 1:
             return FusedColumnLinear, {"segments": len(self.roles)}
@@ -212,7 +212,7 @@ class Order:
         return tuple(_merged([at[head] for head in self.heads(c.query_heads, c.kv_heads)], step) for c in ranks)
 
 
-def row_target(linear: Product, cut: Cut) -> Target:
+def row_target(linear: Product, cut: RegionSizes) -> Target:
     """Return what the row linear at the end of the region becomes."""
     columns = None if cut.heads is None or not cut.by_heads else Order(("query",)).rows(cut.width, cut.heads)
     if columns is None or are_parts(columns, cut.width):
@@ -220,7 +220,7 @@ def row_target(linear: Product, cut: Cut) -> Target:
     return RowLinear, {"used": columns}
 
 
-def _by_heads(linear: Product, cut: Cut, order: Order) -> Target | None:
+def _by_heads(linear: Product, cut: RegionSizes, order: Order) -> Target | None:
     """Return how a linear becomes one of which each rank uses its heads; None if they are the part that it holds."""
     if cut.heads is None or not cut.by_heads:
         return None
@@ -242,7 +242,7 @@ def _merged(heads: Sequence[int], step: int) -> Runs:
     return tuple(runs)
 
 
-def _of_other_size(linear: Product, cut: Cut, count: int) -> Iterator[Misfit]:
+def _of_other_size(linear: Product, cut: RegionSizes, count: int) -> Iterator[Misfit]:
     if linear.out_features != count * cut.width:
         yield (
             f"it has out_features {linear.out_features}"

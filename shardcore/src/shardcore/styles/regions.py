@@ -17,7 +17,7 @@ from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, submodule
 from shardcore.styles._text import names_of, written
-from shardcore.styles.columns import Column, Cut, Fused, FusedHeads, KeyValue, Projection, Role, row_target
+from shardcore.styles.columns import Column, Fused, FusedHeads, KeyValue, Projection, RegionSizes, Role, row_target
 
 __all__ = ["enter_arg", "region", "segments"]
 
@@ -191,13 +191,13 @@ class RegionRule(Rule):
         if cut.by_heads:
             scope.splits_attention(self.row)
 
-    def _cut(self, scope: Scope, linears: dict[str, Product]) -> Cut | None:
+    def _cut(self, scope: Scope, linears: dict[str, Product]) -> RegionSizes | None:
         """Return how the region is cut; record what does not fit together.
 
         Sizes of heads were checked by the policy's ``Heads``.
         """
         by_heads = self.unit == "head" or bool(self.kv)
-        cut = Cut(
+        cut = RegionSizes(
             row=self.row,
             width=linears[self.row].in_features,
             by_heads=by_heads,
