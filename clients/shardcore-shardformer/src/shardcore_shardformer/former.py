@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -62,7 +63,11 @@ class ShardFormer:
         return self.pg_manager
 
     def shard_model(
-        self, model: Model, policy: Policy | type[Policy] | None = None, *, optimizer: Optimizer | None = None
+        self,
+        model: Model,
+        policy: Policy | type[Policy] | Mapping[str, Any] | None = None,
+        *,
+        optimizer: Optimizer | None = None,
     ) -> Model:
         """Shard ``model`` in place and return it: `shardcore.shard` by this configuration.
 
@@ -81,7 +86,7 @@ class ShardFormer:
         return shard(model, config, policy=policy, optimizer=optimizer)
 
     def optimize(
-        self, model: Model, policy: Policy | type[Policy] | None = None
+        self, model: Model, policy: Policy | type[Policy] | Mapping[str, Any] | None = None
     ) -> tuple[Model, list[dict[int, nn.Parameter]]]:
         """Shard ``model`` and return it with an empty list, where Shardformer has what pipeline stages share.
 

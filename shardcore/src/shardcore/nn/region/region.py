@@ -273,6 +273,8 @@ class Region:
         length = None if self.sequence is None else self.sequence.length
         if length is None:
             self._fork()  # where tokens are split, the whole block is forked
+            if not torch.is_grad_enabled():
+                return args, kwargs  # nothing to sum
         return self._argument.changed(args, kwargs, self._enter)
 
     def _read(self) -> None:
