@@ -158,7 +158,7 @@ class ParallelModuleSpec:
 
     Attributes:
         target: the native class as `package.module.Class`, by the module that defines it.
-        module: the brought class as `module:Class`: a subclass of `shardcore.nn.SwappedModule`, namely of the class
+        module: the brought class as `module:Class`: a subclass of `shardcore.nn.ParallelMixin`, namely of the class
             that it replaces. It is imported when a module of the native class is sharded.
         replaces: that class of shardcore, by its bare name: `Replicated` (norms and whatever keeps its own forward),
             `ColumnLinear`, `RowLinear`, `VocabEmbedding`, or another one of `shardcore.nn`.

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
-from shardcore.nn import Layout, SwappedModule
+from shardcore.nn import Layout, ParallelMixin
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Recompute, Step
 
@@ -120,7 +120,7 @@ class Scope(Protocol):
         The last is the model, or the submodule that has been delegated to the policy (`shardcore.styles.delegate`).
         """
 
-    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
+    def swap(self, suffix: str, target: type[ParallelMixin], **options: Any) -> type[ParallelMixin]:
         """Plan that a submodule becomes a ``target``, and claim its parameters with the layouts that it gives them.
 
         Returns ``target``, or the class that a pack provides in its place.

@@ -17,7 +17,7 @@ from shardcore.apply.changes import _Bench
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
-from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, behaviours
+from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, mixins
 from shardcore.plan.steps import EnterRegion, Phase, ScopeRandomness, SetAttribute, Swap
 from shardcore.styles import attribute, col, head, region, replicate, vocab
 
@@ -153,4 +153,4 @@ def test_the_scope_goes_around_what_is_there_in_the_end():
     commit = ScopeRandomness(path="0").prepare(bench)
     bench.model[0] = nn.ReLU()
     assert commit() is bench.model[0]
-    assert [b.__name__ for b in behaviours(bench.model[0])] == ["RngScope"]
+    assert [b.__name__ for b in mixins(bench.model[0])] == ["RngScope"]

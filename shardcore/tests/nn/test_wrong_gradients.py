@@ -20,7 +20,7 @@ from shardcore import Policy
 from shardcore.comm.dtensor_params import read_partial
 from shardcore.comm.flow import State
 from shardcore.errors import PlanError
-from shardcore.nn import Layout, ShardedLayout, SwappedModule, judged
+from shardcore.nn import Layout, ParallelMixin, ShardedLayout, judged
 from shardcore.nn.region.flow import Graph
 from shardcore.nn.region.gradients import Wrong
 from shardcore.policy import Rule, Scope
@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[type[nn.Module], tuple[Any, ...], str, str]] = {
 }
 
 
-class SummedTable(SwappedModule, nn.Embedding):
+class SummedTable(ParallelMixin, nn.Embedding):
     """A word of somebody else's: a table with a column for each head, whose gradient is summed all the same."""
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardcore
 from shardcore import PlanError, ShardConfig, compile_plan
-from shardcore.nn import SwappedModule
+from shardcore.nn import ParallelMixin
 from shardcore.policy import Rule, Scope
 from shardcore_planner.communication import collectives
 from shardcore_testing.parity import equal_on_ranks
@@ -37,7 +37,7 @@ def test_their_conflicts_are_reported():
         compile_plan(Twice, own_words.Net(), ShardConfig(tensor_parallel_size=2))
 
 
-class Noisy(SwappedModule):
+class Noisy(ParallelMixin):
     """A model that draws a number beside its native forward."""
 
     keeps_name: ClassVar[bool] = True

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardcore
 from shardcore import Heads, Policy
 from shardcore.comm.dtensor_params import read_local
-from shardcore.nn import Layout, ShardedLayout, SwappedModule
+from shardcore.nn import Layout, ParallelMixin, ShardedLayout
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.plan.steps import Bench, Commit, Phase, Step
 from shardcore.policy import Rule, Scope
@@ -27,7 +27,7 @@ HEADS, WIDTH = 4, 8
 # The word `per_head`: a table of biases with a column for each head, of which a rank needs those of its heads.
 
 
-class HeadTable(SwappedModule, nn.Embedding):
+class HeadTable(ParallelMixin, nn.Embedding):
     """An embedding whose columns are split: weight (N, heads/tp)."""
 
     native_classes: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
@@ -57,7 +57,7 @@ def per_head(name: str) -> Rule:
 # The word `capped`: what a module returns is cut off at a limit. It has a step of its own.
 
 
-class Capped(SwappedModule):
+class Capped(ParallelMixin):
     keeps_name: ClassVar[bool] = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ class Capped(SwappedModule):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapOutput(Step):
     phase: ClassVar[Phase] = Phase.CHANGE
-    behaviour: ClassVar[type[SwappedModule]] = Capped
+    mixin: ClassVar[type[ParallelMixin]] = Capped
 
     limit: float
 

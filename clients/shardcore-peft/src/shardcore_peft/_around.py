@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext
-from shardcore.nn import ColumnLinear, RowLinear, SwappedModule
+from shardcore.nn import ColumnLinear, ParallelMixin, RowLinear
 
 __all__ = ["Finishing", "whole_base"]
 
@@ -45,7 +45,7 @@ def whole_base(base: nn.Module) -> nn.Module:
     return found
 
 
-class Finishing(SwappedModule):
+class Finishing(ParallelMixin):
     """A layer of PEFT around a row linear, or a column linear that gathers: the base finishes after the adapter.
 
     While the layer's own forward runs, another module stands in the place of its base; at all other times the base is

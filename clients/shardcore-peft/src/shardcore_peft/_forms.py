@@ -23,13 +23,13 @@ from shardcore.nn import (
     ColumnLinear,
     FusedColumnLinear,
     HeadParameters,
+    ParallelMixin,
     Replicated,
     RowLinear,
-    SwappedModule,
     VocabEmbedding,
     VocabHead,
 )
-from shardcore.nn.behaviour import behaviours
+from shardcore.nn.mixin import mixins
 from shardcore.nn.sequence.shard import SequenceShard
 from shardcore_peft._dora import Magnitude
 from shardcore_peft._linears import Entering, PartLinear, Summand, UsedLinear
@@ -39,15 +39,15 @@ __all__ = ["Form", "Forms", "check_scales", "forms_at", "scales_at"]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A behaviour and its options; with the tokens that its module sees, where they are split."""
+    """A mixin and its options; with the tokens that its module sees, where they are split."""
 
-    behaviour: type[SwappedModule]
+    mixin: type[ParallelMixin]
     options: dict[str, Any] = field(default_factory=dict)
     tokens: SequenceShard | None = None
 
     def take(self, module: nn.Module, context: ShardContext) -> None:
         """Give ``module``, whose parameters are whole and plain, this form."""
-        new = self.behaviour.from_native_module(module, context, **self.options)
+        new = self.mixin.from_native_module(module, context, **self.options)
         new._take_sequence(self.tokens)
 
 
@@ -86,7 +86,7 @@ def forms_at(base: nn.Module, where: str) -> Forms:
         return Forms(_split(1, columns), Form(Summand, summed), Form(Magnitude, summed), finishes=True)
     if isinstance(base, VocabEmbedding):
         return Forms(Form(Replicated), Form(Replicated), Form(Magnitude), shared=True)
-    if type(base).__mro__[1:] and any(b is Replicated for b in behaviours(base)):
+    if type(base).__mro__[1:] and any(b is Replicated for b in mixins(base)):
         tokens = base.__dict__["_shard_sequence"]
         options = {"partial": bool(base.__dict__["_summed"])}
         form = Form(Replicated, options, tokens)
@@ -116,7 +116,7 @@ def scales_at(base: nn.Module, where: str, *, of_input: bool) -> Form:
             return Form(HeadParameters, {"dim": 1})
         if not of_input:
             return Form(Replicated, {}, base.sequence)
-    elif any(behaviour is Replicated for behaviour in behaviours(base)):
+    elif any(mixin is Replicated for mixin in mixins(base)):
         return forms_at(base, where).first
     raise NotSupportedError(_no_scales(type(base), where, of_input=of_input))
 

@@ -111,11 +111,11 @@ def _hold(held: nn.ParameterDict, form: Form, context: ShardContext) -> None:
     if not names:
         return
     options = {**form.options, "names": names}
-    for name, layout in form.behaviour.layouts(held, context.size, **options).items():
+    for name, layout in form.mixin.layouts(held, context.size, **options).items():
         parameter = held._parameters[name]
         assert parameter is not None
         held._parameters[name] = distribute(parameter, layout, context)
-    form.behaviour.swap_class(held, context, **options)._take_sequence(form.tokens)
+    form.mixin.swap_class(held, context, **options)._take_sequence(form.tokens)
     if "_split" in held.__dict__:  # of a dict that had parameters already
-        held.__dict__["_split"] |= frozenset(names) if form.behaviour is HeadParameters else frozenset()
+        held.__dict__["_split"] |= frozenset(names) if form.mixin is HeadParameters else frozenset()
     take_full_tensors(held)

@@ -1,4 +1,4 @@
-"""The linears of an adapter, by where they stand: PEFT's own objects, each with a behaviour of the core or of these."""
+"""The linears of an adapter, by where they stand: PEFT's own objects, each with a mixin of the core or of these."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing_extensions import override
 from shardcore.comm.dtensor_params import read_partial
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
-from shardcore.nn import Layout, Replicated, ReplicatedLayout, ShardedLayout, SharedRandom, SwappedModule
+from shardcore.nn import Layout, ParallelMixin, Replicated, ReplicatedLayout, ShardedLayout, SharedRandom
 from shardcore.nn.linear.functional import local_linear
 from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
 __all__ = ["AdapterDropout", "Entering", "PartLinear", "Summand", "UsedLinear"]
 
 
-class PartLinear(SwappedModule):
+class PartLinear(ParallelMixin):
     """A linear of which this rank multiplies the part that it holds: weight (out/tp, in), or (out, in/tp).
 
     Input (..., in) inside of a region, output (..., out/tp); or input (..., in/tp), output (..., out), this rank's
@@ -48,7 +48,7 @@ class PartLinear(SwappedModule):
         return local_linear(input, weight, bias)
 
 
-class UsedLinear(SwappedModule):
+class UsedLinear(ParallelMixin):
     """A linear that every rank holds whole, and of which each uses the rows, or the columns, of its heads.
 
     For a base whose ranks use other rows than they hold. The gradients of the parameters are summed over the ranks.

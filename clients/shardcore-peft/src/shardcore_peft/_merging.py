@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.comm.parts import part_of
 from shardcore.mesh import ShardContext
-from shardcore.nn import SwappedModule
+from shardcore.nn import ParallelMixin
 from shardcore.nn.units import unit_of
 from shardcore_peft._sites import nested
 
 __all__ = ["Merging", "let_go", "let_merge", "of_whole_tensors"]
 
 
-class Merging(SwappedModule):
+class Merging(ParallelMixin):
     """A layer of PEFT that merges its adapters, and takes them out again; every rank calls it.
 
     PEFT sets ``weight.data``, which torch ignores for a DTensor without a word. So while it works the parameters of the

@@ -19,9 +19,9 @@ from shardcore.agree.agreement import Report, agree
 from shardcore.apply.collective_errors import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.mesh import ShardContext, group_of, nearest_context, set_context, set_part_of
-from shardcore.nn import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn import ParallelMixin
 from shardcore.nn.intact import AROUND
+from shardcore.nn.mixin import add_mixin
 from shardcore.nn.units import unit_of
 from shardcore_peft._checks import check_method, check_new
 from shardcore_peft._copies import Tied
@@ -48,7 +48,7 @@ HUB = ("revision", "token", "cache_dir", "subfolder")
 _PREFIX = "base_model.model."  # of the names in a saved adapter
 
 
-class ShardedPeft(SwappedModule):
+class ShardedPeft(ParallelMixin):
     """A ``PeftModel`` around a sharded model: adapters that are added get their forms, and are saved whole, once."""
 
     keeps_name: ClassVar[bool] = True
@@ -99,7 +99,7 @@ class ShardedPeft(SwappedModule):
         return next(cls for cls in given.__mro__ if not issubclass(cls, FSDPModule))
 
 
-class ShardedTuner(SwappedModule):
+class ShardedTuner(ParallelMixin):
     """What PEFT has around a sharded model: whatever adds adapters to it comes here."""
 
     keeps_name: ClassVar[bool] = True
@@ -121,12 +121,12 @@ class ShardedTuner(SwappedModule):
 def serve(model: nn.Module, context: ShardContext) -> None:
     """Let the calls of a ``PeftModel`` around a model that was sharded do what several ranks need."""
     if isinstance(model, PeftModel):
-        add_behaviour(model, ShardedPeft)
+        add_mixin(model, ShardedPeft)
         set_context(model, context)  # what it does for a sharded model, people call with this one
         set_part_of(model.base_model, context)
         place_prompts(model, context)
         if isinstance(model.base_model, BaseTuner):
-            add_behaviour(model.base_model, ShardedTuner)
+            add_mixin(model.base_model, ShardedTuner)
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.fsdp.data_parallel import data_axes
 from shardcore.fsdp.scalars import on_replicas
 from shardcore.mesh import ShardContext
-from shardcore.nn import Replicated, ReplicatedLayout, SwappedModule
+from shardcore.nn import ParallelMixin, Replicated, ReplicatedLayout
 from shardcore.nn.layout import distribute
 from shardcore.nn.loading import take_full_tensors
 from shardcore.policy import HeadCounts
@@ -31,7 +31,7 @@ __all__ = ["keep_own_heads", "place_prompts"]
 _QUERIES = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
 
 
-class Prompts(SwappedModule):
+class Prompts(ParallelMixin):
     """An encoder of prompts: the gradient of what it returns is that of all replicas, and of all heads.
 
     It returns the same for every sample, and computes it for one.

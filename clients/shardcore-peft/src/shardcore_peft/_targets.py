@@ -38,7 +38,7 @@ def planned_of(plan: ShardPlan) -> Planned:
     made: dict[str, list[tuple[type, Mapping[str, Any]]]] = {}
     for step in plan.steps:
         options = dict(getattr(step, "options", ()))
-        for path, kind in step.behaviours:
+        for path, kind in step.mixins:
             made.setdefault(path, []).append((kind, options))
     return made
 

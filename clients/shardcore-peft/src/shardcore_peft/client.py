@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.mixin import add_mixin
 from shardcore.nn.process import Change
 from shardcore_peft._models import ShardedPeft, adding, load_into, refuse_unplaced
 from shardcore_peft._saving import save_adapters
@@ -25,7 +25,7 @@ __all__ = [
 
 def _save_adapters(model: Any, *rest: Any, **kwargs: Any) -> None:
     own = type(model)
-    add_behaviour(model, ShardedPeft)  # which knows the name of what FSDP2 has wrapped
+    add_mixin(model, ShardedPeft)  # which knows the name of what FSDP2 has wrapped
     try:
         save_adapters(model, *rest, **kwargs)
     finally:

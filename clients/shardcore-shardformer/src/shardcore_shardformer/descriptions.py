@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from shardcore.nn import ParallelModule, SwappedModule
+from shardcore.nn import ParallelMixin, ParallelModule
 from shardcore.policy import Rule, Scope
 from shardcore.styles import attribute
 from shardcore_shardformer.steps import ReplaceMethods, ReplaceModule, ReplaceParameters
@@ -82,7 +82,7 @@ class _SubModuleRule(Rule):
     @classmethod
     def of(cls, item: SubModuleReplacementDescription) -> _SubModuleRule:
         text = f"SubModuleReplacementDescription({item.suffix!r}, {item.target_module.__name__})"
-        known = item.target_module.option_names if issubclass(item.target_module, SwappedModule) else None
+        known = item.target_module.option_names if issubclass(item.target_module, ParallelMixin) else None
         options = {
             name: value
             for name, value in (item.kwargs or {}).items()
@@ -102,7 +102,7 @@ class _SubModuleRule(Rule):
         module = scope.find(self.suffix)
         if module is None:
             return
-        if issubclass(self.target, SwappedModule):
+        if issubclass(self.target, ParallelMixin):
             scope.swap(self.suffix, self.target, **dict(self.options))
             return
         _claim_all(scope, self.suffix, module)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 
 __all__ = ["DropoutForParallelInput", "DropoutForReplicatedInput"]
 
 
-class DropoutForReplicatedInput(SwappedModule, nn.Dropout):
+class DropoutForReplicatedInput(ParallelMixin, nn.Dropout):
     """A dropout on activations that are the same on all ranks, with the same mask on all of them: `torch.nn.Dropout`.
 
     It works only inside of a sharded model, where a policy puts it.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import transformers
 
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.nn.behaviour import once
+from shardcore.nn.mixin import once
 from shardcore_trainer._checkpoints import Checkpoints
 from shardcore_trainer._evaluating import Evaluating
 from shardcore_trainer._losses import Losses

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn.behaviour import native_class
+from shardcore.nn.mixin import native_class
 from shardcore_transformers._placing import Staging
 
 __all__ = ["Call"]

@@ -19,9 +19,9 @@ from typing_extensions import override
 from shardcore.clients import client_of
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import nearest_context
-from shardcore.nn import ParallelModule, SwappedModule
-from shardcore.nn.behaviour import once
+from shardcore.nn import ParallelMixin, ParallelModule
 from shardcore.nn.calls import running
+from shardcore.nn.mixin import once
 from shardcore.nn.same_inputs import SameInputs
 from shardcore.plan.steps import Step
 from shardcore.plugins.unserved import installing
@@ -201,9 +201,9 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
         "__module__": native.__module__,
         "__qualname__": native.__qualname__,
         "__doc__": native.__doc__,
-        "__copy__": SwappedModule.__copy__,
-        "__deepcopy__": SwappedModule.__deepcopy__,
-        "__reduce_ex__": SwappedModule.__reduce_ex__,
+        "__copy__": ParallelMixin.__copy__,
+        "__deepcopy__": ParallelMixin.__deepcopy__,
+        "__reduce_ex__": ParallelMixin.__reduce_ex__,
     }
     # FSDP2 names the class anew, and the Trainer shifts labels by this name.
     namespace["_get_name"] = lambda self: native.__name__

@@ -15,8 +15,8 @@ from typing_extensions import override
 from shardcore.agree.meeting import Meeting
 from shardcore.errors import ConfigError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, context_of, is_alone
-from shardcore.nn.base import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.base import ParallelMixin
+from shardcore.nn.mixin import add_mixin
 
 __all__ = ["watch"]
 
@@ -40,11 +40,11 @@ def watch(model: nn.Module, seconds: float = 30.0) -> None:
     context = context_of(model)
     if context is None or context.sizes.pp > 1:
         raise ConfigError("shardcore_debug.watch takes a model that shard() has returned, without a pipeline")
-    add_behaviour(model, Watched)
+    add_mixin(model, Watched)
     model.__dict__.update(_watched_ranks=_needed(context), _watched_seconds=seconds)
 
 
-class Watched(SwappedModule):
+class Watched(ParallelMixin):
     """A model whose ranks meet before each call and each generation."""
 
     keeps_name: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class Watched(SwappedModule):
     def compare_generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a generation; see `shardcore.nn.same_inputs.SameInputs`."""
         self._meet()
-        super().compare_generation(args, kwargs)  # type: ignore[misc]  # of the behaviour inside, which alone is asked
+        super().compare_generation(args, kwargs)  # type: ignore[misc]  # of the mixin inside, which alone is asked
 
     def _meet(self) -> None:
         try:

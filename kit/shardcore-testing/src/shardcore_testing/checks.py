@@ -51,7 +51,7 @@ class Section:
         family: what it checks is the same for all models of a family. With ``--families`` it is left to the first case
             of each; see `shardcore_testing.families`.
         quick: the cases for which it runs with ``--quick``: those whose numbers are compared, or those whose plans show
-            a new signature, a new kind of step, behaviour or layout (which is enough for a mechanism), or a new kind of
+            a new signature, a new kind of step, mixin or layout (which is enough for a mechanism), or a new kind of
             layout (for what is saved and read). See `shardcore_testing.families`.
         claim: the capability that it is about: it runs for the cases that claim it, and for the first of a pack.
         replicas: how many replicas of that many ranks it runs on. Several replicas run alone for every case, and of two

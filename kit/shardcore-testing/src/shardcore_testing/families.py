@@ -4,7 +4,7 @@ Models of one class of configuration have their blocks from the same classes, an
 ``--families`` the numbers of every case are compared, and once what depends on those blocks alone (dropout,
 recomputation, the cost of a block, replicas, checkpoints).
 
-``--quick`` asks plans instead of configurations. A plan says which kinds of steps, behaviours and layouts a model gets:
+``--quick`` asks plans instead of configurations. A plan says which kinds of steps, mixins and layouts a model gets:
 its *signature*. Gradients are compared for each kind of class of a pack (a base model, each kind of head), each family
 and each signature; steps, and what else depends on how kinds work together, once for each signature; and a mechanism,
 which works or does not whatever it stands beside, once for each kind. `shardcore_testing.checks.Section.quick` says
@@ -46,9 +46,9 @@ def _family(case: Case) -> object:
 
 
 def signature_of(plan: Any) -> frozenset[str]:
-    """Return the names of the kinds of steps, behaviours and layouts of a `shardcore.plan.ShardPlan`."""
-    behaviours = {behaviour.__name__ for of_path in plan.behaviours().values() for behaviour in of_path}
-    return layouts_of(plan) | {type(step).__name__ for step in plan.steps} | behaviours
+    """Return the names of the kinds of steps, mixins and layouts of a `shardcore.plan.ShardPlan`."""
+    mixins = {mixin.__name__ for of_path in plan.mixins().values() for mixin in of_path}
+    return layouts_of(plan) | {type(step).__name__ for step in plan.steps} | mixins
 
 
 def layouts_of(plan: Any) -> frozenset[str]:

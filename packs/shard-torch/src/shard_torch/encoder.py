@@ -17,14 +17,14 @@ from typing_extensions import override
 
 from shardcore import ShardContext
 from shardcore.errors import NotSupportedError
-from shardcore.nn import SwappedModule
+from shardcore.nn import ParallelMixin
 
 __all__ = ["PaddedEncoder"]
 
 _DEVICES = ("cpu", "cuda", "xpu")
 
 
-class PaddedEncoder(SwappedModule):
+class PaddedEncoder(ParallelMixin):
     """An encoder whose batch stays padded, with the output that torch gives: nested tensors are taken apart nowhere."""
 
     keeps_name: ClassVar[bool] = True

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from shardcore.agree.agreement import Report, agree
 from shardcore.errors import PartlyShardedError
-from shardcore.nn import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn import ParallelMixin
+from shardcore.nn.mixin import add_mixin
 
 __all__ = ["out_of_inference_mode", "refuse_broken", "together"]
 
@@ -49,7 +49,7 @@ def together(
             raise
         broken = error if isinstance(error, PartlyShardedError) else _half_way(model, doing, error)
         model.__dict__[_FAILURE] = str(broken)
-        add_behaviour(model, _Broken)
+        add_mixin(model, _Broken)
         if broken is error or not isinstance(error, Exception):
             raise
         raise broken from error
@@ -79,7 +79,7 @@ def refuse_broken(model: nn.Module) -> None:
         raise PartlyShardedError(model.__dict__[_FAILURE])
 
 
-class _Broken(SwappedModule):
+class _Broken(ParallelMixin):
     """A model that was left half-way: it says so whenever it is called."""
 
     keeps_name = True

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.errors import AlreadyShardedError, ConfigError, NotSupportedError
 from shardcore.mesh import context_of
-from shardcore.nn import SwappedModule
+from shardcore.nn import ParallelMixin
 
 __all__ = ["check_model", "refuse_packed", "refuse_sharded"]
 
@@ -21,7 +21,7 @@ def refuse_sharded(model: nn.Module) -> None:
         AlreadyShardedError: it was.
     """
     for name, module in model.named_modules():
-        if isinstance(module, SwappedModule) or context_of(module) is not None:
+        if isinstance(module, ParallelMixin) or context_of(module) is not None:
             place = f"its submodule {name!r}" if name else "it"
             raise AlreadyShardedError(
                 f"this {type(model).__name__} cannot be sharded: {place} was sharded before. Build the model anew to "

@@ -22,7 +22,7 @@ from shardcore.checkpoint.state import ModelState, optimizer_state
 from shardcore.checkpoint.values import encoded
 from shardcore.errors import AgreementError, ConfigError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, division_of
-from shardcore.nn.behaviour import native_class
+from shardcore.nn.mixin import native_class
 
 __all__ = ["Snapshot", "merged", "replica_of"]
 

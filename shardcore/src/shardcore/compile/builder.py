@@ -12,7 +12,7 @@ from typing_extensions import override
 from shardcore.compile.parts import Part
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
-from shardcore.nn import Layout, SwappedModule
+from shardcore.nn import Layout, ParallelMixin
 from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan.steps import PlanView, Step, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
@@ -21,7 +21,7 @@ from shardcore.styles._finding import dotted
 __all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
 
 #: Given a native class and the class that would replace it: the class to be used in its place, or None.
-Modules = Callable[[type[nn.Module], type[SwappedModule]], type[SwappedModule] | None]
+Modules = Callable[[type[nn.Module], type[ParallelMixin]], type[ParallelMixin] | None]
 
 
 @dataclass
@@ -191,7 +191,7 @@ class RuleScope(Scope):
         yield path, self.part.module
 
     @override
-    def swap(self, suffix: str, target: type[SwappedModule], **options: Any) -> type[SwappedModule]:
+    def swap(self, suffix: str, target: type[ParallelMixin], **options: Any) -> type[ParallelMixin]:
         module = self.module.get_submodule(dotted(suffix))
         if self.builder.modules is not None:
             target = self.builder.modules(type(module), target) or target

@@ -6,8 +6,7 @@ What is exported here is for authors of packs, and kept as the page on stability
 from __future__ import annotations
 
 from shardcore.comm.strided import fsdp_placement
-from shardcore.nn.base import ParallelModule, ReplacedMethods, SwappedModule
-from shardcore.nn.behaviour import behaviours
+from shardcore.nn.base import ParallelMixin, ParallelModule, ReplacedMethods
 from shardcore.nn.blocks.norm import FusedRMSNorm
 from shardcore.nn.layout import (
     ExchangedLayout,
@@ -22,6 +21,7 @@ from shardcore.nn.linear.fused import FusedColumnLinear
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.loss.head import VocabHead
 from shardcore.nn.loss.logits import VocabParallelLogits
+from shardcore.nn.mixin import mixins
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.nn.randomness.shared import SharedNumpy, SharedRandom
 from shardcore.nn.replicated import HeadParameters, Replicated
@@ -34,6 +34,7 @@ __all__ = [
     "GroupShardedLayout",
     "HeadParameters",
     "Layout",
+    "ParallelMixin",
     "ParallelModule",
     "ReplacedMethods",
     "Replicated",
@@ -43,11 +44,10 @@ __all__ = [
     "ShardedLayout",
     "SharedNumpy",
     "SharedRandom",
-    "SwappedModule",
     "VocabEmbedding",
     "VocabHead",
     "VocabParallelLogits",
-    "behaviours",
     "fsdp_placement",
+    "mixins",
     "reduce_partial_gradients",
 ]

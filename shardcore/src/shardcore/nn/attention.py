@@ -27,13 +27,13 @@ from shardcore.comm.exchange import Exchange, exchange_rows
 from shardcore.comm.strided import Runs, install, torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext, as_context
-from shardcore.nn.base import SwappedModule
-from shardcore.nn.behaviour import native_class
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ExchangedLayout, Layout, ReplicatedLayout, SegmentedLayout, ShardedLayout
 from shardcore.nn.linear.parallel import RowLinear
 from shardcore.nn.linear.together import take_rows
 from shardcore.nn.masks import additive, of_keys, of_queries
+from shardcore.nn.mixin import native_class
 from shardcore.nn.region.flow import has_entered
 from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
@@ -76,7 +76,7 @@ def output_options(module: nn.Module, ranks: int) -> dict[str, Any]:
     return {"used": tuple(_rows_at(module, ranks, rank, 1) for rank in range(ranks))}
 
 
-class SplitAttention(SwappedModule):
+class SplitAttention(ParallelMixin):
     """Attention of which each rank has some heads.
 
     Queries (B, L, E), keys (B, S, kdim) and values (B, S, vdim), or the same as the native module takes them, equal on

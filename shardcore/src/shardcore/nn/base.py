@@ -1,4 +1,4 @@
-"""Base classes: `ParallelModule`, and `SwappedModule` for those that are the native object with a further behaviour."""
+"""Base classes: `ParallelModule`, and `ParallelMixin` for those that are the native object with a further mixin."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext, as_context
-from shardcore.nn.behaviour import (
-    add_behaviour,
-    behaviours,
+from shardcore.nn.costs import Collective, Site
+from shardcore.nn.layout import Layout, distribute
+from shardcore.nn.living import is_living
+from shardcore.nn.loading import take_full_tensors
+from shardcore.nn.mixin import (
+    add_mixin,
     is_generated,
+    mixins,
     name_in_tracebacks,
     native_class,
     once,
     sharded_class,
 )
-from shardcore.nn.costs import Collective, Site
-from shardcore.nn.layout import Layout, distribute
-from shardcore.nn.living import is_living
-from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.process import watch_torch
 from shardcore.nn.sequence.shard import SequenceShard
 
-__all__ = ["NO_PICKLE", "LocalModule", "ParallelModule", "ReplacedMethods", "SwappedModule", "with_methods"]
+__all__ = ["NO_PICKLE", "LocalModule", "ParallelMixin", "ParallelModule", "ReplacedMethods", "with_methods"]
 
 #: What to do instead of pickling, for every object that refuses it.
 NO_PICKLE = (
@@ -59,11 +59,11 @@ class ParallelModule(nn.Module):
         raise NotImplementedError
 
 
-class SwappedModule(ParallelModule):
-    """A parallel module that is the native object itself, with a further behaviour.
+class ParallelMixin(ParallelModule):
+    """A parallel module that is the native object itself, with a further mixin.
 
-    The object gets a generated class, whose bases are all of its behaviours and then its native class
-    (`shardcore.nn.behaviour`). So ``isinstance``, hooks, attributes, buffers and the module's place in the model stay.
+    The object gets a generated class, whose bases are all of its mixins and then its native class
+    (`shardcore.nn.mixin`). So ``isinstance``, hooks, attributes, buffers and the module's place in the model stay.
     A subclass gives the layouts of the parameters (`layouts`), sets attributes (`swap_class`), and computes around
     ``super().forward``.
     """
@@ -154,11 +154,11 @@ class SwappedModule(ParallelModule):
 
     @classmethod
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        """Swap the class of ``module`` for one with this behaviour, and return the same object.
+        """Swap the class of ``module`` for one with this mixin, and return the same object.
 
         Its parameters are DTensors already. Precondition: `problem` returned None.
         """
-        add_behaviour(module, cls)
+        add_mixin(module, cls)
         module.__dict__["_shard_context"] = context
         return cast("Self", module)
 
@@ -228,15 +228,15 @@ class SwappedModule(ParallelModule):
         raise WrapError(NO_PICKLE)
 
 
-class LocalModule(SwappedModule):
+class LocalModule(ParallelMixin):
     """A swapped module that splits nothing over ranks; in a model on one rank it can be pickled."""
 
     #: Attributes that cannot be pickled, and are made again when they are missing.
     made_anew: ClassVar[frozenset[str]] = frozenset({"_shard_compiled"})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = behaviours(self)
-        local = all(issubclass(behaviour, LocalModule) for behaviour in own)
+        own = mixins(self)
+        local = all(issubclass(mixin, LocalModule) for mixin in own)
         # A class that somebody has put on top of the generated one cannot be made again from a list.
         if "_shard_context" in self.__dict__ or not local or not is_generated(type(self)):
             return super().__reduce_ex__(protocol)
@@ -249,7 +249,7 @@ def _restored(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> nn.M
     return cls.__new__(cls)
 
 
-class ReplacedMethods(SwappedModule):
+class ReplacedMethods(ParallelMixin):
     """Methods of a user in place of the native ones."""
 
     keeps_name: ClassVar[bool] = True
@@ -264,7 +264,7 @@ def _replaced(methods: tuple[tuple[str, Callable[..., Any]], ...]) -> type[nn.Mo
 def with_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
     """Give one instance other methods; other instances of its class are not affected.
 
-    They are a behaviour, not attributes of the instance, so that libraries which wrap ``forward`` in
+    They are a mixin, not attributes of the instance, so that libraries which wrap ``forward`` in
     ``__init_subclass__`` (for gradient checkpointing) wrap the new one too.
     """
-    add_behaviour(module, _replaced(tuple(sorted(methods.items()))))
+    add_mixin(module, _replaced(tuple(sorted(methods.items()))))

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.errors import WrapError
 from shardcore.nn.base import ReplacedMethods
-from shardcore.nn.behaviour import behaviours
 from shardcore.nn.libraries import ask, library_of
 from shardcore.nn.linear.embedding import VocabEmbedding
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
+from shardcore.nn.mixin import mixins
 from shardcore.nn.randomness.dropout import is_dropout
 
 __all__ = ["AROUND", "Intact"]
@@ -196,7 +196,7 @@ def _between(model: nn.Module, regions: Iterable[str]) -> Iterator[str]:
 
 def _is_parallel(module: nn.Module) -> bool:
     # Methods of a user in place of the native ones leave the module what it was.
-    return any(not issubclass(behaviour, ReplacedMethods) for behaviour in behaviours(module))
+    return any(not issubclass(mixin, ReplacedMethods) for mixin in mixins(module))
 
 
 def _has_state(module: nn.Module) -> bool:

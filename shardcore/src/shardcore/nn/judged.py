@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_leaves
 from shardcore._torch import backward_task
 from shardcore.errors import PlanError, Problem
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.base import ParallelMixin
+from shardcore.nn.mixin import add_mixin
 from shardcore.nn.region.flow import Graph
 from shardcore.nn.region.gradients import problems, wrong_gradients
 
 __all__ = ["JudgedModel", "judge"]
 
 
-class JudgedModel(SwappedModule):
+class JudgedModel(ParallelMixin):
     """A model whose first call of each kind is looked at: wrong gradients are an error before a backward makes them.
 
     Calls are of one kind if they have the same arguments, as far as these decide what runs: which ones there are, which
@@ -87,7 +87,7 @@ class JudgedModel(SwappedModule):
 def judge(model: nn.Module) -> None:
     """Let a sharded model judge its calls."""
     context = model.__dict__["_shard_context"]
-    add_behaviour(model, JudgedModel)
+    add_mixin(model, JudgedModel)
     held = [module._parameters for module in model.modules() if module._parameters]
     model.__dict__.update(_shard_context=context, _judged=set(), _judged_parameters=held)
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["CAPTURED", "OutputGatherer", "RefusesCaptured", "ReturnDict", "StageAttentions"]
@@ -56,7 +56,7 @@ class ReturnDict:
         return 0 <= self.position < len(args)
 
 
-class OutputGatherer(SwappedModule):
+class OutputGatherer(ParallelMixin):
     """A model that gathers the outputs that it captures from its layers, before it returns them.
 
     Gathering here, not in each layer, costs nothing for outputs that the caller did not ask for. Gradients through
@@ -150,7 +150,7 @@ class OutputGatherer(SwappedModule):
         return None if captured is None else gather_from_tp(captured, self._shard_context.channel, dim, size)
 
 
-class StageAttentions(SwappedModule):
+class StageAttentions(ParallelMixin):
     """An encoder of stages, or one stage of it, that gathers attention weights (..., heads/tp, N, N) over their heads.
 
     An encoder returns them by name, a tensor for each stage; a stage last in a tuple, behind three others.
@@ -187,7 +187,7 @@ class StageAttentions(SwappedModule):
         return gather_from_tp(weights, self._shard_context.channel, 1, size) if size else weights
 
 
-class RefusesCaptured(SwappedModule):
+class RefusesCaptured(ParallelMixin):
     """A model that does not return what it captured: each rank has a part of it, and no rule says how to gather it.
 
     Options:

@@ -14,7 +14,7 @@ from shardcore.comm.dtensor_params import read_partial
 from shardcore.comm.exchange import misused
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import Layout, ReplicatedLayout
 from shardcore.nn.linear.together import take_rows
@@ -22,7 +22,7 @@ from shardcore.nn.linear.together import take_rows
 __all__ = ["NormOverHeads"]
 
 
-class NormOverHeads(SwappedModule):
+class NormOverHeads(ParallelMixin):
     """A root-mean-square norm over queries or keys before they are viewed as heads (OLMo 2).
 
     Input (..., m), the features of this rank's heads; output (..., m), each divided by the root of the mean square of

@@ -14,7 +14,7 @@ from typing_extensions import override
 from shardcore._torch import backward_task
 from shardcore.comm.dtensor_params import read_local, read_partial, splits_on_tp
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout
 from shardcore.nn.linear.member import Reading
@@ -23,7 +23,7 @@ from shardcore.nn.sequence.shard import SequenceShard
 __all__ = ["HeadParameters", "Replicated"]
 
 
-class Replicated(SwappedModule):
+class Replicated(ParallelMixin):
     """A native module that runs its own forward while its parameters are DTensors.
 
     While its forward runs, the module's own parameters are replaced by local tensors; at all other times they are the

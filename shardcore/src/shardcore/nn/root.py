@@ -12,14 +12,14 @@ from typing_extensions import override
 from shardcore._torch import backward_task, in_transform
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.intact import Intact
 from shardcore.nn.randomness.dropout import DropoutSites
 
 __all__ = ["RngScope", "ShardedModel"]
 
 
-class RngScope(SwappedModule):
+class RngScope(ParallelMixin):
     """A module whose outermost call runs on the model's random stream; the user's generators are always restored.
 
     The forward is wrapped, not hooked: hooks are not called after an interrupt, which would leave the stream in place.

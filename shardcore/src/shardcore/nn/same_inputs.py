@@ -20,8 +20,8 @@ from shardcore._torch import backward_task, in_transform
 from shardcore.comm.dtensor_params import local_tensor, splits_on_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.random_stream import TWO_THREADS
-from shardcore.nn.base import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.base import ParallelMixin
+from shardcore.nn.mixin import add_mixin
 
 __all__ = ["ALIKE", "KIND", "Brought", "Check", "Meet", "SameInputs", "compare_inputs"]
 
@@ -68,7 +68,7 @@ def _is_due(number: int, every: int) -> bool:
     return number < _FIRST or number % every == 0 or (number + 1).bit_count() == 1
 
 
-class SameInputs(SwappedModule):
+class SameInputs(ParallelMixin):
     """A module that compares its inputs over its tensor-parallel ranks, in the first calls and then now and then.
 
     Also where calls become others, as an evaluation or a generation after steps of training: there one rank is most
@@ -202,7 +202,7 @@ def compare_inputs(modules: Sequence[nn.Module], every: int, checksum: Callable[
     opened: list[int] = []
     for module in modules:
         context = module.__dict__["_shard_context"]
-        add_behaviour(module, SameInputsOfModel if module is modules[0] else SameInputs)
+        add_mixin(module, SameInputsOfModel if module is modules[0] else SameInputs)
         module.__dict__.update(
             _shard_context=context,
             _inputs_calls=0,

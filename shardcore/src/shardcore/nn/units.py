@@ -21,8 +21,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
 from shardcore.comm.flow import PASSES
 from shardcore.errors import NotSupportedError
-from shardcore.nn.base import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.base import ParallelMixin
+from shardcore.nn.mixin import add_mixin
 
 __all__ = ["Unit", "prepare_units", "require_known_fsdp", "unit_of"]
 
@@ -175,7 +175,7 @@ def _no_views(out: Any) -> Any:
     return out
 
 
-class InUnit(SwappedModule):
+class InUnit(ParallelMixin):
     """The module of a unit, or one below it with parameters that the unit holds.
 
     Both its call, since hooks may use parameters, and its forward, which may be called directly, go through the unit.
@@ -185,8 +185,8 @@ class InUnit(SwappedModule):
 
     @classmethod
     def join(cls, module: nn.Module, unit: Unit) -> Self:
-        """Turn ``module`` into this class; see `SwappedModule.swap_class`."""
-        add_behaviour(module, cls)
+        """Turn ``module`` into this class; see `ParallelMixin.swap_class`."""
+        add_mixin(module, cls)
         module.__dict__[_UNIT] = unit
         return module  # type: ignore[return-value]  # its class was swapped
 

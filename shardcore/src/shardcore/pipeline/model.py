@@ -12,8 +12,8 @@ from typing_extensions import override
 from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.base import ParallelMixin
+from shardcore.nn.mixin import add_mixin
 from shardcore.pipeline.engine import Pipeline, pipeline_of, set_pipeline
 from shardcore.pipeline.losses import Loss, Weight
 from shardcore.pipeline.norms import clip_grads, grad_norm
@@ -24,7 +24,7 @@ from shardcore.plan.phases import ModelPhase
 __all__ = ["PipelinedModel", "Pipelining", "Stepping"]
 
 
-class PipelinedModel(SwappedModule):
+class PipelinedModel(ParallelMixin):
     """A model of which each rank has some stages.
 
     `shardcore.shard` makes one of a model if ``pipeline_parallel_size`` is more than 1. Its parameters are those of
@@ -188,4 +188,4 @@ class Stepping(ModelPhase):
 
     def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
         """Give the model ``train_step`` and ``eval_step``."""
-        add_behaviour(self._model, PipelinedModel)
+        add_mixin(self._model, PipelinedModel)

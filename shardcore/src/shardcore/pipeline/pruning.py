@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.nn.behaviour import once
+from shardcore.nn.mixin import once
 from shardcore.pipeline.metadata import PROBE
 from shardcore.plan.cut import Cut
 

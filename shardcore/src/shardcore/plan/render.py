@@ -48,9 +48,9 @@ def _said(plan: ShardPlan, ranks: int) -> dict[str, list[str]]:
     said: dict[str, list[str]] = {}
     for step in plan.steps:
         said.setdefault(step.path, []).append(step.describe())
-    for path, behaviours in plan.behaviours().items():
-        if len(behaviours) > 1:
-            order = " > ".join(behaviour.__name__ for behaviour in behaviours)
+    for path, mixins in plan.mixins().items():
+        if len(mixins) > 1:
+            order = " > ".join(mixin.__name__ for mixin in mixins)
             said.setdefault(path, []).append(f"behaves as {order} > the native class")
     for parameter in plan.parameters:
         said.setdefault(parameter.name.rpartition(".")[0], []).append(_parameter(parameter, ranks))

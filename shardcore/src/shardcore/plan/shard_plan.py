@@ -104,13 +104,13 @@ class ShardPlan:
         """SHA-256 of the plan, equal for equal plans in every process."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
-    def behaviours(self) -> dict[str, tuple[type[nn.Module], ...]]:
+    def mixins(self) -> dict[str, tuple[type[nn.Module], ...]]:
         """Return what the plan makes each module do beyond its native class, outermost first, by its path."""
         found: dict[str, tuple[type[nn.Module], ...]] = {}
         for step in self.steps:
-            for path, behaviour in step.behaviours:
-                if behaviour not in found.get(path, ()):
-                    found[path] = (behaviour, *found.get(path, ()))
+            for path, mixin in step.mixins:
+                if mixin not in found.get(path, ()):
+                    found[path] = (mixin, *found.get(path, ()))
         return found
 
     def render(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from shardcore.nn import ColumnLinear, FusedColumnLinear, RowLinear, SwappedModule
+from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelMixin, RowLinear
 from shardcore.nn.layout import are_parts
 from shardcore.nn.linear.alike import Product
 from shardcore.policy import HeadCounts
@@ -48,7 +48,7 @@ Role = Literal["query", "key", "value"]
 #: What does not fit, and what to do about it.
 Misfit = tuple[str, str]
 #: A parallel module and its options.
-Target = tuple[type[SwappedModule], dict[str, Any]]
+Target = tuple[type[ParallelMixin], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, RowLinear, SwappedModule, VocabEmbedding
+from shardcore.nn import ColumnLinear, ParallelMixin, Replicated, ReplicatedLayout, RowLinear, VocabEmbedding
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import product_of
 from shardcore.nn.linear.native import ParallelLinear
@@ -75,7 +75,7 @@ class SwapRule(Rule):
     """The named modules, each swapped for ``target``; too small to give every rank a part, it is replicated instead."""
 
     names: tuple[str, ...]
-    target: type[SwappedModule]
+    target: type[ParallelMixin]
     options: tuple[tuple[str, Any], ...] = ()
 
     @override
@@ -91,7 +91,7 @@ class SwapRule(Rule):
                 scope.swap(name, self.target, **dict(self.options))
 
 
-def _split_size(module: nn.Module, target: type[SwappedModule]) -> int | None:
+def _split_size(module: nn.Module, target: type[ParallelMixin]) -> int | None:
     """Return the size that splitting ``module`` cuts, or None if nothing is cut."""
     if issubclass(target, VocabEmbedding):
         return module.num_embeddings if isinstance(module, nn.Embedding) else None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardcore.nn.base import LocalModule
-from shardcore.nn.behaviour import add_behaviour, once
+from shardcore.nn.mixin import add_mixin, once
 
 __all__ = ["CompiledBlock"]
 
@@ -36,7 +36,7 @@ class CompiledBlock(LocalModule):
     @classmethod
     def compile_block(cls, module: nn.Module) -> None:
         """Make ``module`` such a block, in place."""
-        add_behaviour(module, cls)
+        add_mixin(module, cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, compiled while training."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardcore.nn.base import LocalModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.mixin import add_mixin
 
 __all__ = ["FusedRMSNorm"]
 
@@ -29,7 +29,7 @@ class FusedRMSNorm(LocalModule):
     @classmethod
     def fuse(cls, module: nn.Module, eps: str) -> None:
         """Make ``module`` such a norm, in place; ``eps`` is its attribute with the constant below the root."""
-        add_behaviour(module, cls)
+        add_mixin(module, cls)
         module.__dict__["_shard_eps"] = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:

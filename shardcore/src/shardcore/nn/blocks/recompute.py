@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardcore.nn.base import LocalModule
-from shardcore.nn.behaviour import add_behaviour
+from shardcore.nn.mixin import add_mixin
 
 __all__ = ["RecomputedBlock"]
 
@@ -27,7 +27,7 @@ class RecomputedBlock(LocalModule):
     @classmethod
     def recompute(cls, module: nn.Module) -> None:
         """Make ``module`` such a block, in place."""
-        add_behaviour(module, cls)
+        add_mixin(module, cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, keeping its inputs only."""

@@ -20,13 +20,13 @@ from shardcore.comm.collectives import packed
 from shardcore.comm.experts import share_gradient
 from shardcore.mesh import ShardContext
 from shardcore.nn.arguments import Argument
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.sequence.shard import SequenceShard, enter_region, leave_region
 
 __all__ = ["ExpertsBlock", "RouterLogits"]
 
 
-class ExpertsBlock(SwappedModule):
+class ExpertsBlock(ParallelMixin):
     """A module that routes tokens to experts, of which each rank has slices.
 
     Input (B, S, H), the same on all ranks, or this rank's tokens of it, (B, S/tp, H); output likewise, summed over the
@@ -77,7 +77,7 @@ class ExpertsBlock(SwappedModule):
         return leave_region(out, self._shard_context.channel, self._experts_sequence, type(self).__name__)
 
 
-class RouterLogits(SwappedModule):
+class RouterLogits(ParallelMixin):
     """A router whose logits the model captures for a loss, besides what its block uses.
 
     Options:

@@ -18,14 +18,14 @@ from typing_extensions import override
 
 from shardcore.comm.experts import touch_elsewhere
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 
 __all__ = ["ListedExpert", "ListedExperts"]
 
 _CALLED = "_expert_called"
 
 
-class ListedExperts(SwappedModule):
+class ListedExperts(ParallelMixin):
     """A module that calls some modules of a list of experts, and whose output, or the first of a tuple, is their sum.
 
     Options:
@@ -71,7 +71,7 @@ class ListedExperts(SwappedModule):
         return self._shard_context.replica_groups
 
 
-class ListedExpert(SwappedModule):
+class ListedExpert(ParallelMixin):
     """One expert of a list, which writes down that it was called."""
 
     keeps_name: ClassVar[bool] = True

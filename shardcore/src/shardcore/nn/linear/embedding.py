@@ -12,7 +12,7 @@ from typing_extensions import override
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
 from shardcore.comm.dtensor_params import held, read_local
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.layout import Layout, ShardedLayout, last_rank_is_empty
 from shardcore.nn.linear.alike import lookup_problem
@@ -21,7 +21,7 @@ from shardcore.nn.linear.functional import can_look_at
 __all__ = ["VocabEmbedding"]
 
 
-class VocabEmbedding(SwappedModule, nn.Embedding):
+class VocabEmbedding(ParallelMixin, nn.Embedding):
     """An embedding whose rows are split: weight (V/tp, H), the last part smaller if V does not divide.
 
     Input (...) of token ids, the same on all ranks; output (..., H), the same on all ranks. Each rank looks up the ids

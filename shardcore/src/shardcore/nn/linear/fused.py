@@ -87,7 +87,7 @@ class FusedColumnLinear(ColumnLinear):
         process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None = None,
         **options: Any,
     ) -> Self:
-        """Replace ``module`` in place and return it, as `SwappedModule.from_native_module` does.
+        """Replace ``module`` in place and return it, as `ParallelMixin.from_native_module` does.
 
         Raises:
             NotSupportedError: unequal segments, ``gather_output``, ``replication``, or a torch before 2.12.

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
-from shardcore.nn.behaviour import native_class
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.linear.alike import Product, product_of
+from shardcore.nn.mixin import native_class
 
 __all__ = ["ParallelLinear"]
 
 
-class ParallelLinear(SwappedModule):
+class ParallelLinear(ParallelMixin):
     """What column and row linears have in common: the native module is a `torch.nn.Linear`, or computes what one does.
 
     A class of another library whose forward is the same product (FalconLinear), or that of a weight (in, out)
@@ -43,7 +43,7 @@ class ParallelLinear(SwappedModule):
 
     @staticmethod
     def computes(module: nn.Module) -> Product:
-        """Return what a module multiplies, of which `plan_kind_problem` was None before it got behaviours."""
+        """Return what a module multiplies, of which `plan_kind_problem` was None before it got mixins."""
         found = product_of(module, native_class(type(module)))
         assert isinstance(found, Product)
         return found

@@ -10,13 +10,13 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.outputs import ReturnDict
 
 __all__ = ["LossFromOutputs"]
 
 
-class LossFromOutputs(SwappedModule):
+class LossFromOutputs(ParallelMixin):
     """A model that runs its own forward without labels and computes the loss afterwards.
 
     Options:

@@ -24,7 +24,7 @@ from typing_extensions import override
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError, VocabParallelLogitsError
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.linear.functional import can_look_at, flat
 from shardcore.nn.linear.parallel import ColumnLinear
 from shardcore.nn.loss.cross_entropy import Change, Vocabulary, chunked_cross_entropy, split_cross_entropy
@@ -300,7 +300,7 @@ class LazyLogits(VocabParallelLogits):
         return type(self)(local, self._vocabulary, self._head, self._chunk, self._changes)
 
 
-class VocabParallelLossModel(SwappedModule):
+class VocabParallelLossModel(ParallelMixin):
     """A model whose head keeps its logits split in calls with labels; without labels they are gathered.
 
     Options:

@@ -8,7 +8,7 @@ from types import CodeType, FunctionType
 import numpy as np
 from torch import nn
 
-from shardcore.nn.behaviour import native_class
+from shardcore.nn.mixin import native_class
 
 __all__ = ["DropoutSites", "is_dropout"]
 

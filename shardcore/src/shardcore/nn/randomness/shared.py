@@ -14,13 +14,13 @@ from typing_extensions import override
 from shardcore._torch import backward_task
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule, with_methods
-from shardcore.nn.behaviour import once
+from shardcore.nn.base import ParallelMixin, with_methods
+from shardcore.nn.mixin import once
 
 __all__ = ["SharedNumpy", "SharedRandom"]
 
 
-class SharedRandom(SwappedModule):
+class SharedRandom(ParallelMixin):
     """A module that draws the same random numbers on all ranks, inside of regions too.
 
     For draws that decide about whole samples (stochastic depth): ranks that decide differently would add parts of
@@ -39,7 +39,7 @@ class SharedRandom(SwappedModule):
             return super().forward(*args, **kwargs)
 
 
-class SharedNumpy(SwappedModule):
+class SharedNumpy(ParallelMixin):
     """A module with methods that draw from numpy's global generator: the same numbers on all ranks.
 
     The generator is seeded from the model's random stream before each call, and set back to the user's state after it.

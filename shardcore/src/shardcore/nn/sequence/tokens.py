@@ -17,7 +17,7 @@ from shardcore.comm.sequence import local_tokens, scatter_sequence
 from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore.mesh import ShardContext
 from shardcore.nn.arguments import Argument
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.randomness.dropout import DropoutSites
 from shardcore.nn.sequence.shard import SequenceShard
 
@@ -27,7 +27,7 @@ __all__ = ["SequenceBlock", "SequenceEnd", "SequenceModule", "SequenceStack"]
 _CARRIED = "_shardcore_tokens"
 
 
-class SequenceModule(SwappedModule):
+class SequenceModule(ParallelMixin):
     """A module that changes a `SequenceShard`.
 
     Options:

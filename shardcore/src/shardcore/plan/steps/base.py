@@ -13,7 +13,7 @@ from torch import nn
 
 from shardcore.errors import Problem
 from shardcore.mesh import ShardContext
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout
 from shardcore.nn.sequence.shard import SequenceShard
@@ -94,8 +94,8 @@ class Step(ABC):
 
     #: When it is carried out.
     phase: ClassVar[Phase] = Phase.CHANGE
-    #: What it adds to the behaviours of the module ``path``; a step that adds more says so in `behaviours`.
-    behaviour: ClassVar[type[SwappedModule] | None] = None
+    #: What it adds to the mixins of the module ``path``; a step that adds more says so in `mixins`.
+    mixin: ClassVar[type[ParallelMixin] | None] = None
 
     path: str
 
@@ -114,9 +114,9 @@ class Step(ABC):
         return f"{self.path or 'the model'} {Step.describe(self)}"
 
     @property
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
-        """What it adds to the behaviours of modules, with their paths: around what earlier steps have added."""
-        return () if self.behaviour is None else ((self.path, self.behaviour),)
+    def mixins(self) -> tuple[tuple[str, type[ParallelMixin]], ...]:
+        """What it adds to the mixins of modules, with their paths: around what earlier steps have added."""
+        return () if self.mixin is None else ((self.path, self.mixin),)
 
     @property
     def splits_heads(self) -> bool:

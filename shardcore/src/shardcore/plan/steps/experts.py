@@ -9,7 +9,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shardcore.errors import Problem
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.block import ExpertsBlock, RouterLogits
 from shardcore.nn.experts.lists import ListedExpert, ListedExperts
@@ -36,7 +36,7 @@ class EnterExperts(Step):
 
     @property
     @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+    def mixins(self) -> tuple[tuple[str, type[ParallelMixin]], ...]:
         routers = () if self.captured is None else ((self.router, RouterLogits),)
         return ((self.path, ExpertsBlock), *routers)
 
@@ -66,7 +66,7 @@ class EnterExperts(Step):
                         f"it would enter again what entered the experts at {self.path}: gradients are summed twice",
                         "name its linears by shared_col= and shared_row= of experts()",
                     )
-                elif any(kind.plan_sums_output() for _, kind in step.behaviours):
+                elif any(kind.plan_sums_output() for _, kind in step.mixins):
                     yield step.problem(
                         f"its output would be summed before {self.path}, which sums all that its experts return",
                         "name its linears by shared_col= and shared_row= of experts()",
@@ -130,7 +130,7 @@ class ShareVisits(Step):
 
     @property
     @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+    def mixins(self) -> tuple[tuple[str, type[ParallelMixin]], ...]:
         below = f"{self.path}.{self.weights}" if self.path else self.weights
         return ((self.path, ListedExperts), *((f"{below}.{i}", ListedExpert) for i in range(self.experts)))
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.nn.blocks.norm import FusedRMSNorm
 from shardcore.nn.blocks.recompute import RecomputedBlock
@@ -27,7 +27,7 @@ class FuseNorm(Step):
 
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.FUSE
-    behaviour: ClassVar[type[SwappedModule]] = FusedRMSNorm
+    mixin: ClassVar[type[ParallelMixin]] = FusedRMSNorm
 
     eps: str
 
@@ -51,7 +51,7 @@ class Compile(Step):
 
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.COMPILE
-    behaviour: ClassVar[type[SwappedModule]] = CompiledBlock
+    mixin: ClassVar[type[ParallelMixin]] = CompiledBlock
 
     @override
     def describe(self) -> str:
@@ -68,7 +68,7 @@ class Recompute(Step):
 
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.RECOMPUTE
-    behaviour: ClassVar[type[SwappedModule]] = RecomputedBlock
+    mixin: ClassVar[type[ParallelMixin]] = RecomputedBlock
 
     @override
     def describe(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.replicated import HeadParameters, Replicated
@@ -27,7 +27,7 @@ class Swap(Step):
 
     phase: ClassVar[Phase] = Phase.SWAP
 
-    target: type[SwappedModule]
+    target: type[ParallelMixin]
     options: Options = ()
 
     @override
@@ -47,7 +47,7 @@ class Swap(Step):
 
     @property
     @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+    def mixins(self) -> tuple[tuple[str, type[ParallelMixin]], ...]:
         return ((self.path, self.target),)
 
     @property
@@ -152,7 +152,7 @@ class CallByMethods(Step):
     """
 
     splits: ClassVar[bool] = False
-    behaviour: ClassVar[type[SwappedModule]] = MethodsAsCalls
+    mixin: ClassVar[type[ParallelMixin]] = MethodsAsCalls
 
     methods: tuple[str, ...]
 
@@ -174,7 +174,7 @@ class ScopeRandomness(Step):
 
     splits: ClassVar[bool] = False  # data-parallel replicas draw other numbers too
     phase: ClassVar[Phase] = Phase.SCOPE
-    behaviour: ClassVar[type[SwappedModule]] = RngScope
+    mixin: ClassVar[type[ParallelMixin]] = RngScope
 
     @override
     def describe(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.after_forward import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
@@ -30,7 +30,7 @@ class GatherOutputs(Step):
         places: outputs that take a place in a tuple (``return_dict=False``) even where they are None.
     """
 
-    behaviour: ClassVar[type[SwappedModule]] = OutputGatherer
+    mixin: ClassVar[type[ParallelMixin]] = OutputGatherer
 
     dims: tuple[tuple[str, int, int | tuple[int, ...]], ...]
     by_tokens: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class GatherStageAttentions(Step):
         sizes: the heads of each stage; 0 where every rank has all of them.
     """
 
-    behaviour: ClassVar[type[SwappedModule]] = StageAttentions
+    mixin: ClassVar[type[ParallelMixin]] = StageAttentions
 
     sizes: tuple[int, ...]
 
@@ -96,7 +96,7 @@ class RefuseCaptured(Step):
         outputs: name of the output -> a module in which each rank has a part of it.
     """
 
-    behaviour: ClassVar[type[SwappedModule]] = RefusesCaptured
+    mixin: ClassVar[type[ParallelMixin]] = RefusesCaptured
 
     outputs: tuple[tuple[str, str], ...]
 
@@ -125,7 +125,7 @@ class TakeLoss(Step):
         logits: the outputs that the function is given.
     """
 
-    behaviour: ClassVar[type[SwappedModule]] = LossFromOutputs
+    mixin: ClassVar[type[ParallelMixin]] = LossFromOutputs
 
     function: Callable[..., Any]
     labels: tuple[str, ...]
@@ -153,7 +153,7 @@ class KeepLogitsSharded(Step):
     """
 
     phase: ClassVar[Phase] = Phase.LOGITS
-    behaviour: ClassVar[type[SwappedModule]] = VocabParallelLossModel
+    mixin: ClassVar[type[ParallelMixin]] = VocabParallelLossModel
 
     labels: tuple[str, int]
     heads: tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shardcore.errors import Problem
-from shardcore.nn.base import SwappedModule
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.sequence.tokens import SequenceBlock, SequenceEnd, SequenceStack
 from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step
@@ -40,7 +40,7 @@ class ShardSequence(Step):
 
     @property
     @override
-    def behaviours(self) -> tuple[tuple[str, type[SwappedModule]], ...]:
+    def mixins(self) -> tuple[tuple[str, type[ParallelMixin]], ...]:
         blocks = ((block, SequenceBlock) for block in self.blocks)
         return ((self.path, SequenceStack), *blocks, (self.end, SequenceEnd))
 

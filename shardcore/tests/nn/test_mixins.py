@@ -15,10 +15,10 @@ from torch import nn
 
 import shardcore
 from shardcore.nn import Replicated, VocabEmbedding
-from shardcore.nn.base import LocalModule, SwappedModule, with_methods
-from shardcore.nn.behaviour import add_behaviour, behaviours, native_class
+from shardcore.nn.base import LocalModule, ParallelMixin, with_methods
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.nn.intact import _is_parallel
+from shardcore.nn.mixin import add_mixin, mixins, native_class
 from shardcore.nn.same_inputs import SameInputs
 
 ORDER: list[str] = []
@@ -54,8 +54,8 @@ class Native(nn.Module):
 
 def made() -> nn.Module:
     module = Native()
-    add_behaviour(module, Inner)
-    add_behaviour(module, Outer)
+    add_mixin(module, Inner)
+    add_mixin(module, Outer)
     return module
 
 
@@ -64,19 +64,19 @@ def test_one_class_runs_all_of_them_in_order():
     ORDER.clear()
     assert module(1, y=3) == 4
     assert ORDER == ["outer", "inner", "native"]
-    assert behaviours(module) == (Outer, Inner)
+    assert mixins(module) == (Outer, Inner)
     assert [c for c in type(module).__mro__ if c.__name__ == "Native"] == [type(module), Native]
     assert native_class(type(module)) is Native
 
 
-def test_modules_with_the_same_behaviours_share_a_class():
+def test_modules_with_the_same_mixins_share_a_class():
     assert type(made()) is type(made())
 
 
-def test_a_behaviour_is_added_once():
+def test_a_mixin_is_added_once():
     module = made()
     before = type(module)
-    add_behaviour(module, Inner)
+    add_mixin(module, Inner)
     assert type(module) is before
 
 
@@ -98,9 +98,9 @@ def test_a_traceback_names_them():
 def test_a_complete_class_takes_part():
     module = nn.Embedding(2, 2)
     module.__class__ = VocabEmbedding
-    assert behaviours(module) == (VocabEmbedding,)
-    add_behaviour(module, Outer)
-    assert behaviours(module) == (Outer, VocabEmbedding)
+    assert mixins(module) == (VocabEmbedding,)
+    add_mixin(module, Outer)
+    assert mixins(module) == (Outer, VocabEmbedding)
     assert type(module).__name__ == "VocabEmbedding"
     assert native_class(type(module)) is nn.Embedding
 
@@ -110,7 +110,7 @@ def test_a_forward_of_its_own_runs_around_what_serves_its_super():
         def forward(self, ids):
             return ("twice", super().forward(ids))
 
-    class Served(SwappedModule, nn.Embedding):
+    class Served(ParallelMixin, nn.Embedding):
         plan_serves_super = True
 
         def forward(self, ids):
@@ -121,11 +121,11 @@ def test_a_forward_of_its_own_runs_around_what_serves_its_super():
             return ("derived", super().forward(ids))
 
     found = []
-    for behaviour in (Served, Derived):
+    for mixin in (Served, Derived):
         module = Twice(2, 2)
-        add_behaviour(module, behaviour)
-        add_behaviour(module, Outer)
-        assert behaviours(module) == (Outer, behaviour)
+        add_mixin(module, mixin)
+        add_mixin(module, Outer)
+        assert mixins(module) == (Outer, mixin)
         assert isinstance(module, Twice)
         found.append(super(Outer, module).forward(None))
     # What is derived from it computes all by itself.
@@ -134,33 +134,33 @@ def test_a_forward_of_its_own_runs_around_what_serves_its_super():
 
 def test_what_others_put_on_top_stays_below_what_comes_later():
     module = Native()
-    add_behaviour(module, Inner)
+    add_mixin(module, Inner)
 
     class Foreign(type(module)):  # type: ignore[misc]
         pass
 
     module.__class__ = Foreign
-    add_behaviour(module, Outer)
+    add_mixin(module, Outer)
     assert isinstance(module, Foreign)
-    assert behaviours(module) == (Outer, Inner)
+    assert mixins(module) == (Outer, Inner)
 
 
-def test_users_methods_are_a_behaviour():
+def test_users_methods_are_a_mixin():
     module = made()
     with_methods(module, {"forward": lambda self, x: x})
     ORDER.clear()
     assert module(7) == 7
     assert ORDER == []
-    assert [b.__name__ for b in behaviours(module)] == ["ReplacedMethods", "Outer", "Inner"]
-    add_behaviour(module, Replicated)
-    assert [b.__name__ for b in behaviours(module)] == ["Replicated", "ReplacedMethods", "Outer", "Inner"]
+    assert [b.__name__ for b in mixins(module)] == ["ReplacedMethods", "Outer", "Inner"]
+    add_mixin(module, Replicated)
+    assert [b.__name__ for b in mixins(module)] == ["Replicated", "ReplacedMethods", "Outer", "Inner"]
 
 
 def test_copies_and_pickles():
     module = made()
     assert type(copy.deepcopy(module)) is type(module)
     again = pickle.loads(pickle.dumps(module))
-    assert behaviours(again) == (Outer, Inner)
+    assert mixins(again) == (Outer, Inner)
     assert type(again) is type(module)
 
 
@@ -170,7 +170,7 @@ def test_classes_of_users_can_be_collected():
             return x
 
     module: nn.Module = Users()
-    add_behaviour(module, Inner)
+    add_mixin(module, Inner)
     with_methods(module, {"extra": lambda self: 1})
     seen = weakref.ref(Users)
     del module, Users
@@ -181,10 +181,10 @@ def test_classes_of_users_can_be_collected():
 def planned_and_made():
     model = token_net.Model().double()
     config = shardcore.ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
-    planned = shardcore.compile_plan(token_net.ModelPolicy, model, config).behaviours()
+    planned = shardcore.compile_plan(token_net.ModelPolicy, model, config).mixins()
     shardcore.shard(model, policy=token_net.ModelPolicy, tp=2, enable_sequence_parallelism=True)
     # Which ranks compare their lookups is no matter of a plan.
-    made = {path: tuple(b for b in behaviours(m) if b is not SameInputs) for path, m in model.named_modules() if path}
+    made = {path: tuple(b for b in mixins(m) if b is not SameInputs) for path, m in model.named_modules() if path}
     return planned, made
 
 
@@ -198,10 +198,10 @@ class Derived(Outer):
     """Its forward is inherited, and runs after what stands between the two."""
 
 
-def test_a_behaviour_that_inherits_its_forward_skips_none():
+def test_a_mixin_that_inherits_its_forward_skips_none():
     module = Native()
-    for behaviour in (Outer, Inner, Derived):
-        add_behaviour(module, behaviour)
+    for mixin in (Outer, Inner, Derived):
+        add_mixin(module, mixin)
     ORDER.clear()
     module(1)
     assert ORDER == ["inner", "outer", "native"]
@@ -210,7 +210,7 @@ def test_a_behaviour_that_inherits_its_forward_skips_none():
 def test_names_for_planning_hide_none_of_a_model():
     """They stand before those of the native class."""
     known = {"from_native_module", "keeps_name", "layouts", "native_classes", "option_names", "problem", "swap_class"}
-    public = {name for name in vars(SwappedModule) if not name.startswith(("_", "plan_"))}
+    public = {name for name in vars(ParallelMixin) if not name.startswith(("_", "plan_"))}
     assert public <= {*known, "refusal"}
 
 
@@ -222,7 +222,7 @@ def test_functions_of_others_keep_their_names():
     with_methods(made(), {"forward": Mine.forward})
     assert Mine.forward.__code__.co_name == "forward"
 
-    class Linear(SwappedModule, nn.Linear):
+    class Linear(ParallelMixin, nn.Linear):
         forward = nn.Linear.forward
 
     assert nn.Linear.forward.__code__.co_name == "forward"
@@ -244,7 +244,7 @@ def test_compiled_blocks_are_pickled_after_a_step():
     CompiledBlock.compile_block(block)
     block.__dict__["_shard_compiled"] = (lambda: None, None)
     again = pickle.loads(pickle.dumps(block))
-    assert behaviours(again) == (CompiledBlock,)
+    assert mixins(again) == (CompiledBlock,)
     assert "_shard_compiled" not in again.__dict__
 
 
@@ -252,7 +252,7 @@ def test_replaced_methods_leave_a_module_foreign():
     module = Native()
     with_methods(module, {"forward": lambda self, x: x})
     assert not _is_parallel(module)
-    add_behaviour(module, Inner)
+    add_mixin(module, Inner)
     assert _is_parallel(module)
 
 
@@ -261,7 +261,7 @@ def replicas():
         stages = shardcore.Stages(first="embeddings", blocks="stack.blocks", last="head")
 
     model = shardcore.shard(token_net.Model().double(), policy=Staged, tp=1, dp=2)
-    return [b.__name__ for b in behaviours(model.stack)]
+    return [b.__name__ for b in mixins(model.stack)]
 
 
 def test_parts_of_replicas_run_on_the_models_stream(pool):
@@ -269,6 +269,6 @@ def test_parts_of_replicas_run_on_the_models_stream(pool):
         assert "RngScope" in names
 
 
-def test_no_behaviours():
-    assert behaviours(Native()) == ()
-    assert behaviours(SwappedModule) == (SwappedModule,)
+def test_no_mixins():
+    assert mixins(Native()) == ()
+    assert mixins(ParallelMixin) == (ParallelMixin,)

@@ -1,8 +1,8 @@
-"""The class of a sharded module: its native class, and before it an ordered list of behaviours.
+"""The class of a sharded module: its native class, and before it an ordered list of mixins.
 
 A module that becomes parallel stays the same object. It gets one generated class, a subclass of its native class, whose
-bases are what it does beyond the native one: *behaviours*, outermost first. Each calls ``super().forward`` for what is
-inside of it, and the last of them the native forward. `behaviours` lists them; a traceback names each by its class.
+bases are what it does beyond the native one: *mixins*, outermost first. Each calls ``super().forward`` for what is
+inside of it, and the last of them the native forward. `mixins` lists them; a traceback names each by its class.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["add_behaviour", "behaviours", "is_generated", "name_in_tracebacks", "native_class", "once", "sharded_class"]
+__all__ = ["add_mixin", "is_generated", "mixins", "name_in_tracebacks", "native_class", "once", "sharded_class"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # In the namespace of a generated class: what it was generated from.
 _NATIVE = "_shardcore_native"
-_BEHAVIOURS = "_shardcore_behaviours"
+_MIXINS = "_shardcore_mixins"
 
 
 def once(function: Function) -> Function:
@@ -51,18 +51,18 @@ def _identity(value: Any) -> Hashable:
     return value if isinstance(value, str) else id(value)
 
 
-def behaviours(module: nn.Module | type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return the behaviours of a module of a sharded model, outermost first; () if it has its native class alone."""
+def mixins(module: nn.Module | type[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Return the mixins of a module of a sharded model, outermost first; () if it has its native class alone."""
     cls = module if isinstance(module, type) else type(module)
     found: list[type[nn.Module]] = []
     for base in cls.__mro__:
-        if _BEHAVIOURS in vars(base):
-            return (*found, *vars(base)[_BEHAVIOURS], *behaviours(vars(base)[_NATIVE]))
+        if _MIXINS in vars(base):
+            return (*found, *vars(base)[_MIXINS], *mixins(vars(base)[_NATIVE]))
     return _itself(cls)
 
 
 def native_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that modules of ``cls`` had before they got behaviours."""
+    """Return the class that modules of ``cls`` had before they got mixins."""
     for base in cls.__mro__:
         if _NATIVE in vars(base):
             return native_class(vars(base)[_NATIVE])
@@ -71,51 +71,51 @@ def native_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def add_behaviour(module: nn.Module, behaviour: type[nn.Module]) -> None:
-    """Put ``behaviour`` around what ``module`` does already; nothing changes if it has it."""
+def add_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put ``mixin`` around what ``module`` does already; nothing changes if it has it."""
     cls = type(module)
-    if issubclass(cls, behaviour):
+    if issubclass(cls, mixin):
         return
-    if _BEHAVIOURS in vars(cls):
-        module.__class__ = sharded_class(vars(cls)[_NATIVE], (behaviour, *vars(cls)[_BEHAVIOURS]))
+    if _MIXINS in vars(cls):
+        module.__class__ = sharded_class(vars(cls)[_NATIVE], (mixin, *vars(cls)[_MIXINS]))
     else:
         # A class that others have put on top of ours (FSDP2, a user's) is native to what comes after it.
-        module.__class__ = sharded_class(_below(cls), (behaviour, *_itself(cls)))
+        module.__class__ = sharded_class(_below(cls), (mixin, *_itself(cls)))
 
 
 def _itself(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return ``cls`` if it is a behaviour that is complete without a generated class, such as `VocabEmbedding`."""
+    """Return ``cls`` if it is a mixin that is complete without a generated class, such as `VocabEmbedding`."""
     return (cls,) if _below(cls) is not cls else ()
 
 
 def _below(cls: type[nn.Module]) -> type[nn.Module]:
-    if hasattr(cls, _BEHAVIOURS) or not hasattr(cls, "keeps_name"):
+    if hasattr(cls, _MIXINS) or not hasattr(cls, "keeps_name"):
         return cls
     return next(base for base in cls.__mro__ if "forward" in vars(base) and not hasattr(base, "keeps_name"))
 
 
 @once
 def sharded_class(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    """Return the subclass of ``native`` with the behaviours ``own``, outermost first.
+    """Return the subclass of ``native`` with the mixins ``own``, outermost first.
 
     One that serves ``super().forward`` comes after a native class with more to it, which runs around it.
 
     There is one for each combination, which instances share. It has the name of the native class, since libraries go by
-    class names, unless a behaviour replaces what the native class does (``keeps_name``).
+    class names, unless a mixin replaces what the native class does (``keeps_name``).
     """
     if len(own) == 1 and issubclass(own[0], native):
         return own[0]
-    named: Any = next((behaviour for behaviour in own if not behaviour.keeps_name), native)  # type: ignore[attr-defined]
+    named: Any = next((mixin for mixin in own if not mixin.keeps_name), native)  # type: ignore[attr-defined]
     namespace: dict[str, Any] = {
         "__module__": named.__module__,
         "__qualname__": named.__qualname__,
         "__doc__": named.__doc__,
         _NATIVE: native,
-        _BEHAVIOURS: own,
+        _MIXINS: own,
     }
     inside = tuple(b for b in own if vars(b).get("plan_serves_super", False) and not issubclass(b, native))
     made = type(named.__name__, (*(b for b in own if b not in inside), native, *inside), namespace)
-    if named is native and any(behaviour.forward is not nn.Module.forward for behaviour in own):
+    if named is native and any(mixin.forward is not nn.Module.forward for mixin in own):
         replaced = [b.forward for b in own if getattr(b, "replaces_forward", False)]
         _sign(made, [*replaced, native.forward][0])
     return made
@@ -139,16 +139,16 @@ def _sign(made: Any, native: Callable[..., Any]) -> None:
 
 
 def is_generated(cls: type[nn.Module]) -> bool:
-    """Tell whether ``cls`` itself was generated from behaviours, not derived from such a class."""
-    return _BEHAVIOURS in vars(cls)
+    """Tell whether ``cls`` itself was generated from mixins, not derived from such a class."""
+    return _MIXINS in vars(cls)
 
 
-def name_in_tracebacks(behaviour: type[nn.Module]) -> None:
-    """Give the functions that run a behaviour its name: tracebacks show functions, and all would be ``forward``."""
-    if hasattr(behaviour, _BEHAVIOURS):
+def name_in_tracebacks(mixin: type[nn.Module]) -> None:
+    """Give the functions that run a mixin its name: tracebacks show functions, and all would be ``forward``."""
+    if hasattr(mixin, _MIXINS):
         return  # a generated class, or one that somebody derived from it
     for name in ("__call__", "forward"):
-        function = vars(behaviour).get(name)
+        function = vars(mixin).get(name)
         # Only what was written for it: a function that it has from elsewhere keeps its name there.
-        if inspect.isfunction(function) and function.__qualname__ == f"{behaviour.__qualname__}.{name}":
-            function.__code__ = function.__code__.replace(co_name=f"{behaviour.__name__}.{name}")
+        if inspect.isfunction(function) and function.__qualname__ == f"{mixin.__qualname__}.{name}":
+            function.__code__ = function.__code__.replace(co_name=f"{mixin.__name__}.{name}")
