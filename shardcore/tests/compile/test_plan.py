@@ -13,7 +13,7 @@ from planned import plan_of, policy_of
 from tiny import TinyLM, TinyPolicy, build
 from torch import nn
 
-from shardcore.apply.changes import _Bench
+from shardcore.apply.changes import _ApplyContext
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
@@ -138,19 +138,19 @@ def test_one_rank_may_ask_for_a_split_sequence():
 def test_outputs_inside_of_blocks_are_gathered_too():
     model = token_net.Model()
     config = ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
-    bench = _Bench(model, compile_plan(token_net.ModelPolicy, model, config), object())
-    assert bench.tokens_below("") is bench.tokens_below("stack") is bench.tokens_below("stack.blocks.0.norm")
-    assert bench.tokens_below("stack.blocks.0.norm") is not None
-    assert bench.tokens_below("embeddings") is None
+    ctx = _ApplyContext(model, compile_plan(token_net.ModelPolicy, model, config), object())
+    assert ctx.tokens_below("") is ctx.tokens_below("stack") is ctx.tokens_below("stack.blocks.0.norm")
+    assert ctx.tokens_below("stack.blocks.0.norm") is not None
+    assert ctx.tokens_below("embeddings") is None
 
 
 def test_the_scope_goes_around_what_is_there_in_the_end():
-    class Bench:
+    class ApplyContext:
         model, context, draws = nn.Sequential(nn.Linear(2, 2)), None, {}
 
-    bench = Bench()
-    bench.context = types.SimpleNamespace()
-    commit = ScopeRandomness(path="0").prepare(bench)
-    bench.model[0] = nn.ReLU()
-    assert commit() is bench.model[0]
-    assert [b.__name__ for b in mixins(bench.model[0])] == ["RngScope"]
+    ctx = ApplyContext()
+    ctx.context = types.SimpleNamespace()
+    commit = ScopeRandomness(path="0").prepare(ctx)
+    ctx.model[0] = nn.ReLU()
+    assert commit() is ctx.model[0]
+    assert [b.__name__ for b in mixins(ctx.model[0])] == ["RngScope"]

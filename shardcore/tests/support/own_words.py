@@ -16,7 +16,7 @@ from shardcore import Heads, Policy
 from shardcore.comm.dtensor_params import read_local
 from shardcore.nn import Layout, ParallelMixin, ShardedLayout
 from shardcore.nn.costs import Collective, Site, forward
-from shardcore.plan.steps import Bench, Commit, Phase, Step
+from shardcore.plan.steps import ApplyContext, Commit, Phase, Step
 from shardcore.policy import Rule, Scope
 from shardcore.styles import norm, region, replicate
 from shardcore_testing.parity import assert_close, assert_same_gradients
@@ -80,11 +80,11 @@ class CapOutput(Step):
     def collectives(self, site: Site) -> Iterator[Collective]:
         yield forward(self.path, "all_reduce", "nothing, but it is counted")
 
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
 
         def commit() -> None:
-            Capped.swap_class(module, bench.shared).__dict__["_limit"] = self.limit
+            Capped.swap_class(module, ctx.shared).__dict__["_limit"] = self.limit
 
         return commit
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.nn.base import ParallelModule, with_methods
-from shardcore.plan.steps import Bench, Commit, Step
+from shardcore.plan.steps import ApplyContext, Commit, Step
 from shardcore.plan.steps.base import Options
 from shardcore_shardformer.foreign import distribute_local_parameters, local_problem
 
@@ -25,9 +25,9 @@ class ReplaceMethods(Step):
     methods: tuple[tuple[str, Callable[..., Any]], ...]
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
+    def prepare(self, ctx: ApplyContext) -> Commit:
         """Return what makes the replacement."""
-        return functools.partial(with_methods, bench.model.get_submodule(self.path), dict(self.methods))
+        return functools.partial(with_methods, ctx.model.get_submodule(self.path), dict(self.methods))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class ReplaceParameters(Step):
     function: Callable[..., Any]
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
+    def prepare(self, ctx: ApplyContext) -> Commit:
         """Return what makes the replacement."""
-        module, context = bench.model.get_submodule(self.path), bench.shared
+        module, context = ctx.model.get_submodule(self.path), ctx.shared
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
 
         def commit() -> None:
@@ -70,10 +70,10 @@ class ReplaceModule(Step):
         return f"{self.target.__name__} would be called with a part of the tokens"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
+    def prepare(self, ctx: ApplyContext) -> Commit:
         """Return what makes the replacement."""
-        context = bench.shared
-        native = bench.model.get_submodule(self.path)
+        context = ctx.shared
+        native = ctx.model.get_submodule(self.path)
         new = self.target.from_native_module(native, context.group, **dict(self.options))
         shapes = {name: tuple(p.shape) for name, p in native.named_parameters(remove_duplicate=False)}
         if problem := local_problem(new, shapes, context):
@@ -82,6 +82,6 @@ class ReplaceModule(Step):
 
         def commit() -> None:
             distribute_local_parameters(new, shapes, context)
-            setattr(bench.model.get_submodule(owner), name, new)
+            setattr(ctx.model.get_submodule(owner), name, new)
 
         return commit

@@ -12,7 +12,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
-from shardcore.plan.steps import Bench, Commit, Step
+from shardcore.plan.steps import ApplyContext, Commit, Step
 from shardcore_transformers import _private
 
 __all__ = ["ChooseAttention", "choose_flash_attention"]
@@ -32,8 +32,8 @@ class ChooseAttention(Step):
         return self.implementation
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        chosen: Any = bench.model.get_submodule(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        chosen: Any = ctx.model.get_submodule(self.path)
 
         def commit() -> None:
             # The configuration may be shared with another model, which keeps its attention.

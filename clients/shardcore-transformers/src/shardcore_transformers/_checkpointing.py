@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
-from shardcore.plan.steps import Bench, Commit, Step
+from shardcore.plan.steps import ApplyContext, Commit, Step
 from shardcore_transformers import _private
 
 __all__ = ["RecomputeLayer", "recompute_layer"]
@@ -29,8 +29,8 @@ class RecomputeLayer(Step):
         return "recomputed in the backward"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        layer: Any = bench.model.get_submodule(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        layer: Any = ctx.model.get_submodule(self.path)
 
         def commit() -> None:
             # What PreTrainedModel.gradient_checkpointing_enable sets on every layer; gradient_checkpointing_disable

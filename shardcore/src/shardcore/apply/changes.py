@@ -12,7 +12,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.layout import ExpertsLayout, GroupShardedLayout, Layout, Specs, distribute
 from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Bench, Commit, above
+from shardcore.plan.steps import ApplyContext, Commit, above
 
 __all__ = ["prepared"]
 
@@ -34,12 +34,12 @@ def prepared(model: nn.Module, plan: ShardPlan, context: ShardContext | None) ->
         layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
         commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
         commits.append(functools.partial(_move_buffers, model, context))
-    bench = _Bench(model, plan, context)
-    return commits + [step.prepare(bench) for step in plan.steps]
+    ctx = _ApplyContext(model, plan, context)
+    return commits + [step.prepare(ctx) for step in plan.steps]
 
 
-class _Bench(Bench):
-    """The bench for the steps of one plan."""
+class _ApplyContext(ApplyContext):
+    """The ctx for the steps of one plan."""
 
     def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
         self.model, self.context = model, context

@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from shardcore.plan.steps.arguments import SliceArgument
-from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
 from shardcore.plan.steps.experts import EnterExperts, ShareVisits
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
@@ -22,7 +22,7 @@ from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.plan.steps.sequence import ShardSequence
 
 __all__ = [
-    "Bench",
+    "ApplyContext",
     "ByRank",
     "CallByMethods",
     "Commit",

@@ -8,7 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shardcore.nn.arguments import SlicedArgument
-from shardcore.plan.steps.base import Bench, Commit, Phase, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
 __all__ = ["SliceArgument"]
 
@@ -46,9 +46,9 @@ class SliceArgument(Step):
         return None
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
-        hook = SlicedArgument(bench.shared, self.argument, self.dim, self.heads, partial=self.partial)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
+        hook = SlicedArgument(ctx.shared, self.argument, self.dim, self.heads, partial=self.partial)
 
         def commit() -> None:
             module.register_forward_pre_hook(hook, with_kwargs=True)

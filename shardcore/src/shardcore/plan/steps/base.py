@@ -19,7 +19,7 @@ from shardcore.nn.layout import Layout
 from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan.digest import to_data
 
-__all__ = ["Bench", "Commit", "Options", "Phase", "PlanView", "Step", "above"]
+__all__ = ["ApplyContext", "Commit", "Options", "Phase", "PlanView", "Step", "above"]
 
 #: Keyword arguments as a hashable value.
 Options = tuple[tuple[str, Any], ...]
@@ -68,7 +68,7 @@ class PlanView(Protocol):
         """Return how a parameter lies; None if no line claims it, or a user's callable decides."""
 
 
-class Bench(Protocol):
+class ApplyContext(Protocol):
     """What steps work with while they are prepared: the model, its place on the mesh, and the state they share."""
 
     model: nn.Module
@@ -193,7 +193,7 @@ class Step(ABC):
         return iter(())
 
     @abstractmethod
-    def prepare(self, bench: Bench) -> Commit:
+    def prepare(self, ctx: ApplyContext) -> Commit:
         """Do everything about the step that can fail, and return the call that changes the model."""
 
     def problem(self, what: str, todo: str) -> Problem:

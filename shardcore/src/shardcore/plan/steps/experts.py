@@ -13,7 +13,7 @@ from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.block import ExpertsBlock, RouterLogits
 from shardcore.nn.experts.lists import ListedExpert, ListedExperts
-from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
 
 __all__ = ["EnterExperts", "ShareVisits"]
 
@@ -97,14 +97,14 @@ class EnterExperts(Step):
             yield backward(self.path, "all_reduce", "(B, S, H) input gradient")
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module, router = bench.model.get_submodule(self.path), bench.model.get_submodule(self.router)
-        tokens = bench.tokens_at(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module, router = ctx.model.get_submodule(self.path), ctx.model.get_submodule(self.router)
+        tokens = ctx.tokens_at(self.path)
 
         def commit() -> None:
-            ExpertsBlock.swap_class(module, bench.shared, argument=self.argument)._take_sequence(tokens)
+            ExpertsBlock.swap_class(module, ctx.shared, argument=self.argument)._take_sequence(tokens)
             if self.captured is not None:
-                RouterLogits.swap_class(router, bench.shared, captured=self.captured)
+                RouterLogits.swap_class(router, ctx.shared, captured=self.captured)
 
         return commit
 
@@ -139,13 +139,13 @@ class ShareVisits(Step):
         return f"tells the other replicas which of its {self.experts} experts had tokens"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
         experts = list(module.get_submodule(self.weights).children())
 
         def commit() -> None:
-            ListedExperts.swap_class(module, bench.shared, weights=self.weights)
+            ListedExperts.swap_class(module, ctx.shared, weights=self.weights)
             for expert in experts:
-                ListedExpert.swap_class(expert, bench.shared)
+                ListedExpert.swap_class(expert, ctx.shared)
 
         return commit

@@ -12,7 +12,7 @@ from shardcore.nn.base import ParallelMixin
 from shardcore.nn.blocks.compiled import CompiledBlock
 from shardcore.nn.blocks.norm import FusedRMSNorm
 from shardcore.nn.blocks.recompute import RecomputedBlock
-from shardcore.plan.steps.base import Bench, Commit, Phase, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
 __all__ = ["Compile", "FreezeForInference", "FuseNorm", "Recompute"]
 
@@ -41,8 +41,8 @@ class FuseNorm(Step):
         return "torch's rms_norm"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        return functools.partial(FusedRMSNorm.fuse, bench.model.get_submodule(self.path), self.eps)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        return functools.partial(FusedRMSNorm.fuse, ctx.model.get_submodule(self.path), self.eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,8 @@ class Compile(Step):
         return "compiled while training"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        return functools.partial(CompiledBlock.compile_block, bench.model.get_submodule(self.path))
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        return functools.partial(CompiledBlock.compile_block, ctx.model.get_submodule(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class Recompute(Step):
         return "recomputed in the backward"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        return functools.partial(RecomputedBlock.recompute, bench.model.get_submodule(self.path))
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        return functools.partial(RecomputedBlock.recompute, ctx.model.get_submodule(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,8 @@ class FreezeForInference(Step):
         return "eval mode, no gradients"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
 
         def commit() -> None:
             module.requires_grad_(False).eval()

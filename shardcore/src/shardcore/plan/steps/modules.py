@@ -16,7 +16,7 @@ from shardcore.nn.replicated import HeadParameters, Replicated
 from shardcore.nn.root import RngScope
 from shardcore.nn.views import with_value
 from shardcore.plan.digest import to_data
-from shardcore.plan.steps.base import Bench, Commit, Options, Phase, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Options, Phase, Step
 
 __all__ = ["ByRank", "CallByMethods", "ScopeRandomness", "SetAttribute", "Swap"]
 
@@ -82,11 +82,11 @@ class Swap(Step):
         return self.target.plan_collectives(site, **dict(self.options))
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module, tokens = bench.model.get_submodule(self.path), bench.tokens_at(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module, tokens = ctx.model.get_submodule(self.path), ctx.tokens_at(self.path)
 
         def commit() -> None:
-            self.target.swap_class(module, bench.shared, **dict(self.options))._take_sequence(tokens)
+            self.target.swap_class(module, ctx.shared, **dict(self.options))._take_sequence(tokens)
 
         return commit
 
@@ -129,10 +129,10 @@ class SetAttribute(Step):
         return None
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module, value = bench.model.get_submodule(self.path), self.value
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module, value = ctx.model.get_submodule(self.path), self.value
         if isinstance(value, ByRank):
-            value = value.values[bench.shared.rank]
+            value = value.values[ctx.shared.rank]
         holder, _, name = self.name.rpartition(".")
         if not holder:
             return functools.partial(setattr, module, name, value)
@@ -161,11 +161,11 @@ class CallByMethods(Step):
         return f"is run by {', '.join(self.methods)} too"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        if bench.context is None:
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        if ctx.context is None:
             return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
-        module = bench.model.get_submodule(self.path)
-        return functools.partial(MethodsAsCalls.swap_class, module, bench.context, methods=self.methods)
+        module = ctx.model.get_submodule(self.path)
+        return functools.partial(MethodsAsCalls.swap_class, module, ctx.context, methods=self.methods)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +181,9 @@ class ScopeRandomness(Step):
         return "on the model's random stream"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        context = bench.context
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        context = ctx.context
         if context is None:
             return lambda: None  # one rank alone runs on torch's own generators
         # Looked up when all else has been committed: another module may have taken the place by then.
-        return lambda: RngScope.swap_class(bench.model.get_submodule(self.path), context, draws=bench.draws)
+        return lambda: RngScope.swap_class(ctx.model.get_submodule(self.path), context, draws=ctx.draws)

@@ -14,7 +14,7 @@ from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.after_forward import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
 from shardcore.nn.outputs import OutputGatherer, RefusesCaptured, StageAttentions
-from shardcore.plan.steps.base import Bench, Commit, Phase, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
 __all__ = ["GatherOutputs", "GatherStageAttentions", "KeepLogitsSharded", "RefuseCaptured", "TakeLoss"]
 
@@ -47,12 +47,12 @@ class GatherOutputs(Step):
         return (*(name for name, _, _ in self.dims), *self.by_tokens)
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module, tokens = bench.model.get_submodule(self.path), bench.tokens_below(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module, tokens = ctx.model.get_submodule(self.path), ctx.tokens_below(self.path)
         options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
 
         def commit() -> None:
-            OutputGatherer.swap_class(module, bench.shared, **options)._take_sequence(tokens)
+            OutputGatherer.swap_class(module, ctx.shared, **options)._take_sequence(tokens)
 
         return commit
 
@@ -79,11 +79,11 @@ class GatherStageAttentions(Step):
         return ("attentions",)
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
 
         def commit() -> None:
-            StageAttentions.swap_class(module, bench.shared, sizes=self.sizes)
+            StageAttentions.swap_class(module, ctx.shared, sizes=self.sizes)
 
         return commit
 
@@ -110,9 +110,9 @@ class RefuseCaptured(Step):
         return tuple(name for name, _ in self.outputs)
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
-        return functools.partial(RefusesCaptured.swap_class, module, bench.shared, outputs=self.outputs)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
+        return functools.partial(RefusesCaptured.swap_class, module, ctx.shared, outputs=self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +136,10 @@ class TakeLoss(Step):
         return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module = bench.model.get_submodule(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
         options: dict[str, Any] = {"function": self.function, "labels": self.labels, "logits": self.logits}
-        return functools.partial(LossFromOutputs.swap_class, module, bench.shared, **options)
+        return functools.partial(LossFromOutputs.swap_class, module, ctx.shared, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +175,10 @@ class KeepLogitsSharded(Step):
             yield forward(self.path, "all_reduce", f"(B, S) {what}")
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        model = bench.model
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        model = ctx.model
         heads = [model.get_submodule(path) for path in self.heads]
         options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}
         return functools.partial(
-            VocabParallelLossModel.swap_class, model.get_submodule(self.path), bench.shared, **options
+            VocabParallelLossModel.swap_class, model.get_submodule(self.path), ctx.shared, **options
         )

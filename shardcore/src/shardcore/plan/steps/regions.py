@@ -20,7 +20,7 @@ from shardcore.nn.region.inner import InnerRegion
 from shardcore.nn.region.region import Region
 from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.replicated import Replicated
-from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step, above
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
 
 __all__ = ["EnterArgument", "EnterRegion"]
 
@@ -148,8 +148,8 @@ class EnterRegion(Step):
         yield from shared_parameters(self.path, [site.member(path) for path in self.members], self.beside)
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        model, tokens = bench.model, bench.tokens_at(self.path)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        model, tokens = ctx.model, ctx.tokens_at(self.path)
         module, block = model.get_submodule(self.path), model.get_submodule(self.block)
         members = [model.get_submodule(name) for name in self.members]
         last = model.get_submodule(self.row) if self.row else None
@@ -159,18 +159,18 @@ class EnterRegion(Step):
         def commit() -> None:
             # A linear that enters by itself has no dropout below it; those of its block's functional calls count.
             trees = [] if isinstance(module, ColumnLinear) else [module]
-            dropouts = DropoutSites(trees, [block], bench.draws) if last is not None else None
+            dropouts = DropoutSites(trees, [block], ctx.draws) if last is not None else None
             columns = [m for m in members if isinstance(m, ColumnLinear)]
             beside = [m for m in inside if isinstance(m, Replicated)]
             region: Region
             if inner:
-                region = InnerRegion(bench.shared, self.argument, columns, dropouts, beside)
+                region = InnerRegion(ctx.shared, self.argument, columns, dropouts, beside)
                 module.register_forward_pre_hook(region, with_kwargs=True)
                 region.enter_at(inner)
             elif isinstance(module, ColumnLinear) and members == [module] and module.uses_what_it_holds:
-                region = module.sole_region = SoleRegion(bench.shared, module, dropouts)
+                region = module.sole_region = SoleRegion(ctx.shared, module, dropouts)
             else:
-                region = Region(bench.shared, self.argument, columns, dropouts, beside)
+                region = Region(ctx.shared, self.argument, columns, dropouts, beside)
                 module.register_forward_pre_hook(region, with_kwargs=True)
             region.sequence = tokens
             if isinstance(last, RowLinear):
@@ -198,8 +198,8 @@ class EnterArgument(Step):
         yield backward(self.path, "all_reduce", f"gradient of {self.argument[0]}")
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        module, hook = bench.model.get_submodule(self.path), EnteredArgument(bench.shared, self.argument)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module, hook = ctx.model.get_submodule(self.path), EnteredArgument(ctx.shared, self.argument)
 
         def commit() -> None:
             module.register_forward_pre_hook(hook, with_kwargs=True)

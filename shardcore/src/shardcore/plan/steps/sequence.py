@@ -12,7 +12,7 @@ from shardcore.errors import Problem
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.sequence.tokens import SequenceBlock, SequenceEnd, SequenceStack
-from shardcore.plan.steps.base import Bench, Commit, Phase, PlanView, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
 
 __all__ = ["ShardSequence"]
 
@@ -71,15 +71,15 @@ class ShardSequence(Step):
         yield backward(self.blocks[0], "all_gather", "(B, S/tp, H) gradient")
 
     @override
-    def prepare(self, bench: Bench) -> Commit:
-        blocks = [bench.model.get_submodule(path) for path in self.blocks]
-        stack, end = bench.model.get_submodule(self.path), bench.model.get_submodule(self.end)
-        tokens = bench.tokens_at(self.end)
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        blocks = [ctx.model.get_submodule(path) for path in self.blocks]
+        stack, end = ctx.model.get_submodule(self.path), ctx.model.get_submodule(self.end)
+        tokens = ctx.tokens_at(self.end)
 
         def commit() -> None:
-            SequenceStack.swap_class(stack, bench.shared, tokens=tokens)
+            SequenceStack.swap_class(stack, ctx.shared, tokens=tokens)
             for block in blocks:
-                SequenceBlock.swap_class(block, bench.shared, tokens=tokens, argument=self.argument)
-            SequenceEnd.swap_class(end, bench.shared, tokens=tokens)
+                SequenceBlock.swap_class(block, ctx.shared, tokens=tokens, argument=self.argument)
+            SequenceEnd.swap_class(end, ctx.shared, tokens=tokens)
 
         return commit
