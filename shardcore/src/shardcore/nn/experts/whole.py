@@ -21,8 +21,8 @@ from typing_extensions import override
 from shardcore.comm import norms
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.dispatch import combine, dispatch, plan_dispatch
 from shardcore.comm.experts import touch
-from shardcore.comm.travel import go, plan_trip, return_summed
 from shardcore.mesh import ShardContext
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.slices import Cut, Slices
@@ -113,9 +113,9 @@ class WholeExperts(Slices):
         wanted = torch.zeros(len(owners), channel.size, dtype=torch.bool, device=owners.device).scatter_(
             1, owners, True
         )
-        trip = plan_trip(wanted, channel)
-        tokens, experts, weights = go((hidden_states, top_k_index, top_k_weights), trip, factor=channel.size)
-        return return_summed(self._computed(tokens, experts, weights), trip, factor=1 / channel.size)
+        plan = plan_dispatch(wanted, channel)
+        tokens, experts, weights = dispatch((hidden_states, top_k_index, top_k_weights), plan, factor=channel.size)
+        return combine(self._computed(tokens, experts, weights), plan, factor=1 / channel.size)
 
     def _computed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the sums (R, H) of what this rank's experts make of tokens, some of whose experts are elsewhere."""

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.comm import Channel
-from shardcore.comm.travel import go, plan_trip, return_summed
+from shardcore.comm.dispatch import combine, dispatch, plan_dispatch
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close
 
@@ -31,11 +31,11 @@ def travels():
     world, rank = dist.get_world_size(), dist.get_rank()
     wanted, channel = WANTED[world], Channel(dist.group.WORLD)
     mask = torch.tensor([[to in row for to in range(world)] for row in wanted[rank]], dtype=torch.bool)
-    trip = plan_trip(mask.view(-1, world), channel)
+    plan = plan_dispatch(mask.view(-1, world), channel)
     rows, scales, numbers = rows_of(rank, wanted)
     rows.requires_grad_(), scales.requires_grad_()
     with Collectives() as sent:
-        came = go((rows, numbers, scales), trip, factor=world)
+        came = dispatch((rows, numbers, scales), plan, factor=world)
     assert sent.counts["alltoall_base"] == 1
     sources = [(source, at) for source in range(world) for at, to in enumerate(wanted[source]) if rank in to]
     for got, kind in zip(came, (0, 2, 1), strict=True):
@@ -45,7 +45,7 @@ def travels():
     assert came[0].requires_grad
     assert not came[1].requires_grad
     made = came[0] * (rank + 1) * came[2].double().sum(-1, keepdim=True)
-    back = return_summed(made, trip, factor=1 / world)
+    back = combine(made, plan, factor=1 / world)
     weight = torch.randn(back.shape, generator=torch.Generator().manual_seed(9 + rank), dtype=torch.float64)
     (back * weight).sum().backward()
     whole, scale, _ = rows_of(rank, wanted)
@@ -66,11 +66,11 @@ def test_rows_go_and_come_back(pool, world):
 def divides():
     """What happens in between sees gradients that are divided by the factor on the way in."""
     channel = Channel(dist.group.WORLD)
-    trip = plan_trip(torch.ones(2, 2, dtype=torch.bool), channel)
+    plan = plan_dispatch(torch.ones(2, 2, dtype=torch.bool), channel)
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     rows = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-    (came,) = go((rows,), trip, factor=2)
-    return_summed(came * scale, trip, factor=0.5).sum().backward()
+    (came,) = dispatch((rows,), plan, factor=2)
+    combine(came * scale, plan, factor=0.5).sum().backward()
     assert float(scale.grad) == 4 * 3 / 2
     assert torch.equal(rows.grad, torch.full((2, 3), 2.0, dtype=torch.float64))
 

@@ -19,10 +19,10 @@ from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.flow import PASSES
 
-__all__ = ["Trip", "go", "plan_trip", "return_summed"]
+__all__ = ["Dispatch", "combine", "dispatch", "plan_dispatch"]
 
 
-class Trip(NamedTuple):
+class Dispatch(NamedTuple):
     """Which rows travel where, in one direction and back.
 
     Attributes:
@@ -40,7 +40,7 @@ class Trip(NamedTuple):
     total: int
 
 
-class _Travel(Function):
+class _AllToAll(Function):
     """Rows to other ranks, those of several tensors as one message; their gradients come back by the same ways."""
 
     flow = PASSES  # of what travels along another axis than ``tp``
@@ -86,7 +86,7 @@ def _dense(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def plan_trip(wanted: Tensor, channel: Channel) -> Trip:
+def plan_dispatch(wanted: Tensor, channel: Channel) -> Dispatch:
     """Return who gets which rows; every rank of ``channel`` makes the call.
 
     Args:
@@ -97,25 +97,25 @@ def plan_trip(wanted: Tensor, channel: Channel) -> Trip:
     ones = [1] * channel.size
     # One wait for the device: how much to send and to make room for is known to the host alone.
     sent, received = torch.stack([numbers, channel.exact.exchange(numbers, ones, ones)]).tolist()
-    return Trip(channel, wanted.t().nonzero()[:, 1], sent, received, wanted.size(0))
+    return Dispatch(channel, wanted.t().nonzero()[:, 1], sent, received, wanted.size(0))
 
 
-def go(rows: Sequence[Tensor], trip: Trip, factor: float = 1.0) -> tuple[Tensor, ...]:
+def dispatch(rows: Sequence[Tensor], plan: Dispatch, factor: float = 1.0) -> tuple[Tensor, ...]:
     """Return the rows that come to this rank, of several tensors that every rank has: (T, W) each to (R, W).
 
     Backward, for floating tensors: the gradients of one row are sent back, multiplied by ``factor``, and added up.
     """
-    out: tuple[Tensor, ...] = _Travel.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        trip.channel, trip.sent, trip.received, factor, *(row[trip.rows] for row in rows)
+    out: tuple[Tensor, ...] = _AllToAll.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+        plan.channel, plan.sent, plan.received, factor, *(row[plan.rows] for row in rows)
     )
     return out
 
 
-def return_summed(rows: Tensor, trip: Trip, factor: float = 1.0) -> Tensor:
+def combine(rows: Tensor, plan: Dispatch, factor: float = 1.0) -> Tensor:
     """Send the rows (R, W) that came back to where they came from, and add up those of one row: (T, W).
 
     Backward: each rank that a row went to gets its gradient, multiplied by ``factor``.
     """
     back: Tensor
-    (back,) = _Travel.apply(trip.channel, trip.received, trip.sent, factor, rows)  # type: ignore[no-untyped-call]
-    return back.new_zeros(trip.total, back.size(1)).index_add(0, trip.rows, back)
+    (back,) = _AllToAll.apply(plan.channel, plan.received, plan.sent, factor, rows)  # type: ignore[no-untyped-call]
+    return back.new_zeros(plan.total, back.size(1)).index_add(0, plan.rows, back)
