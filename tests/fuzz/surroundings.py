@@ -52,7 +52,7 @@ def _replaced(one: Tensor) -> None:
 def keys_left(forward: Callable[[], Any]) -> set[str]:
     """Return which keys eight forwards leave in the group's store, after four others; all ranks make the call.
 
-    Those of the last meeting stay until the next one.
+    Those of the last barrier stay until the next one.
     """
     store = dist.distributed_c10d._get_default_store()
     kept = []

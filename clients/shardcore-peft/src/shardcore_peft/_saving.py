@@ -10,7 +10,7 @@ import torch.distributed as dist
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
-from shardcore.agree.meeting import Meeting
+from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.weights.gathering import Transport
@@ -52,22 +52,22 @@ def save_adapters(
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
     ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
-    meeting = Meeting.hold(ranks, _report(tensors, is_main_process, failure), "PeftModel.save_pretrained")
-    writer = writer_of(meeting.reports, failure)
+    barrier = StoreBarrier.wait(ranks, _report(tensors, is_main_process, failure), "PeftModel.save_pretrained")
+    writer = writer_of(barrier.reports, failure)
     transport = Transport(tensors, writer)
     if dist.get_rank() != writer:
-        meeting.follow(writer)
+        barrier.follow(writer)
         transport.send(tensors)
-        meeting.follow(writer)
+        barrier.follow(writer)
         return
-    with meeting.telling():
+    with barrier.telling():
         native(
             save_directory,
             safe_serialization=safe_serialization,
             selected_adapters=selected_adapters,
             save_embedding_layers=save_embedding_layers,
             is_main_process=True,
-            state_dict=transport.gather(tensors, meeting.proceed),
+            state_dict=transport.gather(tensors, barrier.proceed),
             **kwargs,
         )
 

@@ -5,8 +5,8 @@ tensor and in which order the parts travel; so nothing is gathered but the weigh
 only, the *writer*. It holds one file at a time, the others never more than a part on its way. Everything that is not
 weights (configurations, custom code, model card, upload) is written by transformers, on the writer.
 
-How the ranks meet is in `shardcore.agree.meeting`, how the parts travel in `_gathering`, how transformers is called in
-`_native`, and how an earlier checkpoint gives way to the new one in `_placing`.
+How the ranks meet is in `shardcore.agree.store_barrier`, how the parts travel in `_gathering`, how transformers is
+called in `_native`, and how an earlier checkpoint gives way to the new one in `_placing`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from shardcore._private import SAVING, require
-from shardcore.agree.meeting import Meeting
+from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import check_parts
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
@@ -79,23 +79,23 @@ def save_pretrained(
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
     ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
-    meeting = Meeting.hold(ranks, _report(call.arguments, plan, failure), "save_pretrained")
-    writer = writer_of(meeting.reports, failure)
+    barrier = StoreBarrier.wait(ranks, _report(call.arguments, plan, failure), "save_pretrained")
+    writer = writer_of(barrier.reports, failure)
     assert plan is not None
-    _carry_out(call, plan, meeting, writer)
+    _carry_out(call, plan, barrier, writer)
 
 
-def _carry_out(call: Call, plan: Plan, meeting: Meeting, writer: int) -> None:
+def _carry_out(call: Call, plan: Plan, barrier: StoreBarrier, writer: int) -> None:
     """Write on the writer, and on the others send it what it lacks; returns when all is written."""
     transport = Transport(plan.tensors, writer, () if plan.whole else list(plan.files.values()))
     if dist.get_rank() == writer:
-        with meeting.telling():
-            _write(call, plan, transport, meeting)
+        with barrier.telling():
+            _write(call, plan, transport, barrier)
     else:
         for names in plan.files.values():
-            meeting.follow(writer)
+            barrier.follow(writer)
             transport.send(names)
-        meeting.follow(writer)
+        barrier.follow(writer)
 
 
 def _report(arguments: Mapping[str, Any], plan: Plan | None, failure: Exception | None) -> dict[str, Any]:
@@ -136,16 +136,16 @@ def writer_of(reports: Mapping[int, Mapping[str, Any]], failure: Exception | Non
     return writers[0]
 
 
-def _write(call: Call, plan: Plan, transport: Transport, meeting: Meeting) -> None:
+def _write(call: Call, plan: Plan, transport: Transport, barrier: StoreBarrier) -> None:
     if plan.whole:
         (names,) = plan.files.values()
-        _write_whole(call, transport.gather(names, meeting.proceed))
+        _write_whole(call, transport.gather(names, barrier.proceed))
         return
     staging = call.stage()
     try:
         bar = logging.tqdm(plan.files.items(), desc="Writing model shards", disable=len(plan.files) < 2)
         for name, names in bar:
-            save_file(transport.gather(names, meeting.proceed), staging.path / name, metadata={"format": "pt"})
+            save_file(transport.gather(names, barrier.proceed), staging.path / name, metadata={"format": "pt"})
         if len(plan.files) > 1:
             (staging.path / staging.index).write_text(plan.index(call.model), encoding="utf-8")
         call.native(staging, {})

@@ -12,7 +12,7 @@ import torch.compiler
 from torch import nn
 from typing_extensions import override
 
-from shardcore.agree.meeting import Meeting
+from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import ConfigError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, context_of, is_alone
 from shardcore.nn.base import ParallelMixin
@@ -70,7 +70,7 @@ class Watched(ParallelMixin):
 
     def _meet(self) -> None:
         try:
-            Meeting.hold(self._watched_ranks, {}, "watched call", self._watched_seconds)
+            StoreBarrier.wait(self._watched_ranks, {}, "watched call", self._watched_seconds)
         except MissingRanksError as error:
             ranks, missing = (", ".join(map(str, each)) for each in (self._watched_ranks, error.missing))
             raise MissingRanksError(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from shardcore.agree.meeting import Meeting
+from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.comm.parts import check_parts, part_of
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of, division_of, host_group, unwrapped
@@ -96,7 +96,7 @@ class CheckpointSaver(timm.utils.CheckpointSaver):  # type: ignore[misc]  # timm
         own = [*states, {} if models is None else self.optimizer.state_dict()]
         parts = dict(_parts(own))
         check_parts(parts)
-        meeting = Meeting.hold(ranks, {}, f"CheckpointSaver.{native.__name__}")
+        meeting = StoreBarrier.wait(ranks, {}, f"CheckpointSaver.{native.__name__}")
         transport = Transport(parts, ranks[0])
         answer: list[Any] = [None, None]
         if dist.get_rank() == ranks[0]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
-from shardcore.agree.meeting import Meeting
+from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.apply.lone_pickles import tell_of_lone_pickles
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import ShardContext, axis_name, host_group
@@ -63,7 +63,7 @@ def _ranks(context: ShardContext) -> tuple[int, ...]:
 
 def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
     try:
-        meeting = Meeting.hold(ranks, {"brought": brought}, "call")
+        barrier = StoreBarrier.wait(ranks, {"brought": brought}, "call")
     except MissingRanksError as error:
         names = ", ".join(map(str, error.missing)) or "another one"
         raise MissingRanksError(
@@ -73,7 +73,7 @@ def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
         ) from error
     first, *others = ranks
     for other in others:
-        if told := _difference(*(meeting.reports[rank]["brought"] for rank in (first, other))):
+        if told := _difference(*(barrier.reports[rank]["brought"] for rank in (first, other))):
             name, here, there = told
             if name == ALIKE:
                 raise AgreementError(

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from shardcore._private import SAVING, require
 from shardcore.agree.agreement import Report, agree
 from shardcore.agree.fingerprint import Item
-from shardcore.agree.meeting import Meeting
+from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import MissingRanksError, ShardcoreError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
 
@@ -59,7 +59,7 @@ class RankGroup:
         require(SAVING)
         with _naming_the_lost():
             # Before anything is sent, which others would take for something else.
-            Meeting.hold(ranks, {}, call)
+            StoreBarrier.wait(ranks, {}, call)
             return cls(ranks, host_group(ranks))
 
     def apart(self) -> RankGroup:

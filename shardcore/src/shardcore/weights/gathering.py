@@ -1,6 +1,6 @@
 """How the ranks of a model bring its tensors to one of them, the *writer*, for `_saving`.
 
-How they meet, and follow the writer, is in `shardcore.agree.meeting`.
+How they meet, and follow the writer, is in `shardcore.agree.store_barrier`.
 """
 
 from __future__ import annotations

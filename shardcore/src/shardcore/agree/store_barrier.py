@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import time_limit
 
-__all__ = ["Meeting"]
+__all__ = ["StoreBarrier"]
 
 _POLL = 0.05  # seconds between two looks into the store, at most
 _BEAT = 1.0  # seconds between two signs of life of the writer, at most
@@ -30,12 +30,12 @@ _FAREWELL = 30.0  # seconds that the writer waits for others to hear its last wo
 
 
 @dataclass(slots=True)
-class Meeting:
+class StoreBarrier:
     """All ranks of a model in the same call.
 
     Attributes:
         store: of the default process group.
-        name: of this meeting, the prefix of its keys.
+        name: of this barrier, the prefix of its keys.
         reports: what each global rank brought, in the order of the mesh; empty if all bring nothing.
         others: how many ranks follow the writer.
         step: how often the writer has told the others to go on.
@@ -48,18 +48,18 @@ class Meeting:
     step: int = field(default=0)
 
     @classmethod
-    def hold(
+    def wait(
         cls,
         ranks: Sequence[int],
         report: Mapping[str, Any],
         call: str = "save_pretrained",
         patience: float | None = None,
-    ) -> Meeting:
+    ) -> StoreBarrier:
         """Wait until all ``ranks`` are here, in the same ``call``.
 
         They are waited for as long as a collective would wait, or for ``patience`` in seconds.
 
-        Meetings of the same ranks are numbered in the store. A number ends when all have come or, for all at once, when
+        Barriers of the same ranks are numbered in the store. A number ends when all have come or, for all at once, when
         the first rank runs out of patience; whoever comes later meets under the next number.
 
         Raises:
@@ -166,11 +166,11 @@ def _timeout() -> float:
 
 
 def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: str, end: float, call: str) -> list[int]:
-    """Come to the meeting ``name`` and return who was missing when it was decided."""
+    """Come to the barrier ``name`` and return who was missing when it was decided."""
     outcome = f"{name}/outcome"
     store.set(f"{name}/{dist.get_rank()}", report)
     if store.add(f"{name}/count", 1) == len(ranks) and _decide(store, base, name, []):
-        # All are here, so that nobody is in the meeting before this one any more.
+        # All are here, so that nobody is in the barrier before this one any more.
         _forget(store, f"{base}/{int(name.rpartition('/')[2]) - 1}", ranks)
     came = False
     try:
@@ -195,7 +195,7 @@ def _decide(store: Store, base: str, name: str, missing: list[int]) -> bool:
 
 
 def _forget(store: Store, name: str, ranks: Sequence[int]) -> None:
-    """Remove what a meeting has left in the store, which is kept by one host for all."""
+    """Remove what a barrier has left in the store, which is kept by one host for all."""
     for key in ("count", "decided", "outcome", "beat", "followed", *ranks):
         store.delete_key(f"{name}/{key}")
     step = 0

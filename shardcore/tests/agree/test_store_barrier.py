@@ -1,4 +1,4 @@
-"""What a meeting says and leaves in the store, whichever store it is."""
+"""What a barrier says and leaves in the store, whichever store it is."""
 
 import os
 import re
@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from shardcore import MissingRanksError
-from shardcore.agree.meeting import Meeting, _forget
+from shardcore.agree.store_barrier import StoreBarrier, _forget
 
 
 @pytest.mark.timeout(20)
-def test_a_store_that_is_a_file_forgets_a_meeting(tmp_path):
+def test_a_store_that_is_a_file_forgets_a_barrier(tmp_path):
     """It says of every key that it has deleted it."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     kept, keys = "met/2/step0", ["met/1/count", "met/1/0", "met/1/step0", "met/1/step1"]
@@ -25,19 +25,19 @@ def test_a_store_that_is_a_file_forgets_a_meeting(tmp_path):
     assert not any(store.check([key]) for key in keys)
 
 
-def meetings() -> list[int]:
-    """Number of keys in the store after some meetings, and after many more."""
+def barriers() -> list[int]:
+    """Number of keys in the store after some barriers, and after many more."""
     store = dist.distributed_c10d._get_default_store()
     counted = []
     for number in range(40):
-        meeting = Meeting.hold([0, 1], {"number": number}, "save_pretrained", patience=10.0)
-        assert {rank: report["number"] for rank, report in meeting.reports.items()} == {0: number, 1: number}
+        barrier = StoreBarrier.wait([0, 1], {"number": number}, "save_pretrained", patience=10.0)
+        assert {rank: report["number"] for rank, report in barrier.reports.items()} == {0: number, 1: number}
         if dist.get_rank() == 0:
-            with meeting.telling():
-                meeting.proceed()
+            with barrier.telling():
+                barrier.proceed()
         else:
-            meeting.follow(0)
-            meeting.follow(0)
+            barrier.follow(0)
+            barrier.follow(0)
         if number in (5, 39):
             dist.barrier()
             counted.append(store.num_keys())
@@ -45,21 +45,21 @@ def meetings() -> list[int]:
     return counted
 
 
-def test_meetings_leave_nothing_in_the_store(pool):
-    for few, many in pool.run(meetings, world=2):
+def test_barriers_leave_nothing_in_the_store(pool):
+    for few, many in pool.run(barriers, world=2):
         assert many <= few
 
 
 def meets_alone():
     if dist.get_rank() == 0:
         with pytest.raises(MissingRanksError) as caught:
-            Meeting.hold([0, 1], {}, "save_pretrained", patience=1.0)
+            StoreBarrier.wait([0, 1], {}, "save_pretrained", patience=1.0)
         assert caught.value.missing == (1,)
         return str(caught.value)
     return ""
 
 
-def test_a_meeting_that_was_given_up_says_for_how_long_it_was_waited_for(pool):
+def test_a_barrier_that_was_given_up_says_for_how_long_it_was_waited_for(pool):
     said, _ = pool.run(meets_alone, timeout=30)
     assert re.search(r"did not come: 1 \(this one has waited for \d s; the timeout of the process group is 1 s\)", said)
 
@@ -68,15 +68,15 @@ def test_a_meeting_that_was_given_up_says_for_how_long_it_was_waited_for(pool):
 LAST = """
 import os, time
 import torch.distributed as dist
-from shardcore.agree.meeting import Meeting
+from shardcore.agree.store_barrier import StoreBarrier
 dist.init_process_group("gloo")
-meeting = Meeting.hold([0, 1], {}, "save_pretrained")
+barrier = StoreBarrier.wait([0, 1], {}, "save_pretrained")
 if dist.get_rank() == 0:
-    with meeting.telling():
+    with barrier.telling():
         pass
 else:
     time.sleep(0.3)
-    meeting.follow(0)
+    barrier.follow(0)
     print("followed")
 os._exit(0)
 """
