@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.flow import ENTERS, LEAVES, Flow, State
+from shardcore.comm.flow import ENTERS, LEAVES, Flow, GradPlacement
 from shardcore.nn.region.flow import Graph, Mistake
 
 
@@ -52,21 +52,21 @@ def states(output: Tensor) -> dict[int, Any]:
 def test_the_walk() -> None:
     x, y = (torch.ones(4, requires_grad=True) for _ in range(2))
     enters, leaves, silent, pairs = _Enters.apply, _Leaves.apply, _Silent.apply, _Pairs.apply
-    assert states(x * 2) == {id(x): State.WHOLE}
-    assert states(leaves(x.sin())) == {id(x): State.OWN}
-    assert states(leaves(enters(x).sin())) == {id(x): State.WHOLE}
-    assert states(leaves(enters(x) * y)) == {id(x): State.WHOLE, id(y): State.OWN}
-    assert states(x + leaves(enters(x))) == {id(x): State.WHOLE}
+    assert states(x * 2) == {id(x): GradPlacement.REPLICATE}
+    assert states(leaves(x.sin())) == {id(x): GradPlacement.VARYING}
+    assert states(leaves(enters(x).sin())) == {id(x): GradPlacement.REPLICATE}
+    assert states(leaves(enters(x) * y)) == {id(x): GradPlacement.REPLICATE, id(y): GradPlacement.VARYING}
+    assert states(x + leaves(enters(x))) == {id(x): GradPlacement.REPLICATE}
     entered = enters(x)
     assert states(entered + leaves(entered)) == {id(x): "joined"}
     assert states(enters(x)) == {id(x): "summed"}
     assert states(leaves(leaves(x))) == {id(x): "left"}
-    assert states(silent(leaves(enters(x)))) == {id(x): State.UNKNOWN}
-    assert states(silent(x) + leaves(x)) == {id(x): State.UNKNOWN}
+    assert states(silent(leaves(enters(x)))) == {id(x): GradPlacement.UNKNOWN}
+    assert states(silent(x) + leaves(x)) == {id(x): GradPlacement.UNKNOWN}
     first, second = (x * 1).split([1, 3])
     assert states(first + leaves(second).sum()) == {id(x): "joined"}
     first, second = pairs("of two", x * 1, y * 1)
-    assert states(first + leaves(second)) == {id(x): State.WHOLE, id(y): State.OWN}
+    assert states(first + leaves(second)) == {id(x): GradPlacement.REPLICATE, id(y): GradPlacement.VARYING}
 
 
 def test_outputs_without_a_graph() -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardcore
 from shardcore import Policy
 from shardcore.comm.dtensor_params import read_partial
-from shardcore.comm.flow import State
+from shardcore.comm.flow import GradPlacement
 from shardcore.errors import PlanError
 from shardcore.nn import Layout, ParallelMixin, ShardedLayout, judged
 from shardcore.nn.region.flow import Graph
@@ -328,7 +328,7 @@ def one_rank() -> None:
 
 
 def _everything(graph: Graph, own: Any) -> list[Any]:
-    return [Wrong(leaf, got, State.OWN) for leaf, got in graph.leaves]
+    return [Wrong(leaf, got, GradPlacement.VARYING) for leaf, got in graph.leaves]
 
 
 def test_what_one_rank_finds_keeps_no_other_waiting(pool: Any) -> None:

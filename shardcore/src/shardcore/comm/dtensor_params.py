@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from shardcore._torch import CAN_TRACE, DTensorSpec
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.flow import Flow, State
+from shardcore.comm.flow import Flow, GradPlacement
 from shardcore.comm.ownership import owned, traced_owned
 from shardcore.errors import WrapError
 
@@ -152,7 +152,7 @@ class _ReadLocal(Function):
 
 
 class _ReadPartial(Function):
-    flow = Flow(State.OWN, State.WHOLE, one_to_one=True)
+    flow = Flow(GradPlacement.VARYING, GradPlacement.REPLICATE, one_to_one=True)
 
     @staticmethod
     def forward(ctx: Any, channel: Channel, deferred: bool, *parameters: Tensor) -> tuple[Tensor, ...]:

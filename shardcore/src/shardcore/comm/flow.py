@@ -1,4 +1,4 @@
-"""What an autograd function does to a gradient, in words: whose it is before and after.
+"""What an autograd function does to a gradient, in words: its placement before and after.
 
 Ordinary operations hand on what they get. Only functions that send something, or that read parameters, make of a
 gradient that all ranks have one that is each rank's own, or the other way round. Each of them says so in an attribute
@@ -11,20 +11,20 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ELSEWHERE", "ENTERS", "ENTERS_SPLIT", "LEAVES", "LEAVES_SPLIT", "PASSES", "SPLIT", "Flow", "State"]
+__all__ = ["ELSEWHERE", "ENTERS", "ENTERS_SPLIT", "LEAVES", "LEAVES_SPLIT", "PASSES", "SPLIT", "Flow", "GradPlacement"]
 
 
-class State(enum.Enum):
-    """Whose a gradient is.
+class GradPlacement(enum.Enum):
+    """Where a gradient is, over the ranks of ``tp``; after the types of torchtitan's ``spmd_types``.
 
     Attributes:
-        WHOLE: all of it, and the same on every rank.
-        OWN: this rank's summand of it, or the gradient of what this rank alone holds (its heads, its tokens).
+        REPLICATE: all of it, and the same on every rank.
+        VARYING: another on each rank: its summand (`Partial`), or its part (`Shard`: its heads, its tokens).
         UNKNOWN: it came through a function that says nothing.
     """
 
-    WHOLE = "whole"
-    OWN = "own"
+    REPLICATE = "replicate"
+    VARYING = "varying"
     UNKNOWN = "unknown"
 
 
@@ -45,8 +45,8 @@ class Flow:
         edge: of a region, inside of which activations are split over the ranks, if it is one.
     """
 
-    takes: State | None = None
-    gives: State | None = None
+    takes: GradPlacement | None = None
+    gives: GradPlacement | None = None
     one_to_one: bool = False
     parameters: int | None = None
     group: str = ""
@@ -58,12 +58,12 @@ class Flow:
 #: Nothing is sent, and nothing changes.
 PASSES = Flow()
 #: Into a region: each rank has a summand, which are summed. Or each has its part, which are put together.
-ENTERS = Flow(State.OWN, State.WHOLE, edge="enters")
+ENTERS = Flow(GradPlacement.VARYING, GradPlacement.REPLICATE, edge="enters")
 #: Out of a region: what follows is the same on all ranks, and each takes the gradient of what it brought.
-LEAVES = Flow(State.WHOLE, State.OWN, edge="leaves")
+LEAVES = Flow(GradPlacement.REPLICATE, GradPlacement.VARYING, edge="leaves")
 #: Between two ways to be split: rows of parameters, or heads inside of a region and tokens outside.
-SPLIT = Flow(State.OWN, State.OWN)
-ENTERS_SPLIT = Flow(State.OWN, State.OWN, edge="enters")
-LEAVES_SPLIT = Flow(State.OWN, State.OWN, edge="leaves")
+SPLIT = Flow(GradPlacement.VARYING, GradPlacement.VARYING)
+ENTERS_SPLIT = Flow(GradPlacement.VARYING, GradPlacement.VARYING, edge="enters")
+LEAVES_SPLIT = Flow(GradPlacement.VARYING, GradPlacement.VARYING, edge="leaves")
 #: Back to another rank, where what is there goes on with it.
-ELSEWHERE = Flow(gives=State.UNKNOWN)
+ELSEWHERE = Flow(gives=GradPlacement.UNKNOWN)

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import held, local_tensor, read_local, spec_of, with_spec
-from shardcore.comm.flow import Flow, State
+from shardcore.comm.flow import Flow, GradPlacement
 
 __all__ = ["gather_rows"]
 
@@ -63,7 +63,7 @@ class _CompiledGatherRows(Function):
 
 
 class _GatherRows(Function):
-    flow = Flow(State.OWN, State.OWN, one_to_one=True)
+    flow = Flow(GradPlacement.VARYING, GradPlacement.VARYING, one_to_one=True)
 
     @staticmethod
     def forward(ctx: Any, channel: Channel, *parameters: Tensor) -> tuple[Tensor, ...]:

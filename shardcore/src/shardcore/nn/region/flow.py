@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from shardcore.comm.flow import ELSEWHERE, PASSES, Flow, State
+from shardcore.comm.flow import ELSEWHERE, PASSES, Flow, GradPlacement
 
 __all__ = ["Got", "Graph", "Mistake", "has_entered"]
 
@@ -51,7 +51,7 @@ class Mistake:
 class Got(NamedTuple):
     """What arrives at a place of the graph, and from which node."""
 
-    state: State | Mistake
+    state: GradPlacement | Mistake
     source: Node
 
 
@@ -119,7 +119,7 @@ class Graph:
         self.leaves: list[tuple[Tensor, Got]] = []
         waiting = self._count()
         for node, output in roots:
-            self._arrive(node, output, Got(State.WHOLE, None))
+            self._arrive(node, output, Got(GradPlacement.REPLICATE, None))
         ready = [node for node in self._readers if not waiting[node]]
         while ready:
             node = ready.pop()
@@ -163,7 +163,7 @@ class Graph:
             return [None] * count
         flow = flow_of(node)
         if flow is None:
-            return [Got(State.UNKNOWN, node)] * count
+            return [Got(GradPlacement.UNKNOWN, node)] * count
         if flow.one_to_one:
             return [None if i not in at else _through(flow, node, at[i].state) for i in range(count)]
         total = None
@@ -221,16 +221,16 @@ def _joined(node: Node, first: Got | None, second: Got) -> Got:
     for got in (first, second):
         if isinstance(got.state, Mistake):
             return got
-    if State.UNKNOWN in (first.state, second.state):
-        return Got(State.UNKNOWN, node)
-    whole, own = (first, second) if first.state is State.WHOLE else (second, first)
+    if GradPlacement.UNKNOWN in (first.state, second.state):
+        return Got(GradPlacement.UNKNOWN, node)
+    whole, own = (first, second) if first.state is GradPlacement.REPLICATE else (second, first)
     return Got(Mistake("joined", node, whole=whole.source, own=own.source), node)
 
 
-def _through(flow: Flow, node: Node, state: State | Mistake) -> Got:
+def _through(flow: Flow, node: Node, state: GradPlacement | Mistake) -> Got:
     """Return what a node gives to its input where its output gets ``state``."""
-    if isinstance(state, Mistake) or state is State.UNKNOWN:
+    if isinstance(state, Mistake) or state is GradPlacement.UNKNOWN:
         return Got(state, node)
     if flow.takes not in (None, state):
-        return Got(Mistake("summed" if state is State.WHOLE else "left", node), node)
+        return Got(Mistake("summed" if state is GradPlacement.REPLICATE else "left", node), node)
     return Got(flow.gives or state, node)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import splits_on_tp
-from shardcore.comm.flow import State
+from shardcore.comm.flow import GradPlacement
 from shardcore.errors import Problem
 from shardcore.nn.region.flow import Got, Graph, Mistake
 
@@ -25,7 +25,7 @@ class Wrong(NamedTuple):
 
     leaf: Tensor
     got: Got
-    wanted: State
+    wanted: GradPlacement
 
 
 def wrong_gradients(graph: Graph, own: Mapping[int, Any]) -> list[Wrong]:
@@ -39,12 +39,12 @@ def wrong_gradients(graph: Graph, own: Mapping[int, Any]) -> list[Wrong]:
     found = []
     for leaf, got in graph.leaves:
         if isinstance(leaf, DTensor):
-            wanted = State.OWN if splits_on_tp(leaf) else State.WHOLE
+            wanted = GradPlacement.VARYING if splits_on_tp(leaf) else GradPlacement.REPLICATE
         elif id(leaf) in own:
-            wanted = State.WHOLE
+            wanted = GradPlacement.REPLICATE
         else:
             continue
-        if got.state not in (wanted, State.UNKNOWN):
+        if got.state not in (wanted, GradPlacement.UNKNOWN):
             found.append(Wrong(leaf, got, wanted))
     return found
 
@@ -109,7 +109,7 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
     leaf = items[0].leaf
     readers = names.modules(graph.beside(items[0].got.source), 2)
     name, where = names.of(leaf), names.module(leaf)
-    if items[0].wanted is State.OWN:
+    if items[0].wanted is GradPlacement.VARYING:
         return Problem(
             where=where,
             rule=_RULE,

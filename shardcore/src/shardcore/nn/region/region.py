@@ -25,7 +25,7 @@ from torch.autograd import Function
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import gathered_part, local_tensor, spec_of, with_spec
-from shardcore.comm.flow import Flow, State
+from shardcore.comm.flow import Flow, GradPlacement
 from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
@@ -114,7 +114,7 @@ def _is_readable(parameter: Tensor) -> bool:
     return gathered_part(parameter) is not None
 
 
-_OF_TOKENS = Flow(State.OWN, State.OWN, parameters=1, group="region", edge="enters")
+_OF_TOKENS = Flow(GradPlacement.VARYING, GradPlacement.VARYING, parameters=1, group="region", edge="enters")
 
 
 class _EnterRegion(Function):
@@ -123,7 +123,14 @@ class _EnterRegion(Function):
     Where the sequence is split (``length`` tokens): all-gather forward, reduce-scatter backward.
     """
 
-    flow = Flow(State.OWN, State.WHOLE, parameters=1, group="region", of_tokens=_OF_TOKENS, edge="enters")
+    flow = Flow(
+        GradPlacement.VARYING,
+        GradPlacement.REPLICATE,
+        parameters=1,
+        group="region",
+        of_tokens=_OF_TOKENS,
+        edge="enters",
+    )
 
     @staticmethod
     def forward(ctx: Any, region: _Open, length: int | None, x: Tensor, *parameters: Tensor) -> Tensor:

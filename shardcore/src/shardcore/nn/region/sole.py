@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import held, local_tensor, spec_of, with_spec
-from shardcore.comm.flow import Flow, State
+from shardcore.comm.flow import Flow, GradPlacement
 from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, product, weight_gradient
@@ -30,7 +30,12 @@ __all__ = ["SoleRegion"]
 class _EnteredLinear(Function):
     """Gather the tokens, where they are split, and multiply; backward: all gradients, beside one collective."""
 
-    flow = Flow(State.OWN, State.WHOLE, parameters=1, of_tokens=Flow(State.OWN, State.OWN, parameters=1))
+    flow = Flow(
+        GradPlacement.VARYING,
+        GradPlacement.REPLICATE,
+        parameters=1,
+        of_tokens=Flow(GradPlacement.VARYING, GradPlacement.VARYING, parameters=1),
+    )
 
     @staticmethod
     def forward(
