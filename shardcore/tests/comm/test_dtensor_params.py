@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardcore._torch import CAN_TRACE
 from shardcore.comm import local_tensor, read_local
-from shardcore.comm.dtensor_params import held, read_partial, spec_of, with_spec
+from shardcore.comm.dtensor_params import expect_dtensor, read_partial, spec_of, with_spec
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh import ShardContext
 from shardcore_testing.observing import Collectives
@@ -120,4 +120,4 @@ class Packed(torch.Tensor):
 @pytest.mark.parametrize(("tensor", "kind"), [(torch.empty(2), "plain tensor"), (Packed(2), "Packed")])
 def test_what_stands_in_the_place_of_a_parameter_is_named(tensor, kind):
     with pytest.raises(WrapError, match=rf"holds a {kind} \(2,\) .*to quantize, say"):
-        held(tensor)
+        expect_dtensor(tensor)

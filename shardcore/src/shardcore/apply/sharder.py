@@ -31,8 +31,8 @@ from shardcore.config import ShardConfig
 from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
+from shardcore.nn.gradient_check import check_gradients
 from shardcore.nn.intact import Intact
-from shardcore.nn.judged import judge
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
 from shardcore.nn.process import watch_torch
@@ -324,7 +324,7 @@ class ModelSharder:
         replicas = context.sizes.replicas
         self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
         follow_seeds(context)
-        judge(self.model)
+        check_gradients(self.model)
         if context.sizes.pp == 1:  # a pipeline compares the whole batch, in each step
             compare_calls(self.model, context, self.config.check_inputs_every)
 

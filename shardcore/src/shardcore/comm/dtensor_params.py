@@ -26,8 +26,8 @@ from shardcore.errors import WrapError
 __all__ = [
     "all_reduce_bucket",
     "as_dtensor",
+    "expect_dtensor",
     "gathered_part",
-    "held",
     "local_tensor",
     "partial_spec",
     "read_local",
@@ -72,7 +72,7 @@ def gathered_part(parameter: Tensor) -> Tensor | None:
     return part.detach() if part.requires_grad else part
 
 
-def held(parameter: Tensor) -> Tensor:
+def expect_dtensor(parameter: Tensor) -> Tensor:
     """Return a parameter of which this rank holds a part.
 
     Raises:

@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import chunk_bounds, refuse_double_backward
-from shardcore.comm.dtensor_params import held, read_local
+from shardcore.comm.dtensor_params import expect_dtensor, read_local
 from shardcore.comm.flow import SPLIT
 from shardcore.comm.strided import Runs
 
@@ -109,7 +109,7 @@ def exchange_rows(channel: Channel, exchanges: Sequence[Exchange], parameters: S
     if torch.compiler.is_compiling():
         return _exchange_untraced(channel, exchanges, parameters)  # type: ignore[no-any-return]  # breaks the graph
     for parameter in parameters:
-        held(parameter)
+        expect_dtensor(parameter)
     parts = read_local(*parameters)
     used = list(parts)
     for dtype in dict.fromkeys(part.dtype for part in parts):

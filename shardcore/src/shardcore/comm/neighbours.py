@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from shardcore.comm.channel import Channel
 from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.dtensor_params import held, local_tensor, read_local, spec_of, with_spec
+from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_local, spec_of, with_spec
 from shardcore.comm.flow import Flow, GradPlacement
 
 __all__ = ["gather_rows"]
@@ -107,7 +107,7 @@ def gather_rows(channel: Channel, *parameters: Tensor) -> tuple[Tensor, ...]:
         WrapError: one of them is a plain tensor: somebody put it in the DTensor's place.
     """
     for parameter in parameters:
-        held(parameter)
+        expect_dtensor(parameter)
     if torch.compiler.is_compiling():
         return _put_together(read_local(*parameters), channel)
     if not torch.is_grad_enabled():

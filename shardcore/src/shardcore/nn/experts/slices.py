@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.comm.dtensor_params import held, read_local
+from shardcore.comm.dtensor_params import expect_dtensor, read_local
 from shardcore.comm.strided import install, torch_lacks
 from shardcore.mesh import ShardContext
 from shardcore.nn.costs import Collective, Site
@@ -109,7 +109,7 @@ class Slices(Replicated):
     def _read(self, own: Mapping[str, Any], *, fresh: bool) -> dict[str, Any]:
         shared = {name: p for name, p in own.items() if p is not None}
         for parameter in shared.values():
-            held(parameter)
+            expect_dtensor(parameter)
         parts = dict(zip(shared, read_local(*shared.values(), fresh=fresh), strict=True))
         if self._multiplies_grouped():
             parts = {name: _padded(part, self._slices_cuts[name]) for name, part in parts.items()}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
-from shardcore.comm.dtensor_params import held, read_local
+from shardcore.comm.dtensor_params import expect_dtensor, read_local
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, forward
@@ -93,7 +93,7 @@ class VocabEmbedding(ParallelMixin, nn.Embedding):
         """
         if can_look_at(input):
             self._check(input)
-        (weight,) = read_local(held(self.weight), fresh=True)
+        (weight,) = read_local(expect_dtensor(self.weight), fresh=True)
         start, stop = self.rows
         elsewhere = (input < start) | (input >= stop)
         local_ids = (input - start).masked_fill(elsewhere, 0)

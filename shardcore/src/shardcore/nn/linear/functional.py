@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.dtensor_params import held, local_tensor, read_local, spec_of, with_spec
+from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_local, spec_of, with_spec
 from shardcore.comm.flow import PASSES
 
 __all__ = [
@@ -116,7 +116,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, trans
         transposed: the weight is (in, out); else (out, in).
     """
     if not isinstance(weight, DTensor):
-        held(weight)
+        expect_dtensor(weight)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return multiply(x, weight, bias, transposed=transposed)
     out: Tensor = _LocalLinear.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]  # untyped in torch

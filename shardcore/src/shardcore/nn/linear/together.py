@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardcore.comm.dtensor_params import held, read_partial
+from shardcore.comm.dtensor_params import expect_dtensor, read_partial
 from shardcore.comm.exchange import exchange_rows
 from shardcore.comm.neighbours import gather_rows
 from shardcore.comm.strided import Runs
@@ -43,7 +43,7 @@ def read_together(
     """
     used = [list(member.own_parameters) for member in members]
     for member in members:
-        held(member.weight)
+        expect_dtensor(member.weight)
     for count in dict.fromkeys(member.group_size for member in members if member.group_size > 1):
         places = [(i, j) for i, member in enumerate(members) if member.group_size == count for j in range(len(used[i]))]
         rows: Sequence[Tensor] = gather_rows(context.among(count), *(used[i][j] for i, j in places))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.dtensor_params import held, local_tensor, spec_of, with_spec
+from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, spec_of, with_spec
 from shardcore.comm.flow import Flow, GradPlacement
 from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.mesh import ShardContext
@@ -107,7 +107,7 @@ class SoleRegion(Region):
             return member.product(enter_region(x, context.channel, tokens, _WHERE))
         if tokens is not None and length is not None:
             tokens.expect(x, tokens.local, _WHERE)
-        held(member.weight)
+        expect_dtensor(member.weight)
         out: Tensor = _EnteredLinear.apply(  # type: ignore[no-untyped-call]  # untyped in torch
             context, length, member.transposed, x, member.weight, member.bias
         )

@@ -18,10 +18,10 @@ from shardcore.nn.mixin import add_mixin
 from shardcore.nn.region.flow import Graph
 from shardcore.nn.region.gradients import problems, wrong_gradients
 
-__all__ = ["JudgedModel", "judge"]
+__all__ = ["GradientChecked", "check_gradients"]
 
 
-class JudgedModel(ParallelMixin):
+class GradientChecked(ParallelMixin):
     """A model whose first call of each kind is looked at: wrong gradients are an error before a backward makes them.
 
     Calls are of one kind if they have the same arguments, as far as these decide what runs: which ones there are, which
@@ -34,10 +34,10 @@ class JudgedModel(ParallelMixin):
 
     keeps_name: ClassVar[bool] = True
 
-    _judged: set[Hashable]
+    _checked_kinds: set[Hashable]
     _shard_context: ShardContext
     #: Of all modules of the model; which modules these are stays as it is, or another check refuses the model.
-    _judged_parameters: list[dict[str, nn.Parameter | None]]
+    _checked_parameters: list[dict[str, nn.Parameter | None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward.
@@ -49,15 +49,15 @@ class JudgedModel(ParallelMixin):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return out
         kind = self._kind(args, kwargs)
-        if kind not in self._judged and backward_task() == -1:
-            self._judge(out, args, kwargs)
-            self._judged.add(kind)
+        if kind not in self._checked_kinds and backward_task() == -1:
+            self._check_gradients(out, args, kwargs)
+            self._checked_kinds.add(kind)
         return out
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         ranks = self._shard_context.channel.size
         found: list[Any] = [self.training]
-        for held in self._judged_parameters:
+        for held in self._checked_parameters:
             for parameter in held.values():
                 found.append(parameter is not None and parameter.requires_grad)
         for value in args:
@@ -66,7 +66,7 @@ class JudgedModel(ParallelMixin):
             found += (name, _kind_of(kwargs[name], ranks))
         return tuple(found)
 
-    def _judge(self, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _check_gradients(self, out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         outputs = list(_differentiated(out))
         if not outputs:
             return
@@ -84,12 +84,12 @@ class JudgedModel(ParallelMixin):
         return problems(self, graph, wrong, arguments) if wrong else []
 
 
-def judge(model: nn.Module) -> None:
-    """Let a sharded model judge its calls."""
+def check_gradients(model: nn.Module) -> None:
+    """Let a sharded model check the gradients of each kind of call."""
     context = model.__dict__["_shard_context"]
-    add_mixin(model, JudgedModel)
+    add_mixin(model, GradientChecked)
     held = [module._parameters for module in model.modules() if module._parameters]
-    model.__dict__.update(_shard_context=context, _judged=set(), _judged_parameters=held)
+    model.__dict__.update(_shard_context=context, _checked_kinds=set(), _checked_parameters=held)
 
 
 def _kind_of(value: Any, ranks: int) -> Any:
