@@ -14,7 +14,7 @@ from shardcore.comm.parts import part_of
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn import ColumnLinear, RowLinear, VocabHead
-from shardcore.nn.experts.slices import Slices
+from shardcore.nn.experts.tensor_parallel import ExpertTensorParallel
 from shardcore.nn.intact import AROUND
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.sequence.shard import SequenceShard
@@ -66,7 +66,7 @@ def check_copied(where: str, parts: Iterable[Part]) -> None:
     """
     for path, kind, gathers in parts:
         alone = issubclass(kind, VocabHead) or (issubclass(kind, ColumnLinear) and gathers)
-        if issubclass(kind, RowLinear | Slices) or (issubclass(kind, ColumnLinear) and not alone):
+        if issubclass(kind, RowLinear | ExpertTensorParallel) or (issubclass(kind, ColumnLinear) and not alone):
             raise NotSupportedError(
                 f"modules_to_save names {where}, whose {path or 'weight'} is split as a part of a tensor-parallel "
                 "region, which a copy is not. Train it with LoRA (target_modules); heads, embeddings, norms and "

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm.parts import part_of
 from shardcore.mesh import ShardContext
 from shardcore.nn import ParallelMixin
-from shardcore.nn.units import unit_of
+from shardcore.nn.fsdp_units import unit_of
 from shardcore_peft._sites import nested
 
 __all__ = ["Merging", "let_go", "let_merge", "of_whole_tensors"]

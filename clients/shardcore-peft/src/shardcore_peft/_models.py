@@ -20,9 +20,9 @@ from shardcore.apply.collective_errors import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.mesh import ShardContext, group_of, nearest_context, set_context, set_part_of
 from shardcore.nn import ParallelMixin
+from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.intact import AROUND
 from shardcore.nn.mixin import add_mixin
-from shardcore.nn.units import unit_of
 from shardcore_peft._checks import check_method, check_new
 from shardcore_peft._copies import Tied
 from shardcore_peft._dora import begin_with_norms

@@ -19,7 +19,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn.experts.slices import Slices
+from shardcore.nn.experts.tensor_parallel import ExpertTensorParallel
 from shardcore.plan import ShardPlan
 from shardcore_peft._checks import PARAMETERS, check_base, check_layer, check_tied_targets
 from shardcore_peft._copies import check_copied, parts_of
@@ -88,7 +88,7 @@ def check_targets(model: nn.Module, config: Any, name: str) -> None:
     targets = {path: module for path, module in _outside(model) if check_target_module_exists(wanted, path)}
     check_tied_targets(model, config, name, targets)
     for path, module in targets.items():
-        check_base(path, [Slices] if isinstance(module, Slices) else ())
+        check_base(path, [ExpertTensorParallel] if isinstance(module, ExpertTensorParallel) else ())
         if config.peft_type == PeftType.LORA:
             forms_at(module, path)
         elif config.peft_type == PeftType.IA3:

@@ -16,8 +16,8 @@ from shardcore.errors import NotSupportedError, Problem
 from shardcore.fsdp.scalars import replicate_scalars
 from shardcore.mesh import ShardContext, axis_name
 from shardcore.nn import SegmentedLayout
-from shardcore.nn.experts.whole import WholeExperts
-from shardcore.nn.units import prepare_units, require_known_fsdp
+from shardcore.nn.experts.expert_parallel import ExpertParallel
+from shardcore.nn.fsdp_units import prepare_units, require_known_fsdp
 from shardcore.plan import ShardPlan
 from shardcore.policy import Stages
 
@@ -31,7 +31,7 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
 
     ``dp_shard`` shards parameters, gradients and optimizer state (`torch.distributed.fsdp.fully_shard`);
     ``dp_replicate`` keeps whole copies whose gradients are averaged; both together are hybrid sharding. Any part of the
-    model may be called by itself afterwards (`shardcore.nn.units`).
+    model may be called by itself afterwards (`shardcore.nn.fsdp_units`).
 
     Args:
         model: the model, sharded along ``tp`` before.
@@ -56,9 +56,9 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     if sizes.pp > 1 and wrap is fully_shard:
         options.setdefault("reshard_after_forward", False)  # see `shardcore.fsdp.accumulation`
     reshards = options.get("reshard_after_forward") is not False
-    experts = [module for module in model.modules() if isinstance(module, WholeExperts)]
+    experts = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     for unit in prepare_units(model, [*experts, *blocks], reshards=reshards):
-        if isinstance(unit.module, WholeExperts) and context.experts is not None:
+        if isinstance(unit.module, ExpertParallel) and context.experts is not None:
             fully_shard(unit.module, mesh=context.experts[wide], **_of_experts(unit.module, options))
         else:
             wrap(unit.module, mesh=mesh, **options)
@@ -87,7 +87,7 @@ def _wide(context: ShardContext) -> tuple[str, ...]:
     return tuple(axis for axis, size in found if size > 1) or ("dp_shard",)
 
 
-def _of_experts(module: WholeExperts, options: Mapping[str, Any]) -> dict[str, Any]:
+def _of_experts(module: ExpertParallel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of FSDP2 for a module of whole experts, which stands in a block of its own."""
     dims = {id(p): module.dim_of_data(name) for name, p in module._parameters.items() if p is not None}
     own = {**options, "shard_placement_fn": lambda p: Shard(dims[id(p)])}

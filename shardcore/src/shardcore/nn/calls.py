@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import with_methods
+from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.mixin import once
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import RngScope
-from shardcore.nn.units import unit_of
 
 __all__ = ["MethodsAsCalls", "running"]
 

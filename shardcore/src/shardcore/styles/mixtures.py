@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.nn.experts.slices import Cut, Slices
-from shardcore.nn.experts.whole import WholeExperts
+from shardcore.nn.experts.expert_parallel import ExpertParallel
+from shardcore.nn.experts.tensor_parallel import Cut, ExpertTensorParallel
 from shardcore.nn.replicated import Replicated
-from shardcore.plan.steps import EnterExperts, ShareVisits
+from shardcore.plan.steps import EnterExperts, SyncRouting
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of
 from shardcore.styles._text import names_of, written
@@ -108,7 +108,7 @@ class ExpertsRule(Rule):
             for i in range(len(weights)):
                 self._linears(scope, f"{self.weights}.{i}.", self.col, self.row, ("col=", "row="))
             if (scope.config.dp_shard_size or 1) * (scope.config.dp_replicate_size or 1) > 1:
-                scope.add(ShareVisits(path=scope.name(self.block), weights=self.weights, experts=len(weights)))
+                scope.add(SyncRouting(path=scope.name(self.block), weights=self.weights, experts=len(weights)))
         else:
             self._stacked(scope, weights)
         if self.shared_col or self.shared_row:
@@ -146,7 +146,7 @@ class ExpertsRule(Rule):
         elif not getattr(weights, "is_concatenated", True):
             self._refuse(scope, f"{GATE_UP} interleaves gate and up; wanted one after the other", place, weights)
         elif (spread := _spread(scope)) > 1:
-            scope.swap(place, WholeExperts, cuts=cuts, spread=spread)
+            scope.swap(place, ExpertParallel, cuts=cuts, spread=spread)
             shards, width = (scope.config.dp_shard_size or 1) // spread, _width(down, cuts)
             if width % shards:
                 scope.problem(
@@ -156,7 +156,7 @@ class ExpertsRule(Rule):
                     place,
                 )
         else:
-            scope.swap(place, Slices, cuts=cuts)
+            scope.swap(place, ExpertTensorParallel, cuts=cuts)
 
     def _linears(
         self, scope: Scope, prefix: str, col: tuple[str, ...], row: str | None, options: tuple[str, str]
@@ -183,7 +183,7 @@ class ExpertsRule(Rule):
             else:
                 dims = {"weight": 1} if name == row else {"weight": 0, "bias": 0}
                 own = [n for n, p in linear._parameters.items() if p is not None]
-                scope.swap(place, Slices, cuts=tuple(Cut(n, dims.get(n, 0)) for n in own))
+                scope.swap(place, ExpertTensorParallel, cuts=tuple(Cut(n, dims.get(n, 0)) for n in own))
 
     def _refuse(self, scope: Scope, what: str, place: str, module: nn.Module) -> None:
         scope.problem(what, "correct the rule, or say replicate of the whole block in its place", place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardcore.plan.steps.arguments import SliceArgument
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
-from shardcore.plan.steps.experts import EnterExperts, ShareVisits
+from shardcore.plan.steps.experts import EnterExperts, SyncRouting
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.outputs import (
@@ -42,10 +42,10 @@ __all__ = [
     "ScopeRandomness",
     "SetAttribute",
     "ShardSequence",
-    "ShareVisits",
     "SliceArgument",
     "Step",
     "Swap",
+    "SyncRouting",
     "TakeLoss",
     "above",
 ]

@@ -15,7 +15,7 @@ from shardcore.nn.experts.block import ExpertsBlock, RouterLogits
 from shardcore.nn.experts.lists import ListedExpert, ListedExperts
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
 
-__all__ = ["EnterExperts", "ShareVisits"]
+__all__ = ["EnterExperts", "SyncRouting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class EnterExperts(Step):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareVisits(Step):
+class SyncRouting(Step):
     """Replicas tell each other which experts of the module ``path`` they have called.
 
     Attributes:

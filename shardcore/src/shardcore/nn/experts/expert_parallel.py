@@ -25,21 +25,21 @@ from shardcore.comm.dispatch import combine, dispatch, plan_dispatch
 from shardcore.comm.experts import touch
 from shardcore.mesh import ShardContext
 from shardcore.nn.costs import Collective, Site, backward, forward
-from shardcore.nn.experts.slices import Cut, Slices
+from shardcore.nn.experts.tensor_parallel import Cut, ExpertTensorParallel
 from shardcore.nn.layout import ExpertsLayout, Layout, last_rank_is_empty
 
-__all__ = ["WholeExperts"]
+__all__ = ["ExpertParallel"]
 
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 _COUNT = "num_experts"
 
 
-class WholeExperts(Slices):
+class ExpertParallel(ExpertTensorParallel):
     """The weights of all experts in one module, of which each rank of ``ep`` has those of whole ones.
 
     Its native ``forward(hidden_states, top_k_index, top_k_weights)`` takes tokens (T, H), the numbers of the experts of
     each (T, k) and their weights (T, k), and returns what they add up, (T, H). Over ``tp``, each expert is split as
-    `Slices` splits it.
+    `ExpertTensorParallel` splits it.
 
     Options:
         cuts: a `Cut` for each parameter of the module.

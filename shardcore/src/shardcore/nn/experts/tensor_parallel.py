@@ -16,7 +16,7 @@ from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout, SegmentedLayout, ShardedLayout, last_rank_is_empty
 from shardcore.nn.replicated import Replicated
 
-__all__ = ["Cut", "Slices"]
+__all__ = ["Cut", "ExpertTensorParallel"]
 
 
 class Cut(NamedTuple):
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 _LINE = 16  # bytes, of which torch's grouped products want rows to be a multiple
 
 
-class Slices(Replicated):
+class ExpertTensorParallel(Replicated):
     """A native module that runs its own forward on this rank's parts of its parameters.
 
     Its input is the same on all ranks, and its output is whatever the native forward makes of the parts: (..., I/tp) of

@@ -24,12 +24,12 @@ from shardcore.errors import NotSupportedError
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 
-__all__ = ["Unit", "prepare_units", "require_known_fsdp", "unit_of"]
+__all__ = ["FSDPUnit", "prepare_units", "require_known_fsdp", "unit_of"]
 
 _UNIT = "_shardcore_unit"
 
 
-class Unit:
+class FSDPUnit:
     """The parameters that FSDP2 gathers together, and whether the call that holds them gathered is running.
 
     Args:
@@ -38,14 +38,14 @@ class Unit:
         reshards: whether what was gathered is let go after a call, as FSDP2 was told.
     """
 
-    def __init__(self, module: nn.Module, root: Unit | None = None, *, reshards: bool = True) -> None:
+    def __init__(self, module: nn.Module, root: FSDPUnit | None = None, *, reshards: bool = True) -> None:
         self.module = module
         self.reshards = reshards
         self.root = root or self
         self._inside = False
         self._holds = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
         return self  # the copy of a part is none of the unit's modules
 
     def watch(self) -> None:
@@ -53,7 +53,7 @@ class Unit:
         # FSDP2 has made a class of the module's own. A library that finds what a model can capture by what its class
         # prints as would capture nothing under another name, without a word.
         wrapped = type(self.module)
-        ours = next(c for c in wrapped.__mro__[1:] if issubclass(c, InUnit))
+        ours = next(c for c in wrapped.__mro__[1:] if issubclass(c, InFSDPUnit))
         wrapped.__module__, wrapped.__qualname__ = ours.__module__, ours.__qualname__
         self._idle = self._state()._training_state
         register_fsdp_forward_method(self.module, "_as_unit")
@@ -80,7 +80,7 @@ class Unit:
         if self._inside or self._phase() == "FORWARD":
             return function(*args, **kwargs)
         self.begin()
-        out = self.module._as_unit(self._held(function), *args, **kwargs)  # type: ignore[operator]  # of `InUnit`
+        out = self.module._as_unit(self._held(function), *args, **kwargs)  # type: ignore[operator]  # of `InFSDPUnit`
         self._let_go()
         return out
 
@@ -175,7 +175,7 @@ def _no_views(out: Any) -> Any:
     return out
 
 
-class InUnit(ParallelMixin):
+class InFSDPUnit(ParallelMixin):
     """The module of a unit, or one below it with parameters that the unit holds.
 
     Both its call, since hooks may use parameters, and its forward, which may be called directly, go through the unit.
@@ -184,7 +184,7 @@ class InUnit(ParallelMixin):
     keeps_name: ClassVar[bool] = True
 
     @classmethod
-    def join(cls, module: nn.Module, unit: Unit) -> Self:
+    def join(cls, module: nn.Module, unit: FSDPUnit) -> Self:
         """Turn ``module`` into this class; see `ParallelMixin.swap_class`."""
         add_mixin(module, cls)
         module.__dict__[_UNIT] = unit
@@ -203,12 +203,12 @@ class InUnit(ParallelMixin):
         return self.__dict__[_UNIT].run_forward(self, super().forward, args, kwargs)
 
     def _as_unit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # FSDP2 puts its own around this method of the unit's module, see `Unit.watch`.
+        # FSDP2 puts its own around this method of the unit's module, see `FSDPUnit.watch`.
         return function(*args, **kwargs)
 
 
 def require_known_fsdp() -> None:
-    """Refuse an FSDP2 that keeps its state otherwise than `Unit` knows.
+    """Refuse an FSDP2 that keeps its state otherwise than `FSDPUnit` knows.
 
     Raises:
         NotSupportedError: the installed torch has another FSDP2 than the one that this was written for.
@@ -226,23 +226,23 @@ def require_known_fsdp() -> None:
         )
 
 
-def prepare_units(model: nn.Module, blocks: list[nn.Module], *, reshards: bool = True) -> list[Unit]:
+def prepare_units(model: nn.Module, blocks: list[nn.Module], *, reshards: bool = True) -> list[FSDPUnit]:
     """Turn ``model``, its ``blocks`` and all other modules with parameters into modules of units, in place.
 
     Args:
         model: what FSDP2 will be applied to last.
         blocks: what it will be applied to before.
-        reshards: see `Unit`.
+        reshards: see `FSDPUnit`.
 
     Returns:
-        the units, that of the model last: `Unit.watch` each as soon as FSDP2 was applied to its module.
+        the units, that of the model last: `FSDPUnit.watch` each as soon as FSDP2 was applied to its module.
     """
-    root = Unit(model, reshards=reshards)
-    units = [*(Unit(block, root) for block in blocks), root]
+    root = FSDPUnit(model, reshards=reshards)
+    units = [*(FSDPUnit(block, root) for block in blocks), root]
     owned: set[nn.Module] = set()
     for unit in units:
         for module in _own(unit.module, owned):
-            InUnit.join(module, unit)
+            InFSDPUnit.join(module, unit)
         owned.update(unit.module.modules())
     return units
 
@@ -265,6 +265,6 @@ def _own(top: nn.Module, owned: set[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def unit_of(module: nn.Module) -> Unit | None:
+def unit_of(module: nn.Module) -> FSDPUnit | None:
     """Return the unit that holds the parameters of ``module``; None where FSDP2 was not applied by shardcore."""
     return module.__dict__.get(_UNIT)
