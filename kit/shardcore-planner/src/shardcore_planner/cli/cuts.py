@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardcore.plan import ShardPlan
-from shardcore.plan.render import names_together
+from shardcore.plan.shard_plan import names_together
 from shardcore_planner.memory import local_shape
 
 __all__ = ["Cutting", "cuttings", "shape_in_words"]

@@ -18,7 +18,7 @@ from shardcore.errors import ConfigError
 from shardcore.inferred import inference
 from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
-from shardcore.plan.render import heading, modules
+from shardcore.plan.shard_plan import heading, modules
 from shardcore_cli.tables import say
 from shardcore_planner import Collective, Estimate, StagePart, collectives, parameter_bytes, stage_parts
 from shardcore_planner.cli.pipelines import show_stages, stages_to_json

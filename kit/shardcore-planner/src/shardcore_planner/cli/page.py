@@ -7,7 +7,7 @@ from html import escape
 
 from shardcore.mesh import Sizes
 from shardcore.plan import ShardPlan
-from shardcore.plan.render import heading, names_together
+from shardcore.plan.shard_plan import heading, names_together
 from shardcore_cli.tables import in_words
 from shardcore_planner import KINDS, Estimate
 from shardcore_planner.cli.colours import KINDS_OF_MEMORY, STYLE

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardcore.plan.render import names_together
+from shardcore.plan.shard_plan import names_together
 from shardcore_cli.tables import in_words, show_table
 from shardcore_planner import PipelineEstimate, RankEstimate, StagePart, Traffic
 
