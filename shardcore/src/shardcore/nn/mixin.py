@@ -115,8 +115,9 @@ def sharded_class(native: type[nn.Module], own: tuple[type[nn.Module], ...]) -> 
     }
     inside = tuple(b for b in own if vars(b).get("plan_serves_super", False) and not issubclass(b, native))
     made = type(named.__name__, (*(b for b in own if b not in inside), native, *inside), namespace)
-    if named is native and any(mixin.forward is not nn.Module.forward for mixin in own):
-        replaced = [b.forward for b in own if getattr(b, "replaces_forward", False)]
+    around = [mixin for mixin in own if mixin.forward is not nn.Module.forward]
+    if named is native and around:
+        replaced = [mixin.forward for mixin in around if getattr(mixin, "replaces_forward", False)]
         _sign(made, [*replaced, native.forward][0])
     return made
 
