@@ -234,7 +234,8 @@ def check(
             # Tools call each other by name.
             path = os.pathsep.join((str(python.parent), os.environ.get("PATH", "")))
             env = {**ENV, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
-            session.run(str(python.with_name(command[0])), *command[1:], env=env, external=True)
+            # As modules: the first line of a script names the folder in which it was installed, which may be gone.
+            session.run(str(python), "-m", *command, env=env, external=True)
         except CommandFailed as failure:
             session.warn(str(failure))
             failures[" ".join(command[:2])] = str(failure)
