@@ -205,7 +205,7 @@ def test_a_policy_is_drafted_on_request(site, monkeypatch):
     net_policy = importlib.import_module("shard_net.policy").NetPolicy
     drafted = type("Drafted", (net_policy,), {})
     for command in (explain, plan):
-        monkeypatch.setattr(command, "inferred", lambda *how: asked.append(how[1:]) or drafted)
+        monkeypatch.setattr(command, "inference", lambda: lambda *how: asked.append(how[1:]) or drafted)
     result = run("explain", "cli_models.Net", "--tp", "2", "--policy", "infer")
     assert ".Drafted, tp 2" in result.output
     assert "it is not known how to call a Net" in run("plan", "cli_models.Net", "--policy", "infer").output
