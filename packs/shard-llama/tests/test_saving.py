@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardcore import AgreementError, ConfigError, MissingRanksError, NotSupportedError
-from shardcore.agree import barrier
+from shardcore.agree import store_barrier
 from shardcore.comm.parts import place_of
 from shardcore_testing.parity import whole
 from shardcore_transformers import _saving
@@ -277,7 +277,7 @@ def _missing(folder: str) -> None:
     )
     model = shard(copy.deepcopy(reference), dp=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(barrier, "_timeout", lambda: 0.5)
+        patch.setattr(store_barrier, "_timeout", lambda: 0.5)
         for callers in ((0,), (1, 2), (2,)):
             # Each time the others come when these have given up already, and in turn wait in vain.
             for group in (callers, tuple(set(range(3)) - set(callers))):
@@ -290,7 +290,7 @@ def _missing(folder: str) -> None:
                     assert caught.value.missing == tuple(others)
                 dist.barrier()
         assert not names_in(folder)
-        patch.setattr(barrier, "_timeout", lambda: 10.0)
+        patch.setattr(store_barrier, "_timeout", lambda: 10.0)
         time.sleep(0.2 * rank)  # late, but in time
         model.save_pretrained(folder)
     assert_saved(folder, weights(reference))

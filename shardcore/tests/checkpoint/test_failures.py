@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from trainings import Training, largest, said
 
 import shardcore
-from shardcore.agree import barrier
+from shardcore.agree import store_barrier
 from shardcore.checkpoint import folders
 from shardcore.errors import CheckpointError, ConfigError, MissingRanksError, ShardcoreWarning
 
@@ -126,7 +126,7 @@ def test_the_ranks_differ(pool, tmp_path):
 def only_one_calls(folder):
     training, rank = Training({"tp": 2}), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(barrier, "_timeout", lambda: 0.5)
+        patch.setattr(store_barrier, "_timeout", lambda: 0.5)
         for caller, call in ((0, training.save), (1, training.load)):
             if rank == caller:
                 with pytest.raises(
