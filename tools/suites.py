@@ -235,7 +235,8 @@ def check(
             path = os.pathsep.join((str(python.parent), os.environ.get("PATH", "")))
             env = {**ENV, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
             # As modules: the first line of a script names the folder in which it was installed, which may be gone.
-            session.run(str(python), "-m", *command, env=env, external=True)
+            module = command[1:] if command[0] == "python" else ("-m", *command)
+            session.run(str(python), *module, env=env, external=True)
         except CommandFailed as failure:
             session.warn(str(failure))
             failures[" ".join(command[:2])] = str(failure)
