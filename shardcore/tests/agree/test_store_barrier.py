@@ -77,7 +77,7 @@ if dist.get_rank() == 0:
 else:
     time.sleep(0.3)
     barrier.follow(0)
-    print("followed")
+    print("followed", flush=True)
 os._exit(0)
 """
 
