@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,21 +42,36 @@ class _Touch(Function):
     flow = Flow(parameters=1, zeros=True)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lacks: Callable[[], Sequence[bool]] | None, *parameters: Tensor) -> Tensor:
-        ctx.lacks, ctx.parameters = lacks, parameters
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:]
-        wanted = needs if ctx.lacks is None else [n and lacks for n, lacks in zip(needs, ctx.lacks(), strict=True)]
-        return (grads[0], None, *(_zeros(p) if want else None for p, want in zip(ctx.parameters, wanted, strict=True)))
+        needs = ctx.needs_input_grad[1:]
+        return (grads[0], *(_zeros(p) if needed else None for p, needed in zip(ctx.parameters, needs, strict=True)))
 
 
 def touch(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return ``x``; in its backward every one of ``parameters`` gets a gradient, which adds zero."""
-    out: Tensor = _Touch.apply(x, None, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _Touch.apply(x, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
+
+
+class _TouchElsewhere(Function):
+    flow = Flow(parameters=2, zeros=True)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, called: Tensor, experts: Sequence[int], *parameters: Tensor) -> Tensor:
+        ctx.called, ctx.experts, ctx.parameters = called, experts, parameters
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        called = ctx.called.tolist()
+        wanted = (n and called[i] for n, i in zip(ctx.needs_input_grad[3:], ctx.experts, strict=True))
+        zeros = (_zeros(p) if want else None for p, want in zip(ctx.parameters, wanted, strict=True))
+        return (grads[0], None, None, *zeros)
 
 
 def touch_elsewhere(x: Tensor, called: Tensor, lacking: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -68,11 +82,9 @@ def touch_elsewhere(x: Tensor, called: Tensor, lacking: Sequence[Sequence[Tensor
         called: (E,), integers: which experts any rank has called. It is looked at in the backward.
         lacking: for each expert its parameters if this rank has not called it, else none.
     """
-
-    def lacks() -> list[bool]:
-        return [bool(any_rank) for any_rank, own in zip(called.tolist(), lacking, strict=True) for _ in own]
-
-    out: Tensor = _Touch.apply(x, lacks, *itertools.chain(*lacking))  # type: ignore[no-untyped-call]  # untyped in torch
+    experts = [i for i, parameters in enumerate(lacking) for _ in parameters]
+    flat = [parameter for parameters in lacking for parameter in parameters]
+    out: Tensor = _TouchElsewhere.apply(x, called, experts, *flat)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

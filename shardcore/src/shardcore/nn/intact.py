@@ -68,10 +68,9 @@ class Intact:
     def _remember(self, model: nn.Module) -> None:
         """Record the model as it is now, and forget modules that were removed."""
         modules = list(model.modules())
-        self._children_of = [module._modules for module in modules if module._modules]
-        self._children = list(map(dict.copy, self._children_of))
-        self._held_by = [held for module in modules for held in (module._modules, module._parameters)]
-        self._held = sum(map(len, self._held_by))
+        self._children_of = [module._modules for module in modules]
+        self._parameters_of = [module._parameters for module in modules]
+        self._known = self._now()
         there = set(map(id, self._children_of))
         self._places = [place for place in self._places if id(place.siblings) in there]
         self._first = {owner: self._first[owner] for owner in modules if owner in self._first}
@@ -82,14 +81,17 @@ class Intact:
         self._first |= {owner: frozenset(owner._parameters) for owner in model.modules()}
         self._remember(model)
 
+    def _now(self) -> tuple[list[nn.Module | None], int]:
+        children = itertools.chain.from_iterable(map(dict.values, self._children_of))
+        return list(children), sum(map(len, self._parameters_of))
+
     def check(self, model: nn.Module) -> None:
         """Refuse modules and parameters that cannot work where they are.
 
         Raises:
             WrapError: somebody put one there since the model was sharded.
         """
-        # Each call pays for this: no loop of Python's. Modules are compared by identity.
-        if self._children_of == self._children and sum(map(len, self._held_by)) == self._held:
+        if self._now() == self._known:  # modules are compared by identity
             return
         for path, siblings, name, module in self._places:
             found = siblings.get(name)
