@@ -15,7 +15,7 @@ ROOMS = {
     "config": 650,
     "fsdp": 650,
     "hooks": 350,
-    "mesh": 1000,
+    "mesh": 1050,
     "nn": 8350,
     "others": 2550,
     "pipeline": 2750,

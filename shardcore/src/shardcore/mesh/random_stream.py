@@ -217,6 +217,10 @@ class RandomStream:
             self._forks[region] = fork._replace(shared=self._read())
             self._write(own)
 
+    def forked(self, region: Hashable) -> bool:
+        """Tell whether the stream is forked for this region."""
+        return region in self._forks
+
     @property
     def forking(self) -> bool:
         """Whether each rank draws different numbers now."""

@@ -228,8 +228,8 @@ class ColumnLinear(Member):
         # Dropouts up to the row linear act on split activations. Nothing is known about them here; a compiled graph
         # cannot hold this (regions find their dropouts and can tell).
         random = self._shard_context.random
-        if not torch.compiler.is_compiling() and (self.training or random.in_use):
-            random.fork(_OWN_FORK, once=True)
+        if not torch.compiler.is_compiling() and (self.training or random.in_use) and not random.forked(_OWN_FORK):
+            random.fork(_OWN_FORK)
 
     def extra_repr(self) -> str:
         """Describe the full linear and the number of ranks."""
