@@ -7,12 +7,12 @@ while it writes, however slowly, a thread of it counts in the store, so that one
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,7 @@ class StoreBarrier:
         self.store.set(f"{self.name}/step{self.step}", "")
         self.step += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """On the writer: give signs of life, and tell the others of the end, or of an error; returns when all know.
 
@@ -116,8 +116,10 @@ class StoreBarrier:
 
     def _see_off(self) -> None:
         end = time.monotonic() + _FAREWELL
-        while self.store.add(f"{self.name}/followed", 0) < self.step * self.others and time.monotonic() < end:
-            time.sleep(_POLL / 10)
+        # A store that is gone says so where it is used: here it would hide what the writer failed of.
+        with contextlib.suppress(RuntimeError, OSError):
+            while self.store.add(f"{self.name}/followed", 0) < self.step * self.others and time.monotonic() < end:
+                time.sleep(_POLL / 10)
 
     def _beat(self, done: threading.Event) -> None:
         while not done.wait(_BEAT):

@@ -183,8 +183,7 @@ class SameInputsOfModel(SameInputs):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward; see `__call__`."""
-        # Whether the thread is the one that has opened the call, `__call__` has looked.
-        if self._inputs_open or torch.compiler.is_compiling() or backward_task() != -1:
+        if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
             return super().forward(*args, **kwargs)
         self._open(args, kwargs)
         try:
