@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardcore.agree.agreement import Report, agree
+from shardcore.agree.agreement import agree
 from shardcore.apply.launch import start_process_group
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
@@ -106,7 +106,7 @@ def shard(
         ]
     if policy == "infer":
         start_process_group(config)
-        agree(Report(), group=config.group())  # with a rank on which something of the above has failed
+        agree(group=config.group())  # with a rank on which something of the above has failed
         policy = inference()(inner, infer, config.group())  # one rank for all
     with failing_together(config, fields):
         sharder = ModelSharder(inner, policy, config, sync_from=sync_from, phases=phases)
@@ -133,7 +133,7 @@ def _tell_others(error: BaseException, config: object, fields: Mapping[str, Any]
         given += [config.device_mesh, config.tensor_parallel_process_group]
     place = next((value for value in given if value is not None), None)
     if isinstance(place, DeviceMesh) and place.get_coordinate() is not None:
-        agree(Report.of_error(error), error, group=group_of(place))
+        agree(failure=error, group=group_of(place))
     elif isinstance(place, ProcessGroup | None):
-        agree(Report.of_error(error), error, group=place)
+        agree(failure=error, group=place)
     # Who would answer cannot be known from a place that is neither a mesh nor a group.

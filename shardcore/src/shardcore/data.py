@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from shardcore.agree.agreement import Report, agree
+from shardcore.agree.agreement import Report, agreement
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import Sizes, context_of, group_of, is_alone, replica_on, unwrapped
 
@@ -129,14 +129,10 @@ class ShardedDataLoader(DataLoader[Item]):
         """
         mesh = _mesh_of(place)
         replicas, replica = (1, 0) if mesh is None else (Sizes.of(mesh).replicas, replica_on(mesh))
-        failure: BaseException | None = None
-        try:
+        with agreement(group=None if mesh is None else group_of(mesh)) as own:
             loader = cls(dataset, replicas=replicas, replica=replica, **options)
             settings = {**loader._settings(), "batch_size": loader.batch_size}
-            own = Report(items=tuple((f"the loader's {name}", str(value)) for name, value in settings.items()))
-        except BaseException as error:  # what ends this process too: the other ranks wait for a report
-            failure, own = error, Report.of_error(error)
-        agree(own, failure, group=None if mesh is None else group_of(mesh))
+            own.report = Report(items=tuple((f"the loader's {name}", str(value)) for name, value in settings.items()))
         return loader
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator class

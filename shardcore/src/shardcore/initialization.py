@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardcore._progress import Progress
-from shardcore.agree.agreement import Report, agree
+from shardcore.agree.agreement import Report, agreement
 from shardcore.apply.collective_errors import out_of_inference_mode, refuse_broken, together
 from shardcore.errors import ConfigError, NoPolicyError
 from shardcore.mesh import group_of, nearest_context
@@ -80,16 +80,11 @@ def initialize(model: Model, seed: int = 0, *, build: Callable[[], nn.Module] | 
         AgreementError: another rank failed, or has another seed; nothing was changed.
         PartlyShardedError: a rank failed after models were changed; they are unusable on all ranks.
     """
-    failure: BaseException | None = None
-    recipes: dict[str, Recipe] = {}
     group = _group(model)
-    own = Report(items=(("initialize(seed=)", str(seed)), ("the model", type(model).__qualname__)))
-    try:
+    with agreement(group=group) as own:
+        own.report = Report(items=(("initialize(seed=)", str(seed)), ("the model", type(model).__qualname__)))
         refuse_broken(model)
         recipes = _recipes(model, seed, build or _builder(model))
-    except BaseException as error:  # what ends this process too: the other ranks wait for a report
-        failure, own = error, Report.of_error(error)
-    agree(own, failure, group=group)
     with out_of_inference_mode(), together(model, group=group, doing="initialising", changing=True):
         _fill(model, recipes)
     return model

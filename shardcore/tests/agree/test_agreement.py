@@ -89,7 +89,7 @@ def test_alone_there_is_nothing_to_agree_on():
     own = Report(items=(("a", "b"),), seed=3)
     assert list(agree(own)) == [own]
     with pytest.raises(KeyError):
-        agree(Report.of_error(KeyError("x")), KeyError("x"))
+        agree(failure=KeyError("x"))
 
 
 def _text(own, failure=None, **options):
@@ -110,7 +110,7 @@ def reports():
     found["absent"] = _text(Report(items=items[:2] if rank == 1 else items[:1]))
     found["order"] = _text(Report(items=(("a", "1"), ("b", "2"))[:: 1 if rank else -1]))
     failure = ArithmeticError(f"of rank {rank}") if rank > 0 else None
-    own = Report() if failure is None else Report.of_error(failure)
+    own = Report()
     found["failed"] = _text(own, failure)
     found["changing"] = _text(own, failure, changing=True)
     return found
@@ -122,8 +122,8 @@ def _told_by():
     found = []
     for own, error in (
         (Report(items=(("a", str(rank)),)), None),
-        (Report.of_error(failure), failure),
-        (Report(), None) if rank == 0 else (Report.of_error(failure), failure),
+        (Report(), failure),
+        (Report(), None) if rank == 0 else (Report(), failure),
     ):
         with pytest.raises(ShardcoreError) as caught:
             agree(own, error)
@@ -194,9 +194,9 @@ def long_reports():
         agree(Report(items=(("one", "1"),)))
         assert len(sent) == 1
         error = ConfigError("long " * 2000)
-        failure, own = (error, Report.of_error(error)) if dist.get_rank() else (None, Report())
+        failure = error if dist.get_rank() else None
         with pytest.raises(ConfigError if failure else AgreementError, match=r"(long ){2000}"):
-            agree(own, failure)
+            agree(failure=failure)
         assert len(sent) == 3
 
 
@@ -212,7 +212,7 @@ def test_simulated_ranks_are_not_asked():
         assert is_alone()
         assert agree(own) == [own]
         with pytest.raises(ConfigError, match="own"):
-            agree(Report.of_error(ConfigError("own")), ConfigError("own"))
+            agree(failure=ConfigError("own"))
 
 
 def fails_before_a_policy_is_inferred():

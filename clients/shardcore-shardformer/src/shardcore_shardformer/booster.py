@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from shardcore.agree.agreement import Report, agree
+from shardcore.agree.agreement import agreement
 from shardcore.api import shard
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.errors import ConfigError, NotSupportedError
@@ -294,16 +294,8 @@ def _is_first() -> bool:
 
 def _together(work: Callable[[], Any]) -> Any:
     """Do ``work`` on every rank, and return what it returned here; if it fails on one, raise on all."""
-    found, failure = None, None
-    try:
-        found = work()
-    except Exception as error:
-        failure = error
-    if dist.is_initialized():
-        agree(Report() if failure is None else Report.of_error(failure), failure)
-    elif failure is not None:
-        raise failure
-    return found
+    with agreement():
+        return work()
 
 
 def _of(optimizer: Any) -> tuple[Stepping, nn.Module]:

@@ -7,8 +7,9 @@ recomputation, the cost of a block, replicas, checkpoints).
 ``--quick`` asks plans instead of configurations. A plan says which kinds of steps, mixins and layouts a model gets:
 its *signature*. Gradients are compared for each kind of class of a pack (a base model, each kind of head), each family
 and each signature; steps, and what else depends on how kinds work together, once for each signature; and a mechanism,
-which works or does not whatever it stands beside, once for each kind. `shardcore_testing.checks.Section.quick` says
-which is which.
+which works or does not whatever it stands beside, once for each kind of the core that blocks are made of.
+`shardcore_testing.checks.Section.quick` says which is which. The first case with a kind stands for it, so a session is
+quicker where small models come first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from typing import Any
 from shardcore_testing.cases import Case
 from shardcore_testing.subject import Subject, meta_copy
 
-__all__ = ["Chosen", "News", "layouts_of", "quick_size", "signature_of", "stand_for_families"]
+__all__ = ["Chosen", "News", "layouts_of", "mechanisms_of", "quick_size", "signature_of", "stand_for_families"]
+
+
+#: Where the core keeps what is around the calls and outputs of a model.
+_AROUND = (".outputs", ".calls", ".after_forward")
 
 
 def stand_for_families(cases: Sequence[Case]) -> set[str]:
@@ -47,8 +52,24 @@ def _family(case: Case) -> object:
 
 def signature_of(plan: Any) -> frozenset[str]:
     """Return the names of the kinds of steps, mixins and layouts of a `shardcore.plan.ShardPlan`."""
-    mixins = {mixin.__name__ for of_path in plan.mixins().values() for mixin in of_path}
-    return layouts_of(plan) | {type(step).__name__ for step in plan.steps} | mixins
+    return layouts_of(plan) | {kind.__name__ for kind in _kinds(plan)}
+
+
+def mechanisms_of(plan: Any) -> frozenset[str]:
+    """Return the names of those kinds that blocks are made of.
+
+    What is around the calls and outputs of a whole model is in its numbers, and a pack tests its own kinds itself.
+    """
+    of_blocks = {
+        kind.__name__
+        for kind in _kinds(plan)
+        if kind.__module__.startswith("shardcore.") and not kind.__module__.endswith(_AROUND)
+    }
+    return layouts_of(plan) | of_blocks
+
+
+def _kinds(plan: Any) -> set[type]:
+    return {type(step) for step in plan.steps} | {mixin for of_path in plan.mixins().values() for mixin in of_path}
 
 
 def layouts_of(plan: Any) -> frozenset[str]:
@@ -63,7 +84,7 @@ class News:
     Attributes:
         numbers: a kind of class of its pack, a family, or a signature.
         signature: kinds that no earlier case has together.
-        kind: a kind that no earlier case has.
+        kind: a kind that no earlier case has, of those that blocks are made of.
         layout: a kind of layout that no earlier case has.
     """
 
@@ -110,7 +131,7 @@ class Chosen:
         found = News(
             numbers=new or family not in self._families or head not in self._heads,
             signature=new,
-            kind=not signature <= self._kinds,
+            kind=not mechanisms_of(plan) <= self._kinds,
             layout=not layouts <= self._kinds,
         )
         self._heads.add(head)

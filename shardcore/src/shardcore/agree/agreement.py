@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 from shardcore.errors import AgreementError, ShardcoreError
 from shardcore.mesh import device_type_of
 
-__all__ = ["Report", "agree", "is_alone"]
+__all__ = ["Agreement", "Report", "agree", "agreement", "is_alone"]
 
 _SAME = "Start every rank from the same environment, with the same model and the same arguments."
 _SAME_MODEL = "Build the same model on every rank."
@@ -74,11 +75,6 @@ class Report:
     digest: str = ""
     modes: tuple[bool, ...] = ()
 
-    @classmethod
-    def of_error(cls, error: BaseException) -> Report:
-        """Return the report of a rank that failed."""
-        return cls(error=f"{type(error).__name__}: {error}")
-
     def brief(self) -> Report:
         """Return what is sent as long as ranks agree: the first two items, and a digest of all."""
         digest = hashlib.sha256(repr(self.items).encode()).hexdigest()
@@ -93,8 +89,27 @@ def is_alone(group: ProcessGroup | None = None) -> bool:
     return not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
 
 
+@dataclass
+class Agreement:
+    """What a rank brings to an `agreement`, and what all of them brought when it is over."""
+
+    report: Report = Report()
+    reports: Sequence[Report] = ()
+
+
+@contextmanager
+def agreement(*, changing: bool = False, group: ProcessGroup | None = None) -> Iterator[Agreement]:
+    """Do something that sends nothing on every rank of ``group``, and raise on all of them as `agree` does."""
+    made, failure = Agreement(), None
+    try:
+        yield made
+    except BaseException as error:  # what ends this process too: the other ranks wait for a report
+        failure = error
+    made.reports = agree(made.report, failure, changing=changing, group=group)
+
+
 def agree(
-    own: Report,
+    own: Report = Report(),  # immutable
     failure: BaseException | None = None,
     *,
     changing: bool = False,
@@ -103,8 +118,8 @@ def agree(
     """Exchange reports over a process group and raise on every rank of it unless all agree.
 
     Args:
-        own: this rank's report.
-        failure: the exception behind ``own.error``; raised again on this rank.
+        own: this rank's report, if it has not failed.
+        failure: what this rank failed with; raised again on this rank.
         changing: models are being changed already, so that a failure is not without consequences.
         group: the ranks; the default process group if not given.
 
@@ -115,6 +130,8 @@ def agree(
         ShardcoreError: ``failure`` itself, on the rank that failed.
         AgreementError: another rank failed, or the ranks differ; names the first difference and both sides.
     """
+    if failure is not None:
+        own = Report(error=f"{type(failure).__name__}: {failure}")
     alone = is_alone(group)
     reports = [own] if alone else _gathered(own.brief(), group)
     names = [0] if alone else dist.get_process_group_ranks(group)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardcore.agree.agreement import Report, agree
+from shardcore.agree.agreement import agreement
 from shardcore.errors import PartlyShardedError
 from shardcore.nn import ParallelMixin
 from shardcore.nn.mixin import add_mixin
@@ -37,13 +37,9 @@ def together(
         PartlyShardedError: it failed, and models are being changed.
         AgreementError: it failed on another rank, and nothing was changed.
     """
-    failure: BaseException | None = None
     try:
-        yield
-    except BaseException as error:  # what ends this process too: the other ranks wait for a report
-        failure = error
-    try:
-        agree(Report() if failure is None else Report.of_error(failure), failure, changing=changing, group=group)
+        with agreement(changing=changing, group=group):
+            yield
     except BaseException as error:
         if not changing:
             raise

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardcore.agree.agreement import Report, agree, is_alone
+from shardcore.agree.agreement import Report, agreement, is_alone
 from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
 from shardcore.agree.received import check_source, receive, set_modes
 from shardcore.apply.call_checks import compare_calls, follow_seeds
@@ -189,15 +189,11 @@ class ModelSharder:
 
     def agree(self) -> ShardContext | None:
         """Compile, and make sure that all ranks hold the same; returns None where there is nothing to shard."""
-        failure: BaseException | None = None
-        try:
+        with agreement(group=self.group) as own:
             self.plan = self.compile()
             if self._sync_from is not None:
                 check_source(self.model, self._sync_from, self.group)
-            own = self._report(self.plan)
-        except BaseException as error:  # what ends this process too: the other ranks wait for a report
-            failure, own = error, Report.of_error(error)
-        reports = agree(own, failure, group=self.group)
+            own.report = self._report(self.plan)
         if world_size(self.config) == 1 or self.plan is None:
             return None
         config = self.plan.config
@@ -205,10 +201,10 @@ class ModelSharder:
         if self._sync_from is not None:
             receive(self.model, self._sync_from, self.group)
             source = dist.get_process_group_ranks(self.group).index(self._sync_from)
-            set_modes(self.model, reports[source].modes)
+            set_modes(self.model, own.reports[source].modes)
         self.context = ShardContext.of(
             config.mesh(),
-            seed=reports[0].seed,
+            seed=own.reports[0].seed,
             # A backward that is split computes gradients of parameters in an order that ranks do not share.
             partial_gradients="deferred" if splits else config.partial_gradients,
             keeps_gathered=config.sequence_keep_gathered,

@@ -105,11 +105,12 @@ class RankGroup:
         """
         if self.group is None:
             return work()
+        report, failure = Report(), None
         try:
             value = work()
-            report, failure = Report(items=tuple(items(value))), None
+            report = Report(items=tuple(items(value)))
         except Exception as error:
-            report, failure = Report.of_error(error), error
+            failure = error
         with _naming_the_lost(failure):
             agree(report, failure, changing=changing, group=self.group)
         return value

@@ -55,7 +55,7 @@ class PipelineRanks:
         Raises:
             AgreementError: another rank failed, or they differ.
         """
-        report = Report(items=tuple(told), seed=number) if failure is None else Report.of_error(failure)
+        report = Report(items=tuple(told), seed=number)
         if self._context.sizes.replicas == 1:
             return agree(report, failure, group=self._everybody)[0].seed
         try:
@@ -74,7 +74,7 @@ class PipelineRanks:
         Raises:
             AgreementError: another rank failed.
         """
-        agree(Report() if failure is None else Report.of_error(failure), failure, group=self._everybody)
+        agree(failure=failure, group=self._everybody)
 
     def broadcast(self, out: Any, source: int, missing: Collection[int]) -> Any:
         """Return an output of the model on every rank of the pipeline; what earlier stages have computed of it is None.

@@ -69,11 +69,9 @@ class InnerRegion(Region):
         return copy_to_tp(x, self.context.channel) if torch.is_grad_enabled() else x
 
     def _fork_once(self) -> None:
-        random = self.context.random
-        if torch.compiler.is_compiling():
-            live = self._dropouts is not None and self._dropouts.live()
-        else:
-            live = self._dropouts is not None and (random.in_use or self._dropouts.live())
+        random, compiling = self.context.random, torch.compiler.is_compiling()
+        live = self._dropouts is not None and (self._dropouts.live() or (not compiling and random.in_use))
+        if not compiling:
             self._is_forked = live
         if live:
             random.fork(id(self), once=True)

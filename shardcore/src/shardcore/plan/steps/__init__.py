@@ -10,8 +10,9 @@ from shardcore.plan.steps.arguments import SliceArgument
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
 from shardcore.plan.steps.experts import EnterExperts, SyncRouting
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
-from shardcore.plan.steps.modules import ByRank, CallByMethods, ScopeRandomness, SetAttribute, Swap
+from shardcore.plan.steps.modules import ByRank, ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.outputs import (
+    CallByMethods,
     GatherOutputs,
     GatherStageAttentions,
     KeepLogitsSharded,

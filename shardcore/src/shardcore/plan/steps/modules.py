@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from shardcore.nn.base import ParallelMixin
-from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.replicated import HeadParameters, Replicated
 from shardcore.nn.root import RngScope
@@ -18,7 +17,7 @@ from shardcore.nn.views import with_value
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import ApplyContext, Commit, Options, Phase, Step
 
-__all__ = ["ByRank", "CallByMethods", "ScopeRandomness", "SetAttribute", "Swap"]
+__all__ = ["ByRank", "ScopeRandomness", "SetAttribute", "Swap"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,31 +140,6 @@ class SetAttribute(Step):
             setattr(module, holder, with_value(getattr(module, holder), name, value))
 
         return commit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallByMethods(Step):
-    """The module is run by methods besides its forward.
-
-    Attributes:
-        methods: their names.
-    """
-
-    splits: ClassVar[bool] = False
-    mixin: ClassVar[type[ParallelMixin]] = MethodsAsCalls
-
-    methods: tuple[str, ...]
-
-    @override
-    def describe(self) -> str:
-        return f"is run by {', '.join(self.methods)} too"
-
-    @override
-    def prepare(self, ctx: ApplyContext) -> Commit:
-        if ctx.context is None:
-            return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
-        module = ctx.model.get_submodule(self.path)
-        return functools.partial(MethodsAsCalls.swap_class, module, ctx.context, methods=self.methods)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

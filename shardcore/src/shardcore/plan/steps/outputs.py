@@ -1,4 +1,4 @@
-"""Steps around the forward of a whole model: what it returns, and its loss."""
+"""Steps around the calls of a whole model: by which methods it is run, what it returns, and its loss."""
 
 from __future__ import annotations
 
@@ -10,13 +10,39 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from shardcore.nn.base import ParallelMixin
+from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.after_forward import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
 from shardcore.nn.outputs import OutputGatherer, RefusesCaptured, StageAttentions
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
-__all__ = ["GatherOutputs", "GatherStageAttentions", "KeepLogitsSharded", "RefuseCaptured", "TakeLoss"]
+__all__ = ["CallByMethods", "GatherOutputs", "GatherStageAttentions", "KeepLogitsSharded", "RefuseCaptured", "TakeLoss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallByMethods(Step):
+    """The module is run by methods besides its forward.
+
+    Attributes:
+        methods: their names.
+    """
+
+    splits: ClassVar[bool] = False
+    mixin: ClassVar[type[ParallelMixin]] = MethodsAsCalls
+
+    methods: tuple[str, ...]
+
+    @override
+    def describe(self) -> str:
+        return f"is run by {', '.join(self.methods)} too"
+
+    @override
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        if ctx.context is None:
+            return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
+        module = ctx.model.get_submodule(self.path)
+        return functools.partial(MethodsAsCalls.swap_class, module, ctx.context, methods=self.methods)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
