@@ -320,7 +320,8 @@ class ModelSharder:
         replicas = context.sizes.replicas
         self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
         follow_seeds(context)
-        check_gradients(self.model)
+        # Which parameters may be frozen by a pack's policy, its kit has checked.
+        check_gradients(self.model, whatever_is_trained=self._registry is None)
         if context.sizes.pp == 1:  # a pipeline compares the whole batch, in each step
             compare_calls(self.model, context, self.config.check_inputs_every)
 

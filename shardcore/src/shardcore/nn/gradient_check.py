@@ -25,8 +25,8 @@ class GradientChecked(ParallelMixin):
     """A model whose first call of each kind is looked at: wrong gradients are an error before a backward makes them.
 
     Calls are of one kind if they have the same arguments, as far as these decide what runs: which ones there are, which
-    of them need a gradient, what is switched on, the training mode, and which parameters are trained. A later call of a
-    kind costs a look into a set.
+    of them need a gradient, what is switched on, the training mode, and, where a policy is new, which parameters are
+    trained. A later call of a kind costs a look into a set.
 
     Each rank judges by itself: what is wrong follows from the policy and the call, which are the same on all. They do
     not meet for it, since which kinds a rank has seen is its own: an argument that changes nothing may differ.
@@ -36,7 +36,7 @@ class GradientChecked(ParallelMixin):
 
     _checked_kinds: set[Hashable]
     _shard_context: ShardContext
-    #: Of all modules of the model; which modules these are stays as it is, or another check refuses the model.
+    #: Of all modules, where it matters which are trained; which modules there are another check looks at.
     _checked_parameters: list[dict[str, nn.Parameter | None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,11 +84,11 @@ class GradientChecked(ParallelMixin):
         return problems(self, graph, wrong, arguments) if wrong else []
 
 
-def check_gradients(model: nn.Module) -> None:
-    """Let a sharded model check the gradients of each kind of call."""
+def check_gradients(model: nn.Module, *, whatever_is_trained: bool) -> None:
+    """Let a sharded model check the gradients of each kind of call, also by which parameters are trained if asked."""
     context = model.__dict__["_shard_context"]
     add_mixin(model, GradientChecked)
-    held = [module._parameters for module in model.modules() if module._parameters]
+    held = [module._parameters for module in model.modules() if module._parameters] if whatever_is_trained else []
     model.__dict__.update(_shard_context=context, _checked_kinds=set(), _checked_parameters=held)
 
 
