@@ -18,7 +18,7 @@ from shardcore_transformers import _attention
 def _plan(model, switch):
     policy = FalconForCausalLMPolicy()
     policy.set_model(model)
-    with mock.patch.object(_attention, "_installed", return_value="flash_attention_3"):
+    with mock.patch.object(_attention, "_installed", return_value=["flash_attention_3"]):
         return compile_plan(policy, model, ShardConfig.of(tp=2, enable_flash_attention=switch), device_type="cuda")
 
 

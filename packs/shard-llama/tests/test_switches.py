@@ -27,29 +27,49 @@ def _plan(model, device="cuda", **fields):
     return compile_plan(policy(model), model, ShardConfig.of(tp=2, **fields), device_type=device)
 
 
-def _reason(model, device="cuda"):
+def _reason(model, device="cuda", asked=True):
     with pytest.raises(PlanError) as caught:
-        _plan(model, device, enable_flash_attention=True)
+        _plan(model, device, enable_flash_attention=asked)
     (problem,) = caught.value.problems
     return problem.what.removeprefix("flash attention is impossible: ")
 
 
-def _installed(version="flash_attention_2"):
-    return mock.patch.object(_attention, "_installed", return_value=version)
+def _installed(*versions):
+    return mock.patch.object(_attention, "_installed", return_value=list(versions or ("flash_attention_2",)))
 
 
 def test_why_flash_attention_is_impossible():
     model = build(dtype=torch.bfloat16)
-    assert _reason(model, "cpu") == "the flash-attn package runs on CUDA, and this is 'cpu'"
-    with _installed(None):
-        assert _reason(model) == "the flash-attn package is not installed (pip install flash-attn)"
+    assert _reason(model, "cpu") == "its kernels run on CUDA, and this is 'cpu'"
     with _installed():
+        assert _reason(model, asked="flash_attention_4") == (
+            "flash_attention_4 is not installed, or does not run on this card; what is and does: flash_attention_2"
+        )
         assert _reason(build(dtype=torch.float64)) == (
             "it computes in float16 and bfloat16, and parameters are torch.float64 (load the model with "
             "dtype=torch.bfloat16)"
         )
-        with mock.patch.object(type(model), "_supports_flash_attn", False):
-            assert _reason(model) == "transformers has none for LlamaForCausalLM (it stays at 'sdpa')"
+        with mock.patch.multiple(type(model), _supports_flash_attn=False, _supports_sdpa=False):
+            for asked in (True, "xformers"):
+                assert _reason(model, asked=asked) == "transformers has none for LlamaForCausalLM (it stays at 'sdpa')"
+    with pytest.raises(shardcore.ConfigError, match="'xformers' or None, got 'flash'"):
+        _plan(model, enable_flash_attention="flash")
+
+
+def test_without_flash_attn_torchs_own_kernels_are_taken():
+    model = build(dtype=torch.bfloat16, attn_implementation="eager")
+    with mock.patch.object(_attention, "_installed", return_value=[]):
+        plan = _plan(model, enable_flash_attention=True)
+    assert "enable_flash_attention: sdpa (the flash-attn package is not installed" in plan.render()
+
+
+def test_the_newest_that_runs_on_a_card_is_taken():
+    for card, there, best in ((8, "234", "2"), (9, "234", "4"), (10, "23", "2"), (10, "234", "4"), (7, "234", "")):
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=(card, 0)),
+            mock.patch.object(_attention, "_is_there", lambda name, there=there: name[-1] in there),
+        ):
+            assert "".join(_attention._installed()[:1]) == (best and f"flash_attention_{best}")
 
 
 @pytest.mark.parametrize("switch", [True, "auto"])

@@ -281,12 +281,13 @@ class Policy(ABC):
         """Change ``self.model`` after it was sharded; by default nothing."""
         return None
 
-    def flash_attention(self, device_type: str, *, asked: bool) -> Step:
+    def flash_attention(self, device_type: str, *, asked: bool | str) -> Step:
         """Return the step that makes ``self.model`` use flash attention.
 
         Args:
             device_type: where the model will run, ``"cuda"`` or ``"cpu"``.
-            asked: the user asked for it (``enable_flash_attention=True``), and did not leave it to ``"auto"``.
+            asked: the user asked for it (``enable_flash_attention=True``), or for one kind of it by name, and did not
+                leave it to ``"auto"``.
 
         Raises:
             NotSupportedError: it is impossible; the message is the reason.

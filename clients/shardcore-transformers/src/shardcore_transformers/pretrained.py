@@ -243,8 +243,8 @@ class PretrainedPolicy(Policy):
         return lambda: native(copy.deepcopy(model.config))
 
     @override
-    def flash_attention(self, device_type: str, *, asked: bool) -> Step:
-        """Return the step that sets transformers' ``attn_implementation`` to flash-attn 3 or 2.
+    def flash_attention(self, device_type: str, *, asked: bool | str) -> Step:
+        """Return the step that sets transformers' ``attn_implementation`` to flash-attn 4, 3 or 2.
 
         Arguments and errors are those of `Policy.flash_attention`.
         """

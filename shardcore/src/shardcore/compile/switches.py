@@ -39,7 +39,7 @@ def optimize(
     ``stages`` are those of the policy, by names that the model has.
     """
     if switch := config.enable_flash_attention:
-        yield from _flash_attention(policy, device_type, asked=switch is True)
+        yield from _flash_attention(policy, device_type, asked=switch != "auto" and switch)
     if config.enable_fused_normalization:
         yield Choice(switch="enable_fused_normalization", outcome=_fused(planned))
     if config.enable_jit_fused:
@@ -51,7 +51,7 @@ def optimize(
     yield from _unread(policy, config)
 
 
-def _flash_attention(policy: Policy, device_type: str, *, asked: bool) -> Iterator[Step | Choice | Problem]:
+def _flash_attention(policy: Policy, device_type: str, *, asked: bool | str) -> Iterator[Step | Choice | Problem]:
     switch = "enable_flash_attention"
     try:
         step = policy.flash_attention(device_type, asked=asked)
@@ -59,7 +59,7 @@ def _flash_attention(policy: Policy, device_type: str, *, asked: bool) -> Iterat
         if asked:
             yield Problem(
                 where="",
-                rule=f"ShardConfig.{switch}=True",
+                rule=f"ShardConfig.{switch}={asked!r}",
                 what=f"flash attention is impossible: {error}",
                 todo=f"mend that, or say {switch}='auto' to use it wherever it is possible",
             )

@@ -27,6 +27,9 @@ _CHOICES = {
     "pipeline_schedule": (None, *SCHEDULE_NAMES),
 }
 
+#: Kinds of flash attention, by the names that libraries of models give them.
+ATTENTIONS = ("flash_attention_4", "flash_attention_3", "flash_attention_2", "xformers")
+
 SWITCHES = ("enable_flash_attention", "enable_fused_normalization", "enable_jit_fused")
 
 _FLAGS = (
@@ -66,7 +69,9 @@ def _check_kinds(config: ShardConfig) -> None:
         if name in _FLAGS:
             require(name, isinstance(value, bool), "True or False")
         if name in SWITCHES:
-            require(name, value is None or value == "auto" or isinstance(value, bool), "True, False, 'auto' or None")
+            named = ATTENTIONS if name == "enable_flash_attention" else ()
+            words = ", ".join(map(repr, ("auto", *named)))
+            require(name, value in ("auto", *named) or isinstance(value, bool | None), f"True, False, {words} or None")
         if name in _CHOICES:
             require(name, value in _CHOICES[name], f"one of {', '.join(map(repr, _CHOICES[name]))}")
     require("device_mesh", isinstance(config.device_mesh, DeviceMesh | None), "a DeviceMesh or None")

@@ -59,8 +59,11 @@ class ShardConfig:
             full logits.
         loss_chunk_size: with ``parallel_output``: the number of tokens whose logits are computed at a time, inside the
             loss, and again in the backward. The full logits never exist, and the output has none. None: all at once.
-        enable_flash_attention: flash attention (the flash-attn package, through the model's library). True raises with
-            the reason where it is impossible; ``"auto"`` uses it where it is possible.
+        enable_flash_attention: flash attention, through the model's library. True is the newest of the flash-attn
+            packages that is installed and runs on this card, else torch's own kernels, and raises with the reason where
+            none is possible; ``"auto"`` uses flash-attn where it is possible. ``"flash_attention_4"``,
+            ``"flash_attention_3"`` and ``"flash_attention_2"`` are that version or an error; ``"xformers"`` is torch's
+            memory-efficient kernel (the same as xformers').
         enable_fused_normalization: torch's fused norms. True raises where no fused form of a norm is known; ``"auto"``
             keeps the native norm there.
         enable_jit_fused: blocks are compiled by `torch.compile` while training, which fuses bias and GELU into one
@@ -103,7 +106,7 @@ class ShardConfig:
     inference_only: bool = False
     parallel_output: bool = False
     loss_chunk_size: int | None = None
-    enable_flash_attention: Switch = None
+    enable_flash_attention: Switch | str = None
     enable_fused_normalization: Switch = None
     enable_jit_fused: Switch = None
     enable_sequence_parallelism: bool = False
