@@ -28,7 +28,7 @@ ROOMS = {
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 1650,
-    "shardcore_transformers": 2150,
+    "shardcore_transformers": 2250,
     "shardcore_peft": 2300,
     "shardcore_trainer": 2050,
     "shardcore_cli": 900,

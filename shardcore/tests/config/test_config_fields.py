@@ -17,7 +17,10 @@ from shardcore.errors import ConfigError
     [
         ({"partial_gradients": "ring"}, "partial_gradients must be one of 'in_backward', 'deferred', got 'ring'"),
         ({"inference_only": 1}, "inference_only must be True or False, got 1"),
-        ({"enable_flash_attention": "on"}, "enable_flash_attention must be True, False, 'auto' or None, got 'on'"),
+        (
+            {"enable_fused_normalization": "on"},
+            "enable_fused_normalization must be True, False, 'auto' or None, got 'on'",
+        ),
         ({"enable_jit_fused": 0}, "enable_jit_fused must be True, False, 'auto' or None, got 0"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be a positive integer or None, got 0"),
         ({"device_mesh": 2}, "device_mesh must be a DeviceMesh or None, got 2"),

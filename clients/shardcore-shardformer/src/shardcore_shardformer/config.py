@@ -76,7 +76,7 @@ class ShardConfig(shard_config.ShardConfig):
         return not self.parallel_output
 
     @property
-    def use_flash_attention(self) -> Switch:
+    def use_flash_attention(self) -> Switch | str:
         """Another name for ``enable_flash_attention``."""
         return self.enable_flash_attention
 
