@@ -63,7 +63,7 @@ def trains():
         assert_close(reference(batch()), sharded(batch()), "logits")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.four)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_all_gradients(pool, ranks):
     pool.run(trains, world=ranks)
 
