@@ -199,7 +199,7 @@ def _anchor(heading: str) -> str:
 
 
 #: What code of a page imports besides transformers and its own pack.
-_NEEDS = {"README.md": "accelerate", "trainer.md": "accelerate", "peft.md": "peft"}
+_NEEDS = {"trainer.md": "accelerate", "peft.md": "peft", "torch-modules.md": "shard_torch"}
 
 
 #: Pages whose code is run, on each number of ranks that one of its blocks names. What `start.md` prints is compared.

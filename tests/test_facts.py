@@ -10,10 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+from packaging.version import Version
 
 from shardcore import clients
-from shardcore.hooks import PolicySpec
 from shardcore.plugins.registry import GROUP
 from shardcore.plugins.unserved import first_party
 from shardcore_cli import app
@@ -54,49 +53,40 @@ def test_the_requirements_that_a_readme_names_are_those_of_the_metadata(page):
     assert (python, torch) == (floors["python"], floors["torch"])
 
 
-def test_the_ranges_that_the_readme_names_are_those_of_the_packs():
-    rows = re.findall(
-        r"^\| `(shard-[\w-]+)(?:\[\w+\])?` \| `(\w+).*\| (\w+) ([\d.]+) to ([\d.]+) \|$", READMES[0].read_text(), re.M
-    )
-    assert {pack for pack, *_ in rows} == first_party()
-    for pack, model, library, lowest, highest in rows:
-        releases = project(ROOT / "packs" / pack)["tool"]["shardcore"]["matrix"][library]
-        assert lowest == next(release for release in releases if _is_served(pack, model, release)), (pack, model)
-        assert f"{releases[-1]}.".startswith(f"{highest}."), (pack, releases)
-
-
-def _is_served(pack: str, model: str, release: str) -> bool:
-    """Return whether a pack's policies for a class accept this release of its library."""
-    needs = [spec.requires for spec in _specs(pack) if spec.target.endswith(f".{model}")]
-    assert needs, (pack, model)
-    return any(need is None or Requirement(need).specifier.contains(release) for need in needs)
-
-
-def _specs(pack: str) -> list[PolicySpec]:
-    plugin = importlib.import_module(f"{pack.replace('-', '_')}.plugin")
-    return plugin.shardcore_policies()
+@pytest.mark.parametrize("page", [READMES[0], ROOT / "docs" / "index.md"], ids=name)
+def test_the_ranges_that_a_first_page_names_are_those_of_the_packs(page):
+    matrices = [project(ROOT / "packs" / pack)["tool"]["shardcore"]["matrix"] for pack in first_party()]
+    text = " ".join(page.read_text().split())
+    for library in ("transformers", "timm"):
+        releases = sorted({Version(r) for matrix in matrices for r in matrix.get(library, ())})
+        ((lowest, highest),) = re.findall(rf"\b{library} (\d[\d.]*) to (\d[\d.]*\d)", text)
+        assert Version(lowest) == releases[0], library
+        assert f"{releases[-1]}.".startswith(f"{highest}."), library
 
 
 def _served(pack: str) -> set[str]:
     """Return the names of the classes that the plugin of a pack offers policies for."""
-    return {spec.target.rpartition(".")[2] for spec in _specs(pack)}
+    plugin = importlib.import_module(f"{pack.replace('-', '_')}.plugin")
+    return {spec.target.rpartition(".")[2] for spec in plugin.shardcore_policies()}
 
 
-def _named_in(cells: str) -> set[str]:
-    """Return the classes that a table names; ``...ForX`` begins as the first one does."""
-    names = re.findall(r"`([.\w]+)`", cells)
-    family = re.match(r"(\w+?)(?:Model|For)", names[0])
-    return {name.replace("...", family[1] if family else "") for name in names}
+def _listed() -> dict[str, list[str]]:
+    """Return the classes that MODELS.md lists, by pack."""
+    sections = re.split(r"^## (.+)\n", (ROOT / "MODELS.md").read_text(), flags=re.M)[1:]
+    tables = zip(sections[::2], sections[1::2], strict=True)
+    return {pack: re.findall(r"^\| `(\w+)` \|", text, re.M) for pack, text in tables}
+
+
+def test_the_readme_counts_the_classes_and_packs_that_there_are():
+    ((classes, packs),) = re.findall(r"(\d+) classes in (\d+) packs", READMES[0].read_text())
+    assert _listed().keys() == first_party()
+    assert (int(classes), int(packs)) == (sum(map(len, _listed().values())), len(first_party()))
 
 
 @pytest.mark.parametrize("pack", sorted(first_party()))
-def test_the_classes_that_the_readme_names_are_served(pack):
+def test_the_classes_that_are_listed_are_served(pack):
     pytest.importorskip(f"{pack.replace('-', '_')}.plugin")
-    rows = re.findall(rf"^\| `{pack}(?:\[\w+\])?` \| ([^|]*) \|", READMES[0].read_text(), re.M)
-    named = set().union(*map(_named_in, rows))
-    assert _served(pack) <= named
-    # timm's distilled model is a subclass, which is found by itself.
-    assert named - _served(pack) <= {"VisionTransformerDistilled"}
+    assert sorted(_listed()[pack]) == sorted(_served(pack))
     own = (ROOT / "packs" / pack / "README.md").read_text()
     heads = {5: "five", 8: "eight"}.get(len(_served(pack)) - 1)
     assert all(found == heads for found in re.findall(r"\bits (\w+) heads\b", own))
@@ -111,10 +101,12 @@ def test_the_torch_that_a_packs_readme_names_is_one_of_its_metadata(pack):
 
 
 @pytest.mark.parametrize("pack", sorted(first_party()))
-def test_what_a_readme_says_raises_is_not_what_its_policies_let_in(pack):
+def test_what_is_said_to_raise_is_not_what_its_policies_let_in(pack):
     sources = "".join(file.read_text() for file in (ROOT / "packs" / pack).glob("src/**/*.py"))
     let_in = set(re.findall(r'"(\w+)"', " ".join(re.findall(r"\bcalls\((.*?)\)", sources, re.S))))
-    text = " ".join((ROOT / "packs" / pack / "README.md").read_text().split())
+    families = (ROOT / "docs" / "families.md").read_text() + "\n## "
+    said = families.partition(f"\n## {pack}\n")[2].partition("\n## ")[0]
+    text = " ".join((ROOT / "packs" / pack / "README.md").read_text().split() + said.split())
     for sentence in re.split(r"(?<=[.:]) ", text):
         if re.search(r"\brais(?:e|es)\b|\brefused\b", sentence):
             assert not set(re.findall(r"`(\w+)`", sentence)) & let_in, sentence

@@ -36,6 +36,9 @@ def test_files_are_those_of_every_pack(pack):
             assert found.startswith(f"# {distribution.name}\n\nThe pack that teaches shardcore "), name
             for sentence in ("nothing to import or to register.", "The extra `tested` (`./packs/", "Apache-2.0."):
                 assert sentence in words(found), (name, sentence)
+            assert "<!-- run: 2 ranks -->\n```python\nimport shardcore\n" in found, "there is no example that runs"
+            assert f"](../../MODELS.md#{distribution.name})" in found
+            assert found.count("\n") <= 30, "what else there is to know stands in docs/families.md"
         elif name.startswith("src/") and name.endswith("__init__.py"):
             assert found.count("\n") == 1, name  # a docstring and nothing else
         elif name in EXTENDED:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from cells import Pack, find_packs  # from tools/
 from shardcore.plugins.versions import is_met
 from shardcore_testing.cases import Case
@@ -25,6 +27,8 @@ __all__ = ["Row", "page", "rows_of"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "MODELS.md"
+#: What there is to know of a pack beyond its table stands here, under its name.
+FAMILIES = ROOT / "docs" / "families.md"
 
 _HEADER = """# Models
 
@@ -39,8 +43,15 @@ losses, generation, recomputation. The conformance kit tests every mark.
 * **rec**: `gradient_checkpointing_enable`; ✓ with both values of `use_reentrant`.
 * **out**: what can be asked for besides the usual outputs: **A** attentions and **H** hidden states (in
   encoder-decoders those of the decoder), **E** the encoder's attentions, **C** cross-attentions, **R** router logits.
-* **sent**: the most collectives that one more block costs, forward+backward; one more each way where ranks share KV
-  heads.
+* **sent**: the most collectives that one more block costs, forward+backward. Attention and MLP cost 2+2,
+  cross-attention 1+1; one more each way where ranks share KV heads. Each further one backward sums gradients of what
+  ranks hold whole inside of a region: the bias of a fused projection, norms of queries and keys, latent projections,
+  the router of a mixture, tables of positions.
+
+An empty cell is what a class does not have, or what is refused. Subclasses of these classes are found too. Classes with
+linears that several projections share need torch 2.12, which the packs `shard-blip2`, `shard-glm`, `shard-gpt2`,
+`shard-modernbert`, `shard-phi`, `shard-sam` and `shard-torch` require; with torch 2.11 the mixtures of experts of
+transformers 5 are refused before anything is changed.
 
 Everything else that the kit checks (gradients, optimizer steps, clipping, data parallelism, checkpoints, loading) holds
 for every class: [Testing](docs/reference/testing.md). `python tools/model_table.py --write` writes this page from the
@@ -126,6 +137,10 @@ def _section(pack: Pack, before: str) -> Iterator[str]:
     yield f"## {pack.name}"
     yield ""
     yield "; ".join(f"{library} {', '.join(releases)}" for library, releases in pack.matrix.items())
+    yield from _exceptions(pack)
+    if f"\n## {pack.name}\n" in FAMILIES.read_text(encoding="utf-8"):
+        yield ""
+        yield f"[What to know](docs/families.md#{pack.name})"
     for library in pack.matrix:
         yield ""
         yield f"| {' | '.join(library if name == 'class' else name for name in _COLUMNS)} |"
@@ -135,6 +150,27 @@ def _section(pack: Pack, before: str) -> Iterator[str]:
         else:
             yield from _rows_below(kept, library)
     yield ""
+
+
+def _exceptions(pack: Pack) -> Iterator[str]:
+    """Yield a paragraph for each list of releases, of those of the pack, with which some classes are not served."""
+    plugin = importlib.import_module(f"{pack.name.replace('-', '_')}.plugin")
+    accepted: dict[str, list[str | None]] = {}
+    for spec in plugin.shardcore_policies():
+        accepted.setdefault(spec.target, []).append(spec.requires)
+    left_out: dict[str, list[str]] = {}
+    for target, needs in accepted.items():
+        library, _, name = target.partition(".")[0], *target.rpartition(".")[1:]
+        without = [r for r in pack.matrix[library] if not any(n is None or _accepts(n, r) for n in needs)]
+        if without:
+            left_out.setdefault(f"{library} {', '.join(without)}", []).append(f"`{name}`")
+    for releases, names in left_out.items():
+        yield ""
+        yield f"Not with {releases}: {', '.join(names)}."
+
+
+def _accepts(requirement: str, release: str) -> bool:
+    return Requirement(requirement).specifier.contains(release)
 
 
 def _is_here(library: str) -> bool:

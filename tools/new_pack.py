@@ -3,7 +3,7 @@
     python tools/new_pack.py shard-qwen "The Qwen family of transformers" --needs shard-llama
 
 writes them; ``policy.py``, ``cases.py`` and ``plugin.py`` are the pack's own, and the example in its README is. What
-classes it serves, tools/model_table.py and then tools/pack_readmes.py write.
+classes it serves, tools/model_table.py writes.
 """
 
 from __future__ import annotations
@@ -26,26 +26,20 @@ LIKE = ROOT / "packs" / "shard-llama"
 README = """\
 # {name}
 
-The pack that teaches shardcore {what}. Once it is installed, shardcore finds it;
-there is nothing to import or to register.
-
-From a checkout of the repository:
+The pack that teaches shardcore {what}. Once it is installed, shardcore finds it; there is
+nothing to import or to register. From a checkout:
 
 ```
 pip install ./shardcore {folders}
 ```
 
-## Classes
-
-## Tested with
-
-{tested}
+[Classes](../../MODELS.md#{name}). {tested}
 """
 
 #: What the README of every pack says of the releases it was tested with.
 TESTED = (
-    "The extra `tested` (`./packs/{name}[tested]`) keeps transformers within the range that\n"
-    "the tests of this pack cover. Licence: Apache-2.0."
+    "The extra `tested` (`./packs/{name}[tested]`) keeps transformers within\n"
+    "the range that its tests cover. Licence: Apache-2.0."
 )
 
 TESTS = '''\
