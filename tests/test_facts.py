@@ -77,6 +77,10 @@ def _listed() -> dict[str, list[str]]:
     return {pack: re.findall(r"^\| `(\w+)` \|", text, re.M) for pack, text in tables}
 
 
+def test_the_first_page_is_read_in_three_minutes():
+    assert READMES[0].read_text().count("\n") <= 160, "what else there is to say stands in docs"
+
+
 def test_the_readme_counts_the_classes_and_packs_that_there_are():
     ((classes, packs),) = re.findall(r"(\d+) classes in (\d+) packs", READMES[0].read_text())
     assert _listed().keys() == first_party()
