@@ -81,6 +81,19 @@ def test_the_first_page_is_read_in_three_minutes():
     assert READMES[0].read_text().count("\n") <= 160, "what else there is to say stands in docs"
 
 
+def test_the_numbers_of_the_readme_are_those_that_were_recorded():
+    """What was measured is recorded once, on the pages that these numbers link to."""
+    text = READMES[0].read_text()
+    claims = text.partition("\n## Why this one\n")[2].partition("\n**Your model")[0]
+    claims += "".join(re.findall(r"^\| on GPUs.*$", text, re.M))
+    pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in ("tuning", "gpu", "exactness", "migration", "faq")]
+    number = re.compile(r"\d+(?:[.,]\d+)*(?:e-\d+)?")
+    recorded = {found for page in pages for found in number.findall(page)}
+    shown = [found for found in number.findall(claims) if len(found) > 2]
+    assert {"2,004", "1159", "2e-14"} <= set(shown)
+    assert [found for found in shown if found not in recorded] == []
+
+
 def test_the_readme_counts_the_classes_and_packs_that_there_are():
     ((classes, packs),) = re.findall(r"(\d+) classes in (\d+) packs", READMES[0].read_text())
     assert _listed().keys() == first_party()
