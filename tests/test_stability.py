@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shardcore._deprecation import warn_deprecated
-from shardcore.errors import ShardcoreDeprecationWarning
-
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("## What is promised")[2].partition("\nOf each module")[0]
@@ -57,16 +54,3 @@ def test_what_is_not_promised_is_found():
                  "import shardcore.nn.base"):  # fmt: skip
         assert unpromised(line)
     assert unpromised("from shardcore.hooks import hookimpl\nimport shardcore") == []
-
-
-def old_name() -> int:
-    warn_deprecated("here.old_name", since="0.4", instead="here.new_name", removed="0.6")
-    return 1
-
-
-def test_a_deprecation_says_what_to_do_and_points_at_the_caller():
-    message = r"^here.old_name is deprecated since shardcore 0.4 and goes in release 0.6: use here.new_name$"
-    with pytest.warns(ShardcoreDeprecationWarning, match=message) as found:
-        assert old_name() == 1
-    assert found[0].filename == __file__
-    assert issubclass(ShardcoreDeprecationWarning, DeprecationWarning)

@@ -23,7 +23,6 @@ from shardcore.errors import (
     PartlyShardedError,
     PlanError,
     RegistryError,
-    ShardcoreDeprecationWarning,
     ShardcoreError,
     ShardcoreWarning,
     StaleOptimizerWarning,
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from shardcore.preemption import Preemption
     from shardcore.pretrained import from_pretrained
     from shardcore.random import get_rng_state, manual_seed, set_rng_state
+    from shardcore.weights.full import full_tensors
 
 __version__ = "0.1.0"
 
@@ -82,7 +82,6 @@ __all__ = [
     "ShardConfig",
     "ShardContext",
     "ShardPlan",
-    "ShardcoreDeprecationWarning",
     "ShardcoreError",
     "ShardcoreWarning",
     "ShardedDataLoader",
@@ -93,6 +92,7 @@ __all__ = [
     "WrapError",
     "compile_plan",
     "from_pretrained",
+    "full_tensors",
     "get_rng_state",
     "grad_norm",
     "hookimpl",
@@ -129,6 +129,7 @@ _HOMES = {
     "shardcore.preemption": ("Preemption",),
     "shardcore.pretrained": ("from_pretrained",),
     "shardcore.random": ("get_rng_state", "manual_seed", "set_rng_state"),
+    "shardcore.weights.full": ("full_tensors",),
 }
 
 if not TYPE_CHECKING:

@@ -19,7 +19,6 @@ ShardcoreError
 ShardcoreWarning (UserWarning)
 ├── StaleOptimizerWarning                an optimizer still holds the parameters from before sharding
 ├── BrokenPackWarning                    an installed pack was left out because it failed to load
-├── ShardcoreDeprecationWarning (DeprecationWarning)   a name that a later release removes
 └── UntestedVersionWarning               a library is outside of the range that a pack was tested with
 
 Every error also derives from the builtin that a caller would expect (in brackets). This module imports nothing.
@@ -45,7 +44,6 @@ __all__ = [
     "PlanError",
     "Problem",
     "RegistryError",
-    "ShardcoreDeprecationWarning",
     "ShardcoreError",
     "ShardcoreWarning",
     "StaleOptimizerWarning",
@@ -164,10 +162,6 @@ class StaleOptimizerWarning(ShardcoreWarning):
 
 class BrokenPackWarning(ShardcoreWarning):
     """An installed pack failed to load and was left out."""
-
-
-class ShardcoreDeprecationWarning(ShardcoreWarning, DeprecationWarning):
-    """A name that a later release removes; the message says since when, what to use instead, and which release."""
 
 
 class UntestedVersionWarning(ShardcoreWarning):
