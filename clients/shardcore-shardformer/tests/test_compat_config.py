@@ -78,7 +78,6 @@ def test_contradictions(fields, message):
     [
         ("tensor_parallel_mode", "1d", "2d"),
         ("enable_sequence_overlap", False, True),
-        ("fp8_communication", False, True),
         ("make_vocab_size_divisible_by", None, 64),
         ("sequence_parallelism_mode", None, "ring"),
     ],

@@ -229,9 +229,12 @@ def test_a_second_thread_is_refused_in_the_first_calls_too(pool):
 
 def without_values():
     with torch.device("meta"):
-        model = shard(build())
-    with pytest.raises(NotSupportedError, match=r"on meta, without values: .*initialize"):
-        model(batch())
+        models = [shard(build())]
+    models.append(shard(build()))
+    models[1].register_buffer("scale", torch.ones(2, device="meta"))
+    for model, name in zip(models, ("model.positions", "scale"), strict=True):
+        with pytest.raises(NotSupportedError, match=rf"its {name} is on meta, without values: .*initialize"):
+            model(batch())
 
 
 def test_a_model_without_values_is_not_called(pool):

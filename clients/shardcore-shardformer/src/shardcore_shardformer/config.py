@@ -48,7 +48,6 @@ _SECOND_NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 _NOT_THERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_mode": (("1d",), "use '1d'"),
     "enable_sequence_overlap": ((False,), "leave it False"),
-    "fp8_communication": ((False,), "leave it False"),
     "make_vocab_size_divisible_by": ((None,), "leave it None: a vocabulary of any size is split unevenly"),
     "sequence_parallelism_mode": ((None, "split_gather"), "use 'split_gather'"),
 }

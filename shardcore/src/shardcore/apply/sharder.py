@@ -209,6 +209,7 @@ class ModelSharder:
             partial_gradients="deferred" if splits else config.partial_gradients,
             keeps_gathered=config.sequence_keep_gathered,
             fuses_regions=not splits,
+            fp8=config.fp8_communication,
             experts=config.expert_mesh(),
             origin=self._origin,
         )

@@ -7,8 +7,8 @@ in `shardcore.comm` is made of. All but `exchange` have two bodies: c10d calls f
 Tensors on the meta device have nothing to send: of these every collective returns what it would in shape and dtype, and
 no other rank takes part. So a sharded model can be called there, to find out what it returns.
 
-Payloads of another form (in fewer bits, say) are a subclass that overrides some of the four, and `exact`; see
-`tests/support/own_channel.py`.
+Payloads of another form are a subclass that overrides some of the four, `exact` and `of_gradients`, as
+`shardcore.comm.fp8` does.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class Channel:
     @property
     def exact(self) -> Channel:
         """The channel between the same ranks for what has to arrive as it was: losses, parameters, their gradients."""
+        return self
+
+    @property
+    def of_gradients(self) -> Channel:
+        """The channel between the same ranks for gradients of activations, which may travel in another form."""
         return self
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class _CopyToTP(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
         # The incoming gradient may be shared with another branch of the graph: it must not be reduced in place.
-        return ctx.channel.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
+        return ctx.channel.of_gradients.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
 class _ReduceFromTP(Function):

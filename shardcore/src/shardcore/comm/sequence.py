@@ -105,7 +105,7 @@ class _EnterFromSequence(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         refuse_double_backward()
-        return reduce_scatter_tokens(grads[0], ctx.channel), None, None
+        return reduce_scatter_tokens(grads[0], ctx.channel.of_gradients), None, None
 
 
 class _LeaveToSequence(Function):
@@ -119,7 +119,7 @@ class _LeaveToSequence(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
-        return all_gather_tokens(grads[0], ctx.channel, ctx.length), None
+        return all_gather_tokens(grads[0], ctx.channel.of_gradients, ctx.length), None
 
 
 class _ScatterSequence(Function):
@@ -133,7 +133,7 @@ class _ScatterSequence(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
-        return all_gather_tokens(grads[0], ctx.channel, ctx.length), None
+        return all_gather_tokens(grads[0], ctx.channel.of_gradients, ctx.length), None
 
 
 class _GatherSequence(Function):

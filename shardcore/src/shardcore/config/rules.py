@@ -38,6 +38,7 @@ _FLAGS = (
     "enable_sequence_parallelism",
     "sequence_keep_gathered",
     "enable_all_optimization",
+    "fp8_communication",
 )
 
 SIZES = ("tensor_parallel_size", "data_parallel_size", "dp_replicate_size", "dp_shard_size", "pipeline_parallel_size")

@@ -87,6 +87,9 @@ class ShardConfig:
         check_inputs_every: tensor-parallel ranks compare the inputs of the first three calls, of the fourth,
             eighth, sixteenth and so on, of each call whose number this divides, and what the next generation begins
             with: another batch on each rank is an error on all of them. 0: never.
+        fp8_communication: between tensor-parallel ranks activations travel in 8 bits (e4m3, their gradients in e5m2)
+            with a scale for each part: half the bytes of bfloat16, and what travels is rounded. Outputs, losses,
+            weights and their gradients travel as they are.
         partial_gradients: ``"in_backward"`` sums the partial gradients of replicated parameters inside each backward;
             ``"deferred"`` leaves them to one `shardcore.reduce_partial_gradients` for each step.
 
@@ -120,6 +123,7 @@ class ShardConfig:
     pipeline_bounds: tuple[int, ...] | None = None
     extra_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     check_inputs_every: int = 100
+    fp8_communication: bool = False
     partial_gradients: PartialGradients = "in_backward"
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.comm.channel import Channel
+from shardcore.comm.fp8 import Fp8Channel
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name, replica_on
 from shardcore.mesh.meshes import current_device, default_group, mesh_of_group, neighbours_on
@@ -66,18 +67,18 @@ class ShardContext:
         keeps_gathered: bool = True,
         fuses_regions: bool = True,
         forks: bool = True,
-        transport: type[Channel] = Channel,
+        fp8: bool = False,
         experts: DeviceMesh | None = None,
         origin: str = "",
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
 
         With ``forks=False``, for modules alone, dropouts on split activations draw from the user's generators.
-        ``transport`` is how activations travel along ``tp``; ``experts`` as the attribute.
+        With ``fp8`` activations travel along ``tp`` in 8 bits; ``experts`` as the attribute.
         """
         tp = mesh["tp"] if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh
         device = torch.device(mesh.device_type)
-        channel = transport(tp.get_group())
+        channel = (Fp8Channel if fp8 else Channel)(tp.get_group())
         context = cls(
             mesh=mesh,
             tp=tp,

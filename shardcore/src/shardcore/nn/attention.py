@@ -351,7 +351,7 @@ class SplitAttention(ParallelMixin):
 
     def _gathered(self, attended: Tensor, *, average: bool) -> Tensor:
         """Return the attention weights of all heads: (B, L, S) on average, or (B, H, L, S)."""
-        channel = self._shard_context.channel
+        channel = self._shard_context.channel.exact
         if average:
             return reduce_from_tp(attended.sum(1) / _number(self, "num_heads"), channel)
         return gather_from_tp(

@@ -147,7 +147,7 @@ class OutputGatherer(ParallelMixin):
 
     def _gathered(self, captured: Tensor | None, dim: int, size: int | tuple[int, ...]) -> Tensor | None:
         # None where an attention implementation returns no weights.
-        return None if captured is None else gather_from_tp(captured, self._shard_context.channel, dim, size)
+        return None if captured is None else gather_from_tp(captured, self._shard_context.channel.exact, dim, size)
 
 
 class StageAttentions(ParallelMixin):
@@ -184,7 +184,7 @@ class StageAttentions(ParallelMixin):
         return out
 
     def _whole(self, weights: Tensor, size: int) -> Tensor:
-        return gather_from_tp(weights, self._shard_context.channel, 1, size) if size else weights
+        return gather_from_tp(weights, self._shard_context.channel.exact, 1, size) if size else weights
 
 
 class RefusesCaptured(ParallelMixin):

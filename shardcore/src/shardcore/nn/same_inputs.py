@@ -6,6 +6,7 @@ ranks and not by replicas. Nothing fails then: sums are made of different activa
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -156,12 +157,14 @@ class SameInputs(ParallelMixin):
         if in_transform() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # untyped in torch
             return  # the model refuses it
         brought: Brought = [(KIND, kind, ""), *((name, *self._told(value)) for name, value in leaves)]
-        if held := [local_tensor(parameter) for parameter in self.parameters() if _is_whole(parameter)]:
-            if any(tensor.is_meta for tensor in held):
+        for name, tensor in itertools.chain(self.named_parameters(), self.named_buffers()):
+            if tensor.is_meta:
                 raise NotSupportedError(
-                    f"this {type(self).__name__} was called while its parameters are on meta, without values: give "
-                    "them some first, with shardcore.initialize(model), or as you shard: shard(model, ..., weights=...)"
+                    f"this {type(self).__name__} was called while its {name} is on meta, without values: give all that "
+                    "it holds values first, with shardcore.initialize(model) (buffers that its code computes are in no "
+                    "state dict), or as you shard: shard(model, ..., weights=...)"
                 )
+        if held := [local_tensor(parameter) for parameter in self.parameters() if _is_whole(parameter)]:
             brought.append((ALIKE, "", _numbers(held, _HELD_ON_CPU if held[0].device.type == "cpu" else _HELD)))
         self._inputs_meet(brought)
 

@@ -193,7 +193,8 @@ class ColumnLinear(Member):
 
     def finish(self, out: Tensor) -> Tensor:
         """Return what the linear does for this rank's part of its output, which `local` and others have added up."""
-        return gather_from_tp(out, self._shard_context.channel, -1, self.out_features) if self.gather_output else out
+        exact = self._shard_context.channel.exact
+        return gather_from_tp(out, exact, -1, self.out_features) if self.gather_output else out
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part of the output: (..., in) to (..., out/tp)."""

@@ -60,4 +60,4 @@ class VocabHead(ColumnLinear):
     def finish(self, out: Tensor) -> Any:
         if self.keeps_split:
             return VocabParallelLogits(out, self._vocabulary)
-        return gather_from_tp(out, self._shard_context.channel, -1, self.out_features)
+        return gather_from_tp(out, self._shard_context.channel.exact, -1, self.out_features)

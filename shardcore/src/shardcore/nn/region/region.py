@@ -150,7 +150,7 @@ class _EnterRegion(Function):
         gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
         if gx is None:
             return None, None, None, *_parameter_gradients(region, calls, needs[3:], gathering)
-        channel = region.context.channel
+        channel = region.context.channel.of_gradients
         sending = channel.start_all_reduce(gx) if ctx.length is None else start_reduce_scatter(gx, channel)
         finished = _parameter_gradients(region, calls, needs[3:], gathering)
         return None, None, sending.wait(), *finished

@@ -74,7 +74,7 @@ class _EnteredLinear(Function):
         gw = gb = sending = None
         if needs_x:
             gx = cast(grad @ w, ctx.dtype)
-            channel = context.channel
+            channel = context.channel.of_gradients
             sending = channel.start_all_reduce(gx) if length is None else start_reduce_scatter(gx, channel)
         if needs_bias:
             gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias))
