@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
 # The workers of the pool inherit the path.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from trainings_by_clients import trained  # from support/
+from trainings_by_clients import llama, mixtral, trained  # from support/
 
 #: The mesh, and into how many parts a batch is divided.
 MESHES = {
@@ -23,6 +25,9 @@ MESHES = {
     "tp2dp2": ({"tp": 2, "dp": 2}, 2),
     "replicated": ({"tp": 2, "dp_replicate_size": 2}, 2),
 }
+#: The replicas share the experts of a mixture.
+SHARED = {"tp": 1, "dp": 2, "ep": 2}
+IN_ONE_MODULE = pytest.mark.skipif(Version(version("transformers")) < Version("5"), reason="experts are modules there")
 
 
 pytestmark = pytest.mark.usefixtures("float64_throughout")
@@ -30,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 def ranks(mesh: dict[str, Any]) -> int:
     count = 1
-    for size in mesh.values():
-        count *= size
+    for axis, size in mesh.items():
+        count *= 1 if axis == "ep" else size
     return count
 
 
@@ -48,12 +53,13 @@ def same(got: dict[str, Any], wanted: dict[str, Any], bound: float = 1e-9) -> No
         torch.testing.assert_close(got["parameters"][name], parameter, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [*MESHES, pytest.param("ep2", marks=[pytest.mark.nightly, IN_ONE_MODULE])])
 def test_trains_as_unsharded(pool, tmp_path, name):
-    mesh, parts = MESHES[name]
+    mesh, parts = (SHARED, 2) if name == "ep2" else MESHES[name]
+    build = mixtral if mesh is SHARED else llama
     settings = {"max_grad_norm": 0.3, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    (wanted,) = pool.run(trained, str(tmp_path / "one"), None, settings, world=1)
+    (wanted,) = pool.run(trained, str(tmp_path / "one"), None, settings, build, world=1)
     settings = {**settings, "per_device_train_batch_size": 4 // parts}
-    found = pool.run(trained, str(tmp_path / "more"), mesh, settings, world=ranks(mesh))
+    found = pool.run(trained, str(tmp_path / "more"), mesh, settings, build, world=ranks(mesh))
     for got in found:
         same(got, wanted)

@@ -69,6 +69,16 @@ def llama(**config: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).double()
 
 
+def mixtral(**config: Any) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {key: getattr(llama().config, key) for key in ("vocab_size", "hidden_size", "num_attention_heads")}
+    more = {"intermediate_size": 40, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    more["experts_implementation"] = "eager"  # others compute in 32 bits at most
+    return MixtralForCausalLM(MixtralConfig(**{**sizes, **more, **config})).double()
+
+
 #: Of every trainer: each step is logged, nothing else is written; Adam's epsilon keeps tiny gradients from deciding.
 SETTINGS: dict[str, Any] = {
     "report_to": [],
