@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from experts_net import KINDS, balance, batch, build, captured, trains, twins
+from experts_net import FORMS, KINDS, balance, batch, build, captured, trains, twins
 from needs import FUSED
 from torch.distributed.tensor import DTensor
 
@@ -58,6 +58,11 @@ def compares(kind, fields):
 def test_slices_compute_what_experts_do(pool, kind, fields):
     for world in (2, 4):
         pool.run(compares, kind, fields, world=world)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_experts_with_biases_and_without_gates(pool, kind):
+    pool.run(compares, kind, {}, world=2)
 
 
 def recomputes(kind):

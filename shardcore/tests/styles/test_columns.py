@@ -152,6 +152,20 @@ def test_numbers_that_are_not_of_heads():
     assert "is a float; per_rank divides a whole number" in what
 
 
+def test_an_optional_number_may_be_of_another_kind_of_module():
+    absent = attribute("attention.absent", per_rank, optional=True)
+    assert [s for s in _plan(absent).steps if isinstance(s, SetAttribute)] == []
+
+
+def test_a_configuration_may_count_the_heads_of_a_parameter():
+    model = _model()
+    model.attention.places = nn.Parameter(torch.zeros(6))
+    rule = by_heads("attention.places", heads="attention.config.heads")
+    assert {p.name: p.layout for p in _plan(rule, model=model).parameters}["attention.places"] == ShardedLayout(0)
+    what, *_ = _problems(by_heads("attention.places", heads="attention.config.absent"), model=model)
+    assert what == "Config has no number 'absent'"
+
+
 def test_uneven_heads_are_the_policys_to_allow():
     assert _problems(uneven=False, tp=4)[0].endswith("whole heads are needed on each rank")
     assert "6 query heads (heads) cannot be split over 7 ranks: each needs one" in _problems(tp=7)[0]

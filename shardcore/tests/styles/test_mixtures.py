@@ -53,9 +53,9 @@ def interleaved(model):
         block.mixture.experts.is_concatenated = False
 
 
-def with_bias(model):
+def with_another_bias(model):
     for block in model.blocks:
-        block.mixture.experts.down_proj_bias = nn.Parameter(torch.zeros(5, 6))
+        block.mixture.experts.down_proj_bias = nn.Parameter(torch.zeros(5, 7))
 
 
 def odd(model):
@@ -91,8 +91,13 @@ def of_other_sizes(model):
 @pytest.mark.parametrize(
     ("kind", "change", "tp", "message"),
     [
-        ("stacked", interleaved, 2, "gate_up_proj interleaves gate and up; wanted one after the other"),
-        ("stacked", with_bias, 2, "down_proj_bias (5, 6); wanted gate_up_proj (E, 2I, H) and down_proj (E, H, I)"),
+        ("stacked", interleaved, 2, "has 11 gates, each beside its feature, which 2 ranks do not divide"),
+        (
+            "stacked",
+            with_another_bias,
+            2,
+            "down_proj_bias (5, 7); wanted gate_up_proj (E, 2I, H) or up_proj (E, I, H), and",
+        ),
         ("stacked", odd, 2, "Stacked has the parameters gate_up_proj (5, 22, 6), down_proj (5, 6, 10); wanted"),
         ("stacked", small, 4, "is split along 2 segments of dim 1, which leaves the last of 4 ranks without a part"),
         ("list", biased_rows, 2, "its bias would be added on each rank, before the summands are added up"),
@@ -107,6 +112,12 @@ def test_weights_that_cannot_be_split(kind, change, tp, message):
         plan(model, tp)
     assert message in str(error.value)
     assert "covered by no rule" not in str(error.value)
+
+
+@FUSED
+def test_experts_with_biases_are_slices_only():
+    with pytest.raises(PlanError, match="experts with biases are not given whole to the axis ep"):
+        compile_plan(MixturePolicy, build("in turns"), ShardConfig.of(tp=2, dp=2, ep=2).resolve(4))
 
 
 SHARED = {"shared_col": ("shared_expert.w1", "shared_expert.w3"), "shared_row": "shared_expert.w2"}

@@ -20,6 +20,8 @@ from shardcore_testing.parity import assert_close, assert_same_parameters, whole
 WIDTH, INNER, EXPERTS, TOP = 6, 11, 5, 2  # 11 columns divide by no number of ranks
 #: How the weights lie: one tensor for all experts, the same transposed, or a list of modules.
 KINDS = ("stacked", "transposed", "list")
+#: Other forms of one tensor for all experts.
+FORMS = ("in turns", "ungated")
 
 
 class Router(nn.Module):
@@ -59,6 +61,43 @@ class Stacked(nn.Module):
         return out
 
 
+class InTurns(Stacked):
+    """As those of gpt-oss: gate and up take turns, and both matrices have biases."""
+
+    is_concatenated = False
+
+    def __init__(self) -> None:
+        super().__init__(True, inner=12)  # ranks divide it: a gate stays with what it lets pass
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(EXPERTS, 24))
+        self.down_proj_bias = nn.Parameter(torch.empty(EXPERTS, WIDTH))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for i in range(self.num_experts):
+            tokens, place = torch.where(top_k_index == i)
+            up = hidden_states[tokens] @ self.gate_up_proj[i] + self.gate_up_proj_bias[i]
+            made = (F.silu(up[..., ::2]) * up[..., 1::2]) @ self.down_proj[i] + self.down_proj_bias[i]
+            out.index_add_(0, tokens, made * top_k_weights[tokens, place, None])
+        return out
+
+
+class Ungated(nn.Module):
+    """As those of Nemotron-H: one matrix up, one down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.empty(EXPERTS, INNER, WIDTH))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, WIDTH, INNER))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for i in range(EXPERTS):
+            tokens, place = torch.where(top_k_index == i)
+            made = F.linear(F.silu(F.linear(hidden_states[tokens], self.up_proj[i])), self.down_proj[i])
+            out.index_add_(0, tokens, made * top_k_weights[tokens, place, None])
+        return out
+
+
 class Expert(nn.Module):
     def __init__(self, biased: bool = False) -> None:
         super().__init__()
@@ -76,13 +115,14 @@ class Mixture(nn.Module):
         super().__init__()
         listed = kind == "list"
         self.gate = nn.Linear(WIDTH, EXPERTS) if listed else Router()
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS)) if listed else Stacked(kind == "transposed")
+        own = {"in turns": InTurns, "ungated": Ungated}.get(kind, lambda: Stacked(kind == "transposed"))
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS)) if listed else own()
         self.shared_expert, self.shared_gate = Expert(), nn.Linear(WIDTH, 1)
 
     def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         x = hidden.view(-1, WIDTH)
         shared = self.shared_gate(x).sigmoid() * self.shared_expert(x)
-        if isinstance(self.experts, Stacked):
+        if not isinstance(self.experts, nn.ModuleList):
             _, weights, places = self.gate(x)
             return (self.experts(x, places, weights) + shared).view(hidden.shape)
         logits = self.gate(x)

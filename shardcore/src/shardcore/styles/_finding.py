@@ -32,9 +32,11 @@ def is_parameter(module: nn.Module, owner: str, name: str) -> bool:
 
 
 def number_of(scope: Scope, name: str) -> int | None:
-    """Return a number that the module holds (dots reach into submodules), or record that it does not."""
+    """Return a number that the module holds (dots reach into submodules, and what one holds), or record a problem."""
     owner, _, short = name.rpartition(".")
-    module = scope.find(owner)
+    above, _, holder = owner.rpartition(".")
+    held = getattr(submodule(scope.module, above), holder, None) if holder else None
+    module = scope.find(owner) if held is None or isinstance(held, nn.Module) else held
     value = getattr(module, short, None)
     if isinstance(value, int):
         return value

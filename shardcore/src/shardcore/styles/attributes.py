@@ -28,7 +28,7 @@ def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = 
         value: the new value, `per_rank` for this rank's part of the old one, or a function of the `HeadCounts` such as
             `local_heads`. Where the ranks do not divide the heads, `per_rank` is for numbers of heads, and for numbers
             that each head has equally many of.
-        optional: the submodule may be absent.
+        optional: the submodule may be absent, or be of another kind that has no such attribute.
         literal: True sets a function as the value instead of calling it.
     """
     shown = value.__name__ if inspect.isfunction(value) else repr(value)
@@ -93,7 +93,7 @@ class AttributeRule(Rule):
         else:
             module, holder = scope.find(owner), ""
             where = type(module).__name__
-        if module is None:
+        if module is None or (self.optional and not hasattr(module, name)):
             return None
         if not hasattr(module, name) or (holder and not hasattr(module, "__dict__")):
             scope.problem(

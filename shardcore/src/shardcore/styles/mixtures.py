@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from shardcore.styles._text import names_of, written
 
 __all__ = ["experts"]
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+#: What experts begin with, and how many features of it make one of those that they go on with.
+UP = {"gate_up_proj": 2, "up_proj": 1}
+DOWN = "down_proj"
 
 
 def experts(
@@ -44,8 +47,9 @@ def experts(
     Args:
         block: the module that routes, whose ``forward`` takes the tokens first and returns what its experts add up, or
             a tuple that begins with it. It must not contain the residual connection.
-        weights: the module below it that holds the experts: their weights as ``gate_up_proj`` (E, 2I, H) and
-            ``down_proj`` (E, H, I), or both with their last dims exchanged; or a list of one module for each expert.
+        weights: the module below it that holds the experts: their weights as ``gate_up_proj`` (E, 2I, H), gate and up
+            in turns or not, or ``up_proj`` (E, I, H), and ``down_proj`` (E, H, I), or both with their last dims
+            exchanged, and biases of them (``down_proj_bias``); or a list of one module for each expert.
         router: the module below it that scores the experts.
         captured: the place, in the tuple that the router returns, of the logits that the model captures for a balancing
             loss. The block must not use them.
@@ -131,21 +135,21 @@ class ExpertsRule(Rule):
     def _stacked(self, scope: Scope, weights: nn.Module) -> None:
         """Split the weights of all experts in one module."""
         place = self._below(self.weights)
-        gate_up, down = weights._parameters.get(GATE_UP), weights._parameters.get(DOWN)
-        cuts = None if gate_up is None or down is None else _cuts(gate_up, down)
-        own = {name for name, p in weights._parameters.items() if p is not None}
-        if down is None or cuts is None or own != {GATE_UP, DOWN}:
-            shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in weights._parameters.items() if p is not None)
+        own = {name: p for name, p in weights._parameters.items() if p is not None}
+        cuts, down = _cuts(weights, own), own.get(DOWN)
+        spread = _spread(scope)
+        if down is None or cuts is None:
+            shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in own.items())
             self._refuse(
                 scope,
-                f"{type(weights).__name__} has the parameters {shapes or 'none'}; wanted {GATE_UP} (E, 2I, H) and "
-                f"{DOWN} (E, H, I), or both with their last dims exchanged, and no others",
+                f"{type(weights).__name__} has the parameters {shapes or 'none'}; wanted gate_up_proj (E, 2I, H) or "
+                f"up_proj (E, I, H), and {DOWN} (E, H, I), or both with their last dims exchanged, and their biases",
                 place,
                 weights,
             )
-        elif not getattr(weights, "is_concatenated", True):
-            self._refuse(scope, f"{GATE_UP} interleaves gate and up; wanted one after the other", place, weights)
-        elif (spread := _spread(scope)) > 1:
+        elif spread > 1 and any(cut.filled for cut in cuts):
+            self._refuse(scope, "experts with biases are not given whole to the axis ep", place, weights)
+        elif spread > 1:
             scope.swap(place, ExpertParallel, cuts=cuts, spread=spread)
             shards, width = (scope.config.dp_shard_size or 1) // spread, _width(down, cuts)
             if width % shards:
@@ -203,12 +207,22 @@ def _spread(scope: Scope) -> int:
     return scope.config.expert_parallel_size or 1
 
 
-def _cuts(gate_up: Tensor, down: Tensor) -> tuple[Cut, ...] | None:
-    """Return where the weights of all experts are split along I, or None if their shapes do not fit together."""
-    if gate_up.ndim != 3 or down.ndim != 3 or gate_up.size(0) != down.size(0):
+def _cuts(weights: nn.Module, own: Mapping[str, Tensor]) -> tuple[Cut, ...] | None:
+    """Return where the parameters of all experts are split along I, or None if they do not fit together."""
+    name = next((name for name in UP if name in own), "")
+    up, down = own.get(name), own.get(DOWN)
+    if up is None or down is None or up.ndim != 3 or down.ndim != 3:
         return None
-    if gate_up.size(1) == 2 * down.size(2) and gate_up.size(2) == down.size(1):
-        return Cut(GATE_UP, 1, 2), Cut(DOWN, 2)
-    if gate_up.size(2) == 2 * down.size(1) and gate_up.size(1) == down.size(2):
-        return Cut(GATE_UP, 2, 2), Cut(DOWN, 1)
-    return None
+    count, times = len(up), UP[name]
+
+    def fits(dim: int) -> bool:
+        return (count, up.size(3 - dim), up.size(dim)) == (len(down), down.size(dim), times * down.size(3 - dim))
+
+    # The dim of `up` that has I features, `times` of each; of `down` it is the other one. Both fit where I is H.
+    dim = next(filter(fits, (2, 1) if getattr(weights, "is_transposed", False) else (1, 2)), 0)
+    kind = (times, 1) if getattr(weights, "is_concatenated", True) else (1, times)
+    cuts = {name: Cut(name, dim, *kind), DOWN: Cut(DOWN, 3 - dim)}
+    cuts |= {f"{name}_bias": Cut(f"{name}_bias", 1, *kind), f"{DOWN}_bias": Cut(f"{DOWN}_bias", 1, filled=True)}
+    shapes = {f"{name}_bias": (count, up.size(dim)), f"{DOWN}_bias": (count, down.size(dim))}
+    known = dim > 0 and all(other in cuts and tuple(p.shape) == shapes.get(other, p.shape) for other, p in own.items())
+    return tuple(cuts[other] for other in own) if known else None

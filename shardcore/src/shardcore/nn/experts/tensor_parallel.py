@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.dtensor_params import expect_dtensor, read_local
 from shardcore.comm.strided import install, torch_lacks
 from shardcore.mesh import ShardContext
@@ -26,11 +27,15 @@ class Cut(NamedTuple):
         parameter: its name in its module.
         dim: the dim that is split.
         segments: the equal segments of that dim, each of which is split by itself: 2 for [gate|up].
+        unit: so many entries in a row stay together: 2 where gate and up take turns.
+        filled: the module gets all entries, of which those of other ranks are zero: a bias of what is summed.
     """
 
     parameter: str
     dim: int
     segments: int = 1
+    unit: int = 1
+    filled: bool = False
 
 
 _LINE = 16  # bytes, of which torch's grouped products want rows to be a multiple
@@ -61,14 +66,16 @@ class ExpertTensorParallel(Replicated):
         own = {name: p for name, p in module._parameters.items() if p is not None}
         if others := sorted(own.keys() ^ {cut[0] for cut in cuts}):
             return f"{kind} and the rule disagree about {', '.join(others)}: every parameter has to be split"
-        for name, dim, segments in cuts:
-            size, left = divmod(own[name].size(dim), segments)
+        for name, dim, segments, unit, _ in cuts:
+            size, left = divmod(own[name].size(dim), segments * unit)
             if left or last_rank_is_empty(size, ranks):
                 what = f"{segments} segments of dim {dim}" if segments > 1 else f"dim {dim}"
                 return (
                     f"{name} {tuple(own[name].shape)} of {kind} is split along {what}, which leaves the last of "
                     f"{ranks} ranks without a part"
                 )
+            if unit > 1 and size % ranks:
+                return f"{name} of {kind} has {size} gates, each beside its feature, which {ranks} ranks do not divide"
             if segments > 1 and (lack := torch_lacks()):
                 return lack
         return None
@@ -78,9 +85,7 @@ class ExpertTensorParallel(Replicated):
     def layouts(
         cls, module: nn.Module, ranks: int, *, cuts: tuple[Cut, ...] = (), **options: Any
     ) -> Mapping[str, Layout]:
-        return {
-            name: SegmentedLayout(segments, dim) if segments > 1 else ShardedLayout(dim) for name, dim, segments in cuts
-        }
+        return {name: SegmentedLayout(many, dim) if many > 1 else ShardedLayout(dim) for name, dim, many, *_ in cuts}
 
     @classmethod
     @override
@@ -97,7 +102,7 @@ class ExpertTensorParallel(Replicated):
     def swap_class(
         cls, module: nn.Module, context: ShardContext, *, cuts: tuple[Cut, ...] = (), **options: Any
     ) -> Self:
-        if context.size > 1 and any(segments > 1 for _, _, segments in cuts):
+        if context.size > 1 and any(cut.segments > 1 for cut in cuts):
             install()
         new = super().swap_class(module, context)
         # Products and lookups of rows make the gradients of matrices; that of a bias may be what others hold too.
@@ -111,8 +116,14 @@ class ExpertTensorParallel(Replicated):
         for parameter in shared.values():
             expect_dtensor(parameter)
         parts = dict(zip(shared, read_local(*shared.values(), fresh=fresh), strict=True))
-        if self._multiplies_grouped():
-            parts = {name: _padded(part, self._slices_cuts[name]) for name, part in parts.items()}
+        for name, part in parts.items():
+            cut = self._slices_cuts[name]
+            if cut.filled:
+                size = shared[name].size(cut.dim)
+                first, stop = chunk_bounds(size, self._shard_context.size, self._shard_context.rank)
+                parts[name] = F.pad(part, (0, 0) * (part.ndim - 1 - cut.dim) + (first, size - stop))
+            elif self._multiplies_grouped():
+                parts[name] = _padded(part, cut)
         return {**own, **parts}
 
     def _multiplies_grouped(self) -> bool:
