@@ -24,12 +24,13 @@ from shardcore_testing.subject import Subject
 transformers = pytest.importorskip("transformers")
 
 from shardcore_scaffold import infer, inferred  # noqa: E402
+from shardcore_scaffold.calls import like  # noqa: E402
 from shardcore_scaffold.cases import cases  # noqa: E402
 from shardcore_scaffold.draft import source  # noqa: E402
 from shardcore_scaffold.drafts import unseen  # noqa: E402
 from shardcore_scaffold.guess import guess  # noqa: E402
 from shardcore_scaffold.infer import build, loss_of  # noqa: E402
-from shardcore_scaffold.small import small_inputs, small_model  # noqa: E402
+from shardcore_scaffold.small import config_of, small_model  # noqa: E402
 
 #: Classes that no pack of this project was written for, and some whose layouts are unusual, with the least share of
 #: their parameters that a draft splits.
@@ -80,7 +81,7 @@ def test_it_is_exact(pool: WorkerPool, tmp_path, monkeypatch, name: str) -> None
     case = Case(
         name=name,
         build=functools.partial(build, cls.__module__, name, config),
-        inputs=small_inputs,
+        inputs=functools.partial(like, small.inputs),
         loss=loss_of,
         policy=f"{module}:{name}Policy",
         supports=Supports(sequence="sequence" in found.words, captured=found.captured),
@@ -147,6 +148,34 @@ def test_what_the_configuration_leaves_open_is_chosen(name: str) -> None:
     assert torch.isfinite(small.model(**small.inputs)["loss"])
 
 
+def test_every_switch_of_the_configuration_is_in_the_small_copy() -> None:
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 2
+    given = transformers.Qwen3NextConfig(num_hidden_layers=8, layer_types=kinds, mlp_only_layers=[0])
+    config = small_model(transformers.Qwen3NextForCausalLM, given).model.config
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    assert config.mlp_only_layers == [0]
+    assert config.num_attention_heads > 2 * config.num_key_value_heads  # a gate beside queries is no key and value
+
+
+def test_infinities_come_back_as_they_went() -> None:
+    config = transformers.Mamba2Config()
+    again = config_of(transformers.Mamba2ForCausalLM, config.to_json_string(use_diff=False))
+    assert again.time_step_limit[1] == float("inf") == config.time_step_limit[1]
+
+
+def test_a_text_has_as_many_tokens_as_its_images_have_features() -> None:
+    vision = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 14}
+    given = transformers.LlavaConfig(vision_config=vision, text_config={"model_type": "llama"})
+    small = small_model(transformers.LlavaForConditionalGeneration, given)
+    ids, image = small.inputs["input_ids"], small.model.config.image_token_id
+    (features,) = {len(each) for each in small.model.get_image_features(small.inputs["pixel_values"]).pooler_output}
+    assert ((ids == image).sum(1) == features).all()
+    other = like(small.inputs, small.model, seed=1)
+    assert ((other["input_ids"] == image) == (ids == image)).all()
+    assert not torch.equal(other["input_ids"], ids)
+    assert not torch.equal(other["pixel_values"], small.inputs["pixel_values"])
+
+
 def test_a_class_that_translates_learns_from_tokens() -> None:
     small = small_model(transformers.MarianMTModel)
     assert small.inputs["labels"].shape == small.inputs["input_ids"].shape
@@ -203,8 +232,15 @@ def test_what_cannot_be_split_is_said() -> None:
 
 
 def test_what_lies_in_one_parameter_is_said() -> None:
-    _, found = draft("GptOssForCausalLM")  # its experts have biases, which the word for experts does not take
-    assert any("mlp.experts is left whole" in doubt for doubt in found.doubts)
+    _, found = draft("Qwen3NextForCausalLM")  # a convolution over channels
+    assert any("linear_attn.conv1d is left whole: several matrices in one" in doubt for doubt in found.doubts)
+    assert found.split == {("Qwen3NextDecoderLayer", "self_attn.o_proj")}  # with the experts, which are no region
+
+
+def test_experts_with_biases_are_split() -> None:
+    _, found = draft("GptOssForCausalLM")
+    assert 'experts(block="mlp", weights="experts", router="router"),' in found.rows["GptOssDecoderLayer"]
+    assert found.doubts == []
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from shardcore_scaffold.dependence import Dependence, dependence_of, made_of
 from shardcore_scaffold.reading import Numbers, reading
 from shardcore_scaffold.structure import Region, regions_of
 
-__all__ = ["EPS", "LISTS", "Facts", "common", "rms_eps"]
+__all__ = ["EPS", "KV", "LISTS", "QUERY", "Facts", "common", "number", "rms_eps"]
 
-_QUERY = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
-_KV = ("num_key_value_heads", "num_kv_heads")
+#: Names under which configurations count heads, and key/value heads.
+QUERY = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+KV = ("num_key_value_heads", "num_kv_heads")
 
 #: Attributes of norms.
 EPS = ("variance_epsilon", "eps", "epsilon")
@@ -114,15 +115,24 @@ class Facts:
         """Return the names under which the model's configuration counts heads, if they are those of all regions."""
         config = getattr(self.model, "config", None)
         of_heads = [region for region in self.regions if region.width > 1]
-        for query in _QUERY:
-            count = getattr(config, query, None)
-            if type(count) is not int or not of_heads:
+        for query in QUERY:
+            count = number(config, query)
+            if count is None or not of_heads:
                 continue
-            kv = next((name for name in _KV if type(getattr(config, name, None)) is int), "")
-            units = getattr(config, kv) if kv else count
-            if all(region.units == units for region in of_heads) and count % units == 0:
+            kv = next((name for name in KV if number(config, name) is not None), "")
+            units = number(config, kv) if kv else count
+            if units and all(region.units == units for region in of_heads) and count % units == 0:
                 return query, kv
         return "", ""
+
+
+def number(config: Any, name: str) -> int | None:
+    """Return a whole number of a configuration, if it has one of that name for all layers."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # some refuse a number that differs from layer to layer
+        return None
+    return value if type(value) is int else None
 
 
 def rms_eps(module: nn.Module) -> str:

@@ -59,25 +59,37 @@ _MIXED: tuple[int | Literal["whole"] | None, ...] = (None, 0, 1, 2, "whole")
 
 def _guess(facts: Facts, *, entered: bool = False) -> Draft:
     mixed = _MIXED if any(True for _ in mixtures_of(facts)) else _MIXED[-1:]
+    problem = ""
     for captured in mixed:
         draft = _Drafting(facts, captured=captured, entered=entered).draft
-        problem = _misfit(facts, draft)
-        if not problem:
+        fits = _misfit(facts, draft)
+        if not fits:
             return draft
-    regions = sorted(draft.regions, key=lambda key: not draft.regions[key])  # attention first
-    dropped = [frozenset({key}) for key in regions]
-    dropped += [frozenset(key for key in regions if draft.regions[key]), frozenset(regions)]
-    for without in dict.fromkeys(dropped):
-        less = _Drafting(facts, without, entered=entered).draft
+        problem = problem or fits
+    for captured in mixed:
+        whole = frozenset(_Drafting(facts, captured=captured, entered=entered).draft.regions)
+        less = _Drafting(facts, whole, captured=captured, entered=entered).draft
         if not _misfit(facts, less):
-            for cls, row in sorted(without):
-                less.doubts.append(f"{cls}: what ends at {row} is left whole. Split, it fails: {problem[:300]}")
-            return less
-    bare = _Drafting(facts, frozenset(regions), tables=False).draft
+            return _most(facts, less, whole, captured=captured, entered=entered)
+    bare = _Drafting(facts, whole, tables=False).draft
     if last := _misfit(facts, bare):
         raise ConfigError(f"no policy for {type(facts.model).__name__} could be guessed: {last[:500]}")
     bare.doubts.append(f"neither blocks nor vocabulary are split: {problem[:300]}")
     return bare
+
+
+def _most(facts: Facts, less: Draft, whole: frozenset[tuple[str, str]], **how: Any) -> Draft:
+    """Return a draft with each of the regions ``whole`` that fits, one after another; ``less`` has none of them."""
+    for region in sorted(whole, key=lambda key: (less.regions[key], key)):  # those of heads last
+        more = _Drafting(facts, whole - {region}, **how).draft
+        problem = _misfit(facts, more)
+        if problem:
+            said = f"{region[0]}: what ends at {region[1]} is left whole. Split, it fails: {problem[:300]}"
+            less.doubts.append(said)
+        else:
+            more.doubts += [doubt for doubt in less.doubts if "Split, it fails" in doubt]
+            less, whole = more, whole - {region}
+    return less
 
 
 def _with_sequences(facts: Facts) -> Draft:

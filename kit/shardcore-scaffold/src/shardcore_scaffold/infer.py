@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_flatten
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, ShardcoreError
+from shardcore_scaffold.calls import like
 from shardcore_scaffold.draft import Draft, policy_of, source
 from shardcore_scaffold.guess import guess
-from shardcore_scaffold.small import Small, small_inputs, small_model
+from shardcore_scaffold.small import Small, config_of, small_model
 from shardcore_testing.cases import Case, Supports
 from shardcore_testing.checks import examine
 from shardcore_testing.findings import Finding
@@ -56,12 +57,20 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     def call(model: nn.Module) -> Any:
         return model(**small.inputs)
 
-    draft = guess(small.model, call)
+    try:
+        draft = guess(small.model, call)
+    except ShardcoreError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"what a small {name} computes could not be followed: {type(error).__name__}: {error}. Draft a policy from "
+            "an example, and complete it: shardcore new-pack NAME --example module:function"
+        ) from error
     split, proof = _split(small.model, draft), ""
     if not split:
         raise ConfigError(f"nothing of a small {name} could be split: {'; '.join(dict.fromkeys(draft.doubts))}")
     if proved:
-        proof, problems = _proof(module, name, config, draft)
+        proof, problems = _proof(module, name, config, draft, small.inputs)
         if problems:  # the same without what differs
             draft = guess(small.model, call, **{_LEFT_OUT[section][0]: False for section in problems})
             draft.doubts += [f"{_LEFT_OUT[section][1]}: {problem}" for section, problem in problems.items()]
@@ -77,7 +86,7 @@ def build(module: str, name: str, config: str, **options: Any) -> nn.Module:
 def _small(module: str, name: str, config: str) -> Small:
     cls = getattr(importlib.import_module(module), name)
     try:
-        return small_model(cls, cls.config_class.from_dict(json.loads(config)))
+        return small_model(cls, config_of(cls, config))
     except ConfigError as error:
         raise ConfigError(
             f"{str(error).rstrip('.')}. Draft a policy from a small model and a call of your own: shardcore new-pack "
@@ -96,7 +105,7 @@ def _split(model: nn.Module, draft: Draft) -> set[str]:
 def share(cls: Any, config: str, split: Collection[str]) -> float:
     """Return the share of the parameters of the model itself, which is built without memory, that have these names."""
     with torch.device("meta"):
-        model: nn.Module = cls(cls.config_class.from_dict(json.loads(config)))
+        model: nn.Module = cls(config_of(cls, config))
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     return sum(size for name, size in sizes.items() if _alike(name) in split) / sum(sizes.values())
 
@@ -105,7 +114,7 @@ def _alike(name: str) -> str:
     return re.sub(r"\d+", "N", name)
 
 
-def _proof(module: str, name: str, config: str, draft: Draft) -> tuple[str, dict[str, str]]:
+def _proof(module: str, name: str, config: str, draft: Draft, inputs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Return what was compared, in words, and how what it can do without differs, by section of the kit.
 
     Raises:
@@ -119,7 +128,7 @@ def _proof(module: str, name: str, config: str, draft: Draft) -> tuple[str, dict
         case = Case(
             name=name,
             build=functools.partial(build, module, name, config),
-            inputs=small_inputs,
+            inputs=functools.partial(like, inputs),
             loss=loss_of,
             policy=f"shardcore_inferred_policy:{name}Policy",
             supports=Supports(sequence="sequence" in further, captured=draft.captured),

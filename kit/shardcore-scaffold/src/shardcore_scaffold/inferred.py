@@ -21,7 +21,7 @@ from shardcore.inferred import Inference
 from shardcore.mesh import time_limit
 from shardcore.policy import Policy
 
-__all__ = ["inferred"]
+__all__ = ["inferred", "policy_from"]
 
 # What says that a process is a rank of a job: names, and how names begin.
 _OF_A_JOB = (
@@ -61,7 +61,7 @@ def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> ty
         raise ConfigError(told["error"] + _of_a_part(model))
     if not together or dist.get_rank(group) == 0:
         _say(type(model).__name__, told)
-    return _policy(type(model).__name__, told["source"])
+    return policy_from(type(model).__name__, told["source"])
 
 
 def _limit(group: ProcessGroup | None) -> float:
@@ -156,7 +156,8 @@ def _say(name: str, told: Mapping[str, Any]) -> None:
         )
 
 
-def _policy(name: str, text: str) -> type[Policy]:
+def policy_from(name: str, text: str) -> type[Policy]:
+    """Return the policy that the source of a draft defines."""
     names: dict[str, Any] = {"__name__": "shardcore_inferred_policy"}
     exec(compile(text, f"<policy inferred for {name}>", "exec"), names)
     found: type[Policy] = names[f"{name}Policy"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,8 +12,8 @@ from shardcore_scaffold.facts import Facts
 
 __all__ = ["Mixture", "mixtures_of"]
 
-_WEIGHTS = {"gate_up_proj", "down_proj"}
-_STACKED = 3  # dims of the weights of all experts
+_WEIGHTS = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
+_STACKED, _BIASES = 3, 2  # dims of the weights and of the biases of all experts
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,14 @@ def mixtures_of(facts: Facts) -> Iterator[Mixture]:
     for path, module in facts.modules.items():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         above = path.rpartition(".")[0]
-        if set(own) != _WEIGHTS or any(p.ndim != _STACKED for p in own.values()) or facts.owner(path) is None:
+        if not _are_experts(own) or facts.owner(path) is None:
             continue
         count = own["down_proj"].shape[0]
-        routers = [name for name, child in facts.modules[above].named_children() if _scores(child, count)]
+        routers = [
+            name
+            for name, child in facts.modules[above].named_children()
+            if child is not module and _scores(child, count)
+        ]
         if len(routers) != 1 or above == facts.owner(path):
             continue
         router = f"{above}.{routers[0]}"
@@ -76,6 +80,13 @@ def mixtures_of(facts: Facts) -> Iterator[Mixture]:
             if name.startswith(f"{above}.") and not any(name.startswith(f"{other}.") for other in known)
         ]
         yield Mixture(above, path, router, col, row, tuple(facts.as_modules(names)))
+
+
+def _are_experts(own: Mapping[str, nn.Parameter]) -> bool:
+    """Tell whether parameters of a module are the weights of experts, with biases or without."""
+    biases = {name for name in own if name.endswith("_bias")}
+    named = own.keys() - biases in _WEIGHTS and {name.removesuffix("_bias") for name in biases} <= own.keys()
+    return named and all(p.ndim == (_BIASES if name in biases else _STACKED) for name, p in own.items())
 
 
 def _scores(module: nn.Module, experts: int) -> bool:

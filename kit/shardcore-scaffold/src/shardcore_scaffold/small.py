@@ -1,62 +1,88 @@
-"""Small models of a class of transformers or timm, and how they are called: to look at what the class computes."""
+"""Small models of a class of transformers, and how they are called: to look at what the class computes."""
 
 from __future__ import annotations
 
 import copy
-import inspect
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore_planner.calls import labels_of
+from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls
+from shardcore_scaffold.layers import Layers
 
-__all__ = ["Small", "small_inputs", "small_model"]
-
-_WORDS, _ROWS, _TOKENS, _LABELS, _CHOICES = 97, 2, 9, 3, 2
+__all__ = ["Small", "config_of", "small_model"]
 
 #: Parameters of the largest model that is still small.
 _LARGEST = 20_000_000
-_KV_HEADS = r"num_(key_value|kv)_heads|n_head_kv|multi_query_group_num"
+
+#: Sizes of a small model. No two kinds of sizes are equal, where they can be told apart: what is read must say which of
+#: them it is. There are more than two heads to a key/value head: a gate beside the queries is no key and value.
+_SIZES = {"words": 97, "heads": 6, "kv heads": 2, "width": 48, "inner": 44, "head": 8}
 
 _WIDTHS = r"hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|emb_dim|d_embed|word_embed_proj_dim|model_dim"
-_WIDTH, _NARROWER = 32, (24, 16)
-
-# Fields of a configuration, by name -> a small value. The first that matches counts. No two kinds of sizes are equal,
-# where they can be told apart: what is read must say which of them it is.
-_SMALL: tuple[tuple[str, int], ...] = (
-    (r"type_vocab_size|.*vocab_size_per.*", 2),
-    (r"(\w+_)?vocab_size|n_vocab|num_embeddings", _WORDS),
-    (_KV_HEADS, 2),
-    (r"(num|n)_(attention_|query_|self_attention_)?heads?|(en|de)coder_attention_heads", 4),
-    (r"(num|n)_(hidden_|decoder_|encoder_)?layers?|(en|de)coder_layers|num_blocks|n_block|depth", 2),
-    (r"head_dim|d_kv|kv_channels|attention_head_size|qk_nope_head_dim|head_size", 8),
+# Fields of a configuration, by name -> one of the sizes, or a number. The first that matches counts.
+_SMALL: tuple[tuple[str, str | int], ...] = (
+    (r"type_vocab_size|.*vocab_size_per_type", 2),
+    (r"(\w+_)?vocab_size(_per_layer_input)?|n_vocab|num_embeddings", "words"),
+    (r"num_(key_value|kv)_heads|n_head_kv|multi_query_group_num|num_global_key_value_heads", "kv heads"),
+    (
+        r"(num|n)_(attention_|query_|self_attention_)?heads?|(en|de)coder_attention_heads|swa_num_attention_heads",
+        "heads",
+    ),
+    (r"head_dim|d_kv|kv_channels|attention_head_size|d_head|qk_nope_head_dim|head_size|global_head_dim", "head"),
+    (r"hidden_dim|block_ff_dim", "inner"),
     (r"v_head_dim", 6),
     (r"qk_rope_head_dim|rotary_dim", 4),
     (r"q_lora_rank", 12),
     (r"kv_lora_rank", 10),
     (
-        r"(en|de)coder_ffn_dim|ffn_dim|ffn_hidden_size|intermediate_size|d_ff|dim_ff|d_inner|mlp_dim|n_inner|hidden_dim",
-        44,
+        r"(en|de)coder_ffn_dim|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_ff|dim_ff|d_inner|mlp_dim|n_inner",
+        "inner",
     ),
-    (r"(moe|shared_expert|expert)_intermediate_size|moe_ffn_hidden_size", 20),
-    (r"(num|n)_(local_|routed_)?experts", 4),
+    (r"(moe|shared_expert|expert|moe_shared_expert)_intermediate_size|moe_ffn_hidden_size|moe_latent_size", 20),
+    (r"(num|n|moe_num)_(local_|routed_|moe_)?experts", 4),
     (r"num_experts_per_tok|moe_topk|moe_k", 2),
-    (_WIDTHS, _WIDTH),
-    (r"encoder_hidden_size|projection_(dim|size)|text_embed_dim", 32),
+    (r"n_group|(mamba_)?n_groups", 2),
+    (r"topk_group", 1),
+    (r"index_n_heads|linear_num_value_heads|mamba_num_heads|mamba_n_heads|n_mamba_heads", 4),
+    (r"linear_num_key_heads", 2),
+    (r"index_head_dim|linear_(key|value)_head_dim|mamba_(d_head|headdim|head_dim|d_state)|(ssm_)?state_size", 8),
+    (r"index_topk|attention_chunk_size|(mamba_)?chunk_size", 4),
+    (r"hidden_size_per_layer_input", 12),
+    (r"laurel_rank", 10),
+    (_WIDTHS, "width"),
+    (r"encoder_hidden_size|projection_(dim|size)|text_embed_dim|out_hidden_size|conv_dim|block_dim", "width"),
     (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
     (r"sliding_window|attention_window|local_attention|window_size", 4),
+    (r"(mm_tokens_per_image|image_seq_length|num_image_tokens)", 4),
     (r"image_size|img_size", 16),
     (r"patch_size", 4),
     (r"num_mel_bins", 16),
     (r"num_conv_pos_embeddings", 4),
     (r"num_conv_pos_embedding_groups", 2),
 )
+# Sizes that may be lists, one for each stage.
+_STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    (r"(\w+_)?hidden_sizes|embed_dims|encoder_hidden_sizes|dims", (16, 32, 48, 64, 80, 96)),
+    (r"depths", (2, 1, 2, 1, 1, 1)),
+)
+#: Heads of a state space, and what they times their size come to: the width times the number of ``expand``.
+_STATES = (
+    ("num_heads", "head_dim", "expand"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("mamba_num_heads", "mamba_head_dim", "expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+)
+#: Widths that are larger are no accidental factors of other sizes, which may be so many times the width.
+_NO_WIDTH, _TIMES = 64, 4
 _TOKENS_OF = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 2, "cls": 1, "sep": 2, "forced_eos": 2, "forced_bos": 1}
+_NOT_TAKEN = {"transformers_version", "architectures", "dtype", "id2label", "label2id", "quantization_config", "name"}
 
 
 @dataclass(frozen=True)
@@ -76,14 +102,67 @@ class Small:
     dropouts: Sequence[str]
 
 
-def small_model(model_class: type[Any], config: Any = None, seed: int = 0, *, generating: bool = False) -> Small:
-    """Return a small model of a class of transformers.
+@dataclass(frozen=True)
+class _Way:
+    """A way to make a configuration small.
+
+    Attributes:
+        sizes: those that are not the usual ones.
+        kept: fields that stay as they are.
+        apart: widths differ where they do in the configuration.
+        unset: sizes that are None get a value, and so does the token that pads.
+    """
+
+    sizes: Mapping[str, int]
+    kept: tuple[str, ...] = ()
+    apart: bool = False
+    unset: bool = False
+
+
+def _ways(sizes: Mapping[str, int]) -> Iterator[_Way]:
+    """Yield the ways in the order in which they are tried.
+
+    With fewer key/value heads than heads if the class has them, and widths that differ where they do in the
+    configuration; sizes without a default get one where the class wants it; those that may not be small stay.
+    """
+    usual, even = {**_SIZES, **sizes}, {**_SIZES, "heads": 4, "width": 32, **sizes}
+    yield _Way(usual, apart=True)
+    for way in (usual, even):
+        alike = {**way, "kv heads": way["heads"]}
+        yield _Way(way)
+        yield _Way(alike, apart=True)
+        yield _Way(alike)
+        yield _Way(way, unset=True)
+        yield _Way(alike, ("head_dim",))
+    yield _Way(alike, ("hidden_size", "d_model"))
+    yield _Way({**alike, "image": 64})
+    yield _Way(alike, ("image_size", "patch_size"))
+
+
+def config_of(model_class: Any, text: str) -> Any:
+    """Return the configuration that ``to_json_string`` wrote: infinities are numbers again."""
+    config_class = model_class.config_class
+    found = json.loads(text)
+    decoded = getattr(config_class, "_decode_special_floats", None)
+    return config_class.from_dict(decoded(found) if decoded else found)
+
+
+def small_model(
+    model_class: type[Any],
+    config: Any = None,
+    seed: int = 0,
+    *,
+    generating: bool = False,
+    sizes: Mapping[str, int] | None = None,
+) -> Small:
+    """Return a small model of a class of transformers: with a layer of each kind, and every switch as it is.
 
     Args:
         model_class: the class.
         config: a configuration whose switches count; of its sizes only which are equal. The class's own by default.
         seed: of the parameters.
         generating: make a decoder of a class that can generate, where its configuration calls it an encoder.
+        sizes: other sizes than the usual ones: of ``words``, ``heads``, ``kv heads``, ``width``, ``inner``, ``head``.
 
     Raises:
         ConfigError: the class has no configuration, none that could be made small, or takes what is not known here.
@@ -91,39 +170,79 @@ def small_model(model_class: type[Any], config: Any = None, seed: int = 0, *, ge
     config_class = getattr(model_class, "config_class", None)
     if config_class is None:
         raise ConfigError(f"{model_class.__name__} has no class of configurations, so that no small model can be built")
-    reasons = []
-    # With fewer key/value heads than heads if the class has them, and widths that differ where they do in ``config``;
-    # sizes without a default get one where the class wants it; those that may not be small stay as they are.
-    for kv, own, apart, unset in (
-        (2, {}, True, False),
-        (2, {}, False, False),
-        (4, {}, True, False),
-        (4, {}, False, False),
-        (2, {}, False, True),
-        (4, {"head_dim": None}, False, False),
-        (4, {"hidden_size": None, "d_model": None}, False, False),
-        (4, {"image_size": 64}, False, False),
-        (4, {"image_size": None, "patch_size": None}, False, False),
-    ):
+    config = config_class() if config is None else config
+    try:
+        whole = _kinds(_on_meta(model_class, config))
+    except Exception:  # sizes may be missing, which a small copy is given
+        whole = set()
+    reasons = dict[str, None]()
+    for way in _ways(sizes or {}):
         try:
-            settings, dropouts = _settings(config or config_class(), kv, own, unset)
-            settings |= _widths(config or config_class(), settings) if apart else {}
-            settings |= _of_head(model_class, settings, config or config_class(), generating)
-            model = _built(model_class, config_class(**settings), seed)
-            inputs = small_inputs(model, seed)
-            copy.deepcopy(model)(**inputs)  # what it keeps of a call, the model does not have
+            settings, dropouts = _with_all_kinds(model_class, config, way, whole, generating)
+            model = _built(model_class, config_class(**copy.deepcopy(settings)), seed)
+            inputs = _called(model, seed)
         except Exception as error:
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            reasons[f"{type(error).__name__}: {' '.join(str(error).split())}"] = None
         else:
             return Small(model, inputs, _differing(settings, config_class()), dropouts)
-    raise ConfigError(f"no small {model_class.__name__} could be built and called: {reasons[0][:300]}")
+    raise ConfigError(f"no small {model_class.__name__} could be built and called: {next(iter(reasons))[:300]}")
+
+
+def _called(model: nn.Module, seed: int) -> Mapping[str, Any]:
+    """Return the arguments of the first call that the model takes."""
+    first: Exception | None = None
+    for inputs in calls(model, seed):
+        try:
+            with torch.random.fork_rng(devices=()):
+                copy.deepcopy(model)(**inputs)  # what it keeps of a call, the model does not have
+        except Exception as error:
+            first = first or error
+        else:
+            return inputs
+    assert first is not None  # `calls` raises where it knows none
+    raise first
+
+
+def _on_meta(model_class: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = model_class(copy.deepcopy(config))
+    return model
+
+
+def _kinds(model: nn.Module) -> set[str]:
+    """Return the kinds of modules and parameters of a model: names and classes, without numbers."""
+    named = [(name, type(module).__name__) for name, module in model.named_modules()]
+    named += [(name, "") for name, _ in model.named_parameters()]
+    return {f"{re.sub(r'[0-9]+', 'N', name)} {kind}" for name, kind in named}
+
+
+def _with_all_kinds(
+    model_class: Any, config: Any, way: _Way, whole: set[str], generating: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings with the fewest layers that have all kinds of modules that the whole model has."""
+    least: int | None = None
+    for count in (2, 3, 4, 5, 6, 8):
+        try:
+            settings, dropouts = _settings(config, way, count, {})
+            settings |= _widths(config, settings, way.sizes["width"]) if way.apart else {}
+            settings |= _of_head(model_class, settings, config, generating)
+            model = _on_meta(model_class, type(config)(**copy.deepcopy(settings)))
+        except Exception as error:
+            failed = error
+            continue
+        size, missing = sum(p.numel() for p in model.parameters()), len(whole - _kinds(model))
+        if size > _LARGEST:
+            failed = ConfigError(f"it has {size:,} parameters with the sizes that are known here, which is not small")
+        elif least is None or missing < least:
+            least, found = missing, (settings, dropouts)
+        if not missing:
+            break
+    if least is None:
+        raise failed
+    return found
 
 
 def _built(model_class: Any, config: Any, seed: int) -> nn.Module:
-    with torch.device("meta"):
-        size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
-    if size > _LARGEST:
-        raise ConfigError(f"it has {size:,} parameters with the sizes that are known here, which is not small")
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.random.fork_rng(devices=()):
@@ -140,7 +259,7 @@ def _differing(settings: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """Return the settings that are not what ``default`` has."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        own = getattr(default, name, None)
+        own = vars(default).get(name)
         if isinstance(value, Mapping) and hasattr(own, "to_dict"):
             found[name] = _differing(value, own)
         elif own != value or type(own) is not type(value):
@@ -148,51 +267,118 @@ def _differing(settings: Mapping[str, Any], default: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(config: Any, kv: int, own: Mapping[str, int | None], unset: bool) -> tuple[dict[str, Any], list[str]]:
+def _settings(config: Any, way: _Way, count: int, tokens: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of ``config`` that make a small one, with its switches, and the names of its dropouts.
 
     Args:
         config: the configuration.
-        kv: the number of key/value heads.
-        own: fields with another size than the usual one; None leaves it as it is.
-        unset: give sizes that are None a value, and the token that pads.
+        way: how it is made small.
+        count: at least so many layers.
+        tokens: the special tokens that have a number, by name.
     """
     found: dict[str, Any] = {}
     dropouts = []
+    layers = Layers(vars(config), count)
     for name, value in vars(config).items():
-        if own.get(name, 0) is None or name.startswith("_") or name == "transformers_version":
+        if name.startswith("_") or name in _NOT_TAKEN or isinstance(value, set | frozenset):
             continue
-        small = own.get(name) or next((size for pattern, size in _SMALL if re.fullmatch(pattern, name)), None)
+        token = re.fullmatch(r"(\w+)_token_(id|index|idx)", name)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found[name] = {**_settings(value, kv, own, unset)[0], "model_type": value.model_type}
+            found[name] = {**_settings(value, way, count, tokens)[0], "model_type": value.model_type}
         elif (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout")):
             found[name] = 0.0
             dropouts.append(name)
-        elif (name.endswith("_token_id") and isinstance(value, int | list)) or (unset and name == "pad_token_id"):
-            found[name] = _TOKENS_OF.get(name.removesuffix("_token_id"), 3)
-        elif isinstance(value, bool | str):
+        elif isinstance(value, float) and ("jitter" in name or "noise" in name):
+            found[name] = 0.0  # what is compared draws nothing
+        elif token and (isinstance(value, int | list) or (way.unset and name == "pad_token_id")):
+            stem = token[1]
+            found[name] = _TOKENS_OF[stem] if stem in _TOKENS_OF else tokens.setdefault(stem, 3 + len(tokens))
+        elif name in layers.found:
+            found[name] = layers.found[name]
+        elif name in way.kept or isinstance(value, bool | str):
             found[name] = value
-        elif small is not None and ((isinstance(value, int) and value) or (value is None and unset)):
-            size = kv if re.fullmatch(_KV_HEADS, name) else small
-            found[name] = size if value is None else min(size, value)
+        else:
+            found[name] = _small(name, value, way, vars(config))
+            if isinstance(found[name], list) and len(value) == layers.of:
+                found[name] = found[name][: layers.count]
+    found |= _follow(found, vars(config))
+    if max(tokens.values(), default=0) >= FIRST_WORD:
+        raise ConfigError(f"it has {len(tokens)} special tokens, which are more than a small vocabulary holds")
     if getattr(config, "is_encoder_decoder", False):
         found.setdefault("decoder_start_token_id", _TOKENS_OF["decoder_start"])
     if "num_labels" in dir(config):
-        found["num_labels"] = _LABELS
+        found["num_labels"] = LABELS
     return found, dropouts
 
 
-def _widths(config: Any, settings: Mapping[str, Any]) -> dict[str, int]:
+def _small(name: str, value: Any, way: _Way, fields: Mapping[str, Any]) -> Any:
+    """Return a size as a small one, each of a list too; anything else as it is."""
+    if isinstance(value, list | tuple):
+        stages = next((small for pattern, small in _STAGES if re.fullmatch(pattern, name)), None)
+        if stages and all(type(each) is int for each in value):
+            return list(stages[: len(value)])
+        return [_small(name, each, way, fields) for each in value]
+    named = next((small for pattern, small in _SMALL if re.fullmatch(pattern, name)), None)
+    size = way.sizes[named] if isinstance(named, str) else named
+    if name in ("image_size", "img_size"):
+        size = way.sizes.get("image", size)
+    if name == "window_size" and "patch_size" in fields:
+        size = 16  # of pixels: two patches, and what is merged of them
+    if size is not None and type(value) is int and value:
+        return min(size, value)
+    return size if value is None and way.unset else copy.deepcopy(value)
+
+
+def _follow(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes that follow from others.
+
+    Those are multiples of the width, heads of state spaces, and what turns by positions of a head.
+    """
+    more: dict[str, Any] = {}
+    whole = {name: value for name, value in given.items() if type(value) is int and value}
+    width = whole.get("hidden_size", 0)
+    for name, value in whole.items() if width > _NO_WIDTH else ():
+        named = re.fullmatch(r"\w+_(size|dim|width|channels)", name)
+        if named and found.get(name) == value and value % width == 0 and value // width <= _TIMES:
+            more[name] = value // width * found["hidden_size"]
+    for heads, size, expand in _STATES:
+        if whole.keys() >= {heads, size, expand} and whole[heads] * whole[size] == whole[expand] * width:
+            more[heads] = found[expand] * found["hidden_size"] // found[size]
+    if "mamba_d_ssm" in whole:
+        more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
+    own = whole.get("head_dim") or width // whole.get("num_attention_heads", width + 1)
+    if own:
+        small = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(given.get(name), Mapping):
+                more[name] = {key: _turned(key, value, small / own) for key, value in given[name].items()}
+    return more
+
+
+def _turned(key: str, value: Any, share: float) -> Any:
+    """Return what rotary embeddings need of a head with ``share`` of its features."""
+    if isinstance(value, Mapping):
+        return {name: _turned(name, each, share) for name, each in value.items()}
+    if isinstance(value, list) and key == "mrope_section":
+        total = max(round(sum(value) * share), 1)
+        rest = [total * each // sum(value) for each in value[1:]]
+        return [total - sum(rest), *rest]
+    if isinstance(value, list):
+        return value[: max(round(len(value) * share), 1)]
+    return value
+
+
+def _widths(config: Any, settings: Mapping[str, Any], small: int) -> dict[str, int]:
     """Return widths of ``settings`` that are not the width of the blocks in ``config``, so that they are not here."""
-    main = next((name for name in ("hidden_size", "d_model", "n_embd") if type(getattr(config, name, None)) is int), "")
-    width, narrower = getattr(config, main or "hidden_size", None), iter(_NARROWER)
+    main = next((name for name in ("hidden_size", "d_model", "n_embd") if type(vars(config).get(name)) is int), "")
+    width, narrower = vars(config).get(main or "hidden_size"), iter((small // 2, small // 4))
     others: dict[int, int] = {}  # by the size that they have in the configuration
     found = {}
     for name, size in settings.items():
-        own = getattr(config, name, None)
-        if size == _WIDTH and re.fullmatch(_WIDTHS, name) and own != width and type(own) is int:
+        own = vars(config).get(name)
+        if size == small and re.fullmatch(_WIDTHS, name) and own != width and type(own) is int:
             if own not in others:
-                others[own] = next(narrower, _WIDTH)
+                others[own] = next(narrower, small)
             found[name] = others[own]
     return found if type(width) is int and width else {}
 
@@ -207,51 +393,4 @@ def _of_head(model_class: type[Any], settings: Mapping[str, Any], config: Any, g
     encodes = getattr(config, "is_decoder", None) is False and not getattr(config, "is_encoder_decoder", False)
     if generating and encodes and getattr(model_class, "can_generate", bool)():
         found["is_decoder"] = True
-    return found
-
-
-def small_inputs(model: Any, seed: int = 0) -> dict[str, Any]:
-    """Return the arguments of one call of a small model, random and the same in every process.
-
-    Raises:
-        ConfigError: it takes something that is not known.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    config, takes = model.config, inspect.signature(model.forward).parameters
-    text = getattr(config, "text_config", config)
-    words = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or _WORDS
-
-    def ids(rows: int = _ROWS) -> Tensor:
-        return torch.randint(3, words, (rows, _TOKENS), generator=generator)
-
-    main = model.main_input_name
-    found: dict[str, Any] = {}
-    name = type(model).__name__
-    if main == "input_ids":
-        found["input_ids"] = ids()
-        if name.endswith("MultipleChoice"):
-            found["input_ids"] = torch.stack([ids() for _ in range(_CHOICES)], 1)
-        if "attention_mask" in takes:
-            found["attention_mask"] = torch.ones_like(found["input_ids"])
-    vision = getattr(config, "vision_config", config)
-    if "pixel_values" in takes and (main == "pixel_values" or hasattr(config, "vision_config")):
-        size = getattr(vision, "image_size", 32)
-        height, width = (size, size) if isinstance(size, int) else size
-        channels = getattr(vision, "num_channels", 3)
-        found["pixel_values"] = torch.randn(_ROWS, channels, height, width, generator=generator, dtype=torch.float64)
-    if main == "input_values":
-        found[main] = torch.randn(_ROWS, 1600, generator=generator, dtype=torch.float64)
-    if main == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 32)
-        found[main] = torch.randn(_ROWS, config.num_mel_bins, frames, generator=generator, dtype=torch.float64)
-    if not found:
-        raise ConfigError(f"{type(model).__name__} takes {main!r}, and it is not known how to make that")
-    rows = found.get("input_ids", ids())
-    if "decoder_input_ids" in takes and "labels" not in takes:
-        found["decoder_input_ids"] = ids()
-    found |= {key: value for key, value in labels_of(name, _ROWS, rows).items() if key in takes}
-    if name.endswith("TokenClassification") and "labels" in found:
-        found["labels"] = found["labels"] % config.num_labels
-    if name.endswith("PreTraining") and "labels" in found and model.get_output_embeddings() is None:
-        found["labels"] = found["labels"] % 2  # whether a token was replaced
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardcore_scaffold.dependence import made_of
 from shardcore_scaffold.draft import called, names_in
-from shardcore_scaffold.facts import LISTS, Facts, common, rms_eps
+from shardcore_scaffold.facts import KV, LISTS, QUERY, Facts, common, number, rms_eps
 from shardcore_scaffold.structure import Column, Region, Split
 
 __all__ = ["Worded", "worded"]
@@ -136,14 +136,16 @@ class _Wording:
         return [self._short(name) for name in names]
 
     def _counted(self) -> str:
-        """Return the attribute, from the block, that counts the units of the region."""
+        """Return the attribute, from the block, that counts the units of the region; one of its configuration last."""
         above = common([*self.names, self.region.row])
         holders = [path for path in self.modules if path == above or path.startswith(f"{above}.")]
         for path in sorted(holders, key=len):
             for name, value in vars(self.modules[path]).items():
                 if type(value) is int and value == self.region.units and "head" in name and "dim" not in name:
                     return self._short(f"{path}.{name}")
-        return ""
+        config = getattr(self.modules[above], "config", None)
+        names = (name for name in (*KV, *QUERY) if number(config, name) == self.region.units)
+        return next((self._short(f"{above}.config.{name}") for name in names), "")
 
     def _column(self, column: Column) -> tuple[str, bool]:
         """Return what ``col=`` or ``kv=`` says of a column linear, if anything can, and whether it is ``kv=``."""
