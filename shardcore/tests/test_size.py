@@ -35,7 +35,7 @@ KITS = {
     "shardcore_debug": 150,
     "shardcore_planner": 3950,
     "shardcore_testing": 5450,
-    "shardcore_scaffold": 3900,
+    "shardcore_scaffold": 3950,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
 CORE = 30600

@@ -58,7 +58,7 @@ _MIXED: tuple[int | Literal["whole"] | None, ...] = (None, 0, 1, 2, "whole")
 
 
 def _guess(facts: Facts, *, entered: bool = False) -> Draft:
-    mixed = _MIXED if any(True for _ in mixtures_of(facts)) else _MIXED[-1:]
+    mixed = _MIXED if mixtures_of(facts) else _MIXED[-1:]
     problem = ""
     for captured in mixed:
         draft = _Drafting(facts, captured=captured, entered=entered).draft
@@ -153,7 +153,7 @@ class _Drafting:
     def _add_blocks(self) -> None:
         """Add the rules of every class of blocks in which something can be split."""
         regions: dict[str, list[Region]] = defaultdict(list)
-        mixtures = [] if self.captured == "whole" else list(mixtures_of(self.facts))
+        mixtures = () if self.captured == "whole" else mixtures_of(self.facts)
         for region in self.facts.regions:
             above = common([region.row, *(column.name for column in region.columns)])
             block = self.facts.owner(f"{above}.x") if above else None

@@ -57,7 +57,7 @@ class Layers:
         return not sizes and all(isinstance(each, str | int | float | bool | None) for each in value)
 
     def _is_of_places(self, name: str, value: Any) -> bool:
-        if not isinstance(value, list | tuple) or not re.search(r"ind(ex|ic)|layers", name) or not value:
+        if not isinstance(value, list | tuple) or not re.search(r"ind(ex|ic)|layers|layer_ids", name) or not value:
             return False
         return len(value) < self.of and all(type(v) is int and 0 <= v < self.of for v in value)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardcore_scaffold.draft import called, names_in
 from shardcore_scaffold.facts import Facts
@@ -52,8 +56,49 @@ class Mixture:
         return [("experts", text), *([("partial", f"partial({partial}),")] if partial else [])]
 
 
-def mixtures_of(facts: Facts) -> Iterator[Mixture]:
-    """Yield the mixtures of a model whose experts lie in one module."""
+@functools.lru_cache(maxsize=1)  # every draft of a model asks
+def mixtures_of(facts: Facts) -> tuple[Mixture, ...]:
+    """Return the mixtures of a model whose experts lie in one module, and which return what their experts add up."""
+    found = list(_found(facts))
+    return tuple(mixture for mixture, adds in zip(found, _add_up(facts, found), strict=True) if adds)
+
+
+def _add_up(facts: Facts, mixtures: Sequence[Mixture]) -> list[bool]:
+    """Tell of each mixture whether twice what its experts return is twice what it returns.
+
+    Ranks add up what a mixture makes of their parts: a norm or a bias after the experts would act on each part.
+    """
+    model = copy.deepcopy(facts.fresh)
+    calls: dict[str, tuple[Any, Any]] = {}
+
+    def keep(path: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: calls.setdefault(path, (args, kwargs)) and None
+
+    def twice(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return 2 * out
+
+    hooks = [model.get_submodule(m.path).register_forward_pre_hook(keep(m.path), with_kwargs=True) for m in mixtures]
+    with torch.no_grad():
+        facts.call(model)
+        for hook in hooks:
+            hook.remove()
+        found = []
+        for mixture in mixtures:
+            args, kwargs = calls.get(mixture.path, ((), {}))
+            block = model.get_submodule(mixture.path)
+            once = _first(block(*args, **kwargs)) if mixture.path in calls else None
+            for name in filter(None, (mixture.weights, mixture.shared_row)):
+                model.get_submodule(name).register_forward_hook(twice)
+            found.append(once is not None and torch.allclose(_first(block(*args, **kwargs)), 2 * once))
+    return found
+
+
+def _first(out: Any) -> Tensor:
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
+
+
+def _found(facts: Facts) -> Iterator[Mixture]:
     for path, module in facts.modules.items():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         above = path.rpartition(".")[0]

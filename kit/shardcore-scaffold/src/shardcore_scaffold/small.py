@@ -57,7 +57,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"hidden_size_per_layer_input", 12),
     (r"laurel_rank", 10),
     (_WIDTHS, "width"),
-    (r"encoder_hidden_size|projection_(dim|size)|text_embed_dim|out_hidden_size|conv_dim|block_dim", "width"),
+    (r"(encoder|text|out)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim", "width"),
     (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
     (r"sliding_window|attention_window|local_attention|window_size", 4),
     (r"(mm_tokens_per_image|image_seq_length|num_image_tokens)", 4),
@@ -346,9 +346,11 @@ def _follow(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
             more[heads] = found[expand] * found["hidden_size"] // found[size]
     if "mamba_d_ssm" in whole:
         more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
+    if "head_dim" in whole and whole["head_dim"] == whole.get("qk_rope_head_dim"):
+        more["head_dim"] = found["qk_rope_head_dim"]  # the part of latent heads that turns
     own = whole.get("head_dim") or width // whole.get("num_attention_heads", width + 1)
     if own:
-        small = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+        small = more.get("head_dim") or found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(given.get(name), Mapping):
                 more[name] = {key: _turned(key, value, small / own) for key, value in given[name].items()}
