@@ -134,6 +134,31 @@ def test_without_a_pipeline(pool, family):
     pool.run(trains, family, {"tp_size": 2}, world=2)
 
 
+def counts_later_labels(options: dict[str, Any]) -> None:
+    """A row whose only label is its first has none in a loss of later tokens, and comes first and last."""
+    reference, model = made("llama"), made("llama")
+    model.load_state_dict(reference.state_dict())
+    batch = dict(joined([case_of("llama").inputs(reference, part) for part in range(2)]))
+    batch["labels"] = batch["input_ids"].clone()
+    for row in (0, -1):
+        batch["labels"][row, 1:] = -100
+    optimizer, booster = adamw(model)[0], Booster(HybridParallelPlugin(microbatch_size=1, max_norm=1.0, **options))
+    booster.boost(model, optimizer)
+    found = booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]
+    wanted = reference(**batch).loss
+    wanted.backward()
+    torch.testing.assert_close(found, wanted.detach())
+    held = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if name in held:
+            torch.testing.assert_close(whole(held[name].grad), parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2, "zero_stage": 0, "parallel_output": True}, {"pp_size": 2}], ids=str)
+def test_micro_batches_whose_only_label_does_not_count(pool, options):
+    pool.run(counts_later_labels, options, world=2)
+
+
 def drops(family: str) -> list[list[float]]:
     """Return the losses with dropout, under one schedule twice and under another."""
     found = []

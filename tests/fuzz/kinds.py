@@ -274,7 +274,7 @@ def _division(dice: Dice, found: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         if name in model:
             model[name] = max(1, stages // halves - 1 if fewer else stages // halves + dice.of(0, 0, 1))
-    if fewer:
+    if fewer and stages > halves:  # each half has a block at least
         found["must"] = found["must"] or "fewer blocks than stages"
     return fields
 

@@ -23,7 +23,7 @@ from shardcore.mesh import context_of, device_type_here
 from shardcore.pipeline import micro_batches
 from shardcore.pipeline.engine import pipeline_of
 from shardcore.pipeline.losses import LossCalls, own_loss, reductions_of, shares_of, wide
-from shardcore.pipeline.microbatches import rows_of, with_labels
+from shardcore.pipeline.microbatches import lacks_labels, rows_of, with_labels
 from shardcore_shardformer.outputs import joined
 from shardcore_shardformer.plugin import HybridParallelPlugin
 from shardcore_shardformer.stepping import Stepping
@@ -183,14 +183,14 @@ class Booster:
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a model that no pipeline divides; return their loss."""
         parts = micro_batches(arguments, **self.plugin.division)
-        shares = [1.0] if len(parts) == 1 and with_labels(parts[0]) is parts[0] else []
+        shares = [1.0] if len(parts) == 1 and not lacks_labels(parts[0]) else []
         losses = []
         for number, part in enumerate(parts):
             # Below ZeRO's second stage replicas sum gradients once for each batch.
             waits = self.plugin.zero_stage < 2 and number + 1 < len(parts)
             with self.no_sync(model) if waits else contextlib.nullcontext():
-                # A mean over nothing is NaN. Every micro-batch runs, since replicas sum gradients in its backward.
-                call = with_labels(part)
+                # Every micro-batch runs, since replicas sum gradients in its backward.
+                call = with_labels(part) if (not shares[number] if shares else lacks_labels(part)) else part
                 inside, outside = LossCalls(call), LossCalls(call)
                 with contextlib.nullcontext() if shares else inside:
                     out = model(**call)
@@ -204,7 +204,7 @@ class Booster:
                 loss = wide(loss) * (shares[number] * scale)
                 if torch.is_grad_enabled():
                     loss.backward()
-            losses.append(loss.detach())
+            losses.append(loss.detach() if shares[number] else torch.zeros_like(loss))  # a mean over nothing is NaN
             if outputs is not None:
                 outputs.append(tree_map_only(Tensor, Tensor.detach, out))
         return torch.stack(losses).sum()

@@ -12,7 +12,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardcore.agree.fingerprint import checksum
 from shardcore.errors import ConfigError
 
-__all__ = ["IGNORED", "contents_of", "micro_batches", "rows_of", "rows_of_each", "shapes_of", "with_labels"]
+__all__ = [
+    "IGNORED",
+    "contents_of",
+    "lacks_labels",
+    "micro_batches",
+    "rows_of",
+    "rows_of_each",
+    "shapes_of",
+    "with_labels",
+]
 
 #: The label that does not count.
 IGNORED = -100
@@ -87,9 +96,18 @@ def contents_of(batch: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"tensor {n} of the batch", checksum(leaf)) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
 
-def with_labels(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments in which some labels count, for a micro-batch that has no share in the loss if none does."""
+def lacks_labels(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether there are labels of which none counts."""
     labels = arguments.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or bool(labels.ne(IGNORED).any()):
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and not bool(labels.ne(IGNORED).any())
+
+
+def with_labels(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments in which labels count, for a micro-batch that has no share in the loss: a mean over none is NaN.
+
+    Those that are there may not count: the first label of a row does not in a loss of later tokens.
+    """
+    labels = arguments.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
         return arguments
     return {**arguments, "labels": torch.zeros_like(labels)}
