@@ -10,25 +10,25 @@ ROOMS = {
     "agree": 800,
     "apply": 1150,
     "checkpoint": 2150,
-    "comm": 2050,
+    "comm": 2100,
     "compile": 1500,
-    "config": 650,
+    "config": 700,
     "fsdp": 650,
     "hooks": 350,
     "mesh": 1050,
-    "nn": 8350,
+    "nn": 9550,
     "others": 2550,
     "pipeline": 2750,
-    "plan": 1900,
+    "plan": 2100,
     "plugins": 900,
     "policy": 350,
-    "styles": 2250,
+    "styles": 2350,
     "weights": 1800,
 }
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 1650,
-    "shardcore_transformers": 2250,
+    "shardcore_transformers": 2600,
     "shardcore_peft": 2300,
     "shardcore_trainer": 2050,
     "shardcore_cli": 900,
@@ -38,8 +38,8 @@ KITS = {
     "shardcore_scaffold": 3950,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 30600
-HOOKS = 20150
+CORE = 32200
+HOOKS = 21700
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 
 

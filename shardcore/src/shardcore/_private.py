@@ -21,6 +21,7 @@ __all__ = [
     "ALL_GATHER",
     "CLIPPED_SUMS",
     "CLIPPING",
+    "CONTEXT",
     "CORE",
     "DATA_PARALLEL",
     "DRAWS",
@@ -53,6 +54,7 @@ TESTED = ("2.11", "2.14")
 # What needs a name: it works as long as all of its names are there.
 CORE = "everything"
 DATA_PARALLEL = "data parallelism"
+CONTEXT = "context parallelism"
 PIPELINES = "data parallelism of a pipeline"
 CLIPPING = "clipping the gradients of whole experts"
 FUSED = "linears that fuse several segments"
@@ -264,6 +266,10 @@ _NAMES: tuple[PrivateName, ...] = (
     PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing draws before they are made", DRAWS),
     PrivateName(
         "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "telling all ranks of an inf", SCALING
+    ),
+    *(
+        PrivateName(f"torch.ops.aten._scaled_dot_product_flash_attention_for_cpu{way}", "blocks of attention", CONTEXT)
+        for way in ("", "_backward")
     ),
     PrivateName("torch.ops.aten._local_scalar_dense.default", "seeing where they are taken", NUMBERS),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group"),

@@ -20,7 +20,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.plan.steps import ApplyContext, Commit, Step
 from shardcore_transformers import _private
 
-__all__ = ["ChooseAttention", "choose_flash_attention"]
+__all__ = ["ChooseAttention", "choose_flash_attention", "own_configurations"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 #: Transformers' names of what the flash-attn packages bring, the best first, and the cards that each runs on: the first
@@ -52,11 +52,7 @@ class ChooseAttention(Step):
         chosen: Any = ctx.model.get_submodule(self.path)
 
         def commit() -> None:
-            # The configuration may be shared with another model, which keeps its attention.
-            copies: dict[int, Any] = {}
-            for module in chosen.modules():
-                if "config" in module.__dict__:
-                    module.config = copy.deepcopy(module.config, copies)
+            own_configurations(chosen)
             chosen.set_attn_implementation(self.implementation)
             models = (module for module in chosen.modules() if isinstance(module, PreTrainedModel))
             kept = {f"{type(m).__name__} at {m.config._attn_implementation!r}" for m in models} - {
@@ -66,6 +62,17 @@ class ChooseAttention(Step):
                 raise NotSupportedError(f"asked for {self.implementation}, transformers left {', '.join(sorted(kept))}")
 
         return commit
+
+
+def own_configurations(model: nn.Module) -> list[Any]:
+    """Give ``model`` configurations of its own, and return them: others that share them keep their attention."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if "config" in module.__dict__:
+            module.config = copy.deepcopy(module.config, copies)
+    return list(
+        {id(module.config): module.config for module in model.modules() if "config" in module.__dict__}.values()
+    )
 
 
 def choose_flash_attention(model: PreTrainedModel, device_type: str, *, asked: bool | str) -> Step:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardcore_transformers._context import CONTEXT
 from shardcore_transformers.holders import CHANGES
 from shardcore_transformers.loading import from_pretrained
 from shardcore_transformers.pretrained import PretrainedPolicy
 
-__all__ = ["CHANGES", "POLICY", "from_pretrained", "needs_of_optimizer"]
+__all__ = ["CHANGES", "CONTEXT", "POLICY", "from_pretrained", "needs_of_optimizer"]
 
 POLICY = PretrainedPolicy
 

@@ -143,7 +143,7 @@ class _Still(RandomStream):
     def leave(self) -> None:
         """Do nothing."""
 
-    def fork(self, region: object, *, once: bool = False) -> None:
+    def fork(self, region: object, *, once: bool = False, rank: int | None = None) -> None:
         """Do nothing."""
 
     def join(self, region: object) -> None:

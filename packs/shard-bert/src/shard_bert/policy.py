@@ -15,6 +15,7 @@ __all__ = ["TOKENS", "BertModelPolicy"]
 
 #: Where tokens may be split, on every release.
 TOKENS = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack="encoder")
+_DIVIDED = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack="encoder", attention="attention.self")
 
 
 def _attention(name: str, *, optional: bool = False) -> list[Rule]:
@@ -39,6 +40,8 @@ class BertModelPolicy(PretrainedPolicy):
 
     #: What the names of the model's classes begin with.
     family: ClassVar[str] = "Bert"
+    #: The families that are proved under context parallelism: a pack of another one names it once its tests do.
+    divided: ClassVar[tuple[str, ...]] = ("Bert",)
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first="embeddings", blocks="encoder.layer", last="pooler")
     #: What a head adds.
@@ -46,11 +49,13 @@ class BertModelPolicy(PretrainedPolicy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the model and of its head."""
+        # A decoder gives its blocks a cache, unasked, in which each rank would have keys of its own tokens.
+        proved = self.family in self.divided and not self.model.config.is_decoder
         return {
             f"{self.family}Model": [
                 replicate("pooler", optional=True),
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
-                TOKENS,
+                _DIVIDED if proved else TOKENS,
             ],
             f"{self.family}Embeddings": [
                 vocab("word_embeddings"),

@@ -38,7 +38,7 @@ class ModernBertModelPolicy(PretrainedPolicy):
             ],
             "ModernBertModel": [
                 norm("final_norm"),
-                sequence(scatter="layers[0]", gather="final_norm"),
+                sequence(scatter="layers[0]", gather="final_norm", attention="attn"),
                 outputs(attentions="heads", hidden_states="sequence"),
             ],
             **self.rules,

@@ -13,7 +13,7 @@ from shardcore.agree.fingerprint import checksum
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.apply.lone_pickles import tell_of_lone_pickles
 from shardcore.errors import AgreementError, MissingRanksError
-from shardcore.mesh import ShardContext, axis_name, host_group
+from shardcore.mesh import ShardContext, Sizes, axis_name, host_group
 from shardcore.nn import VocabEmbedding
 from shardcore.nn.same_inputs import ALIKE, KIND, Brought, compare_inputs
 
@@ -42,23 +42,24 @@ def follow_seeds(context: ShardContext) -> None:
         context.random.agree = context.seed_of
         return
     # Elsewhere than on a CPU a collective of hosts, which waits for no device.
-    group = context.group if context.device.type == "cpu" else host_group(ranks)
+    group = context.sharing_group if context.device.type == "cpu" else host_group(ranks)
     context.random.agree = functools.partial(context.seed_of_first, group)
 
 
 def _sharers(context: ShardContext) -> tuple[int, ...]:
     """Return the ranks that FSDP2 has divided the parameters among, with all that share a replica with one of them."""
-    if context.sizes.dp_shard == 1 or is_alone():
+    mesh = context.parameters
+    if Sizes.of(mesh).dp_shard == 1 or is_alone():
         return ()
-    ranks, name = context.mesh.mesh, axis_name(context.mesh, "dp_replicate")
+    ranks, name = mesh.mesh, axis_name(mesh, "dp_replicate")
     if name is not None:
-        axis, place = (context.mesh.mesh_dim_names or ()).index(name), context.mesh.get_coordinate() or ()
+        axis, place = (mesh.mesh_dim_names or ()).index(name), mesh.get_coordinate() or ()
         ranks = ranks.select(axis, place[axis])
     return tuple(map(int, ranks.flatten()))
 
 
 def _ranks(context: ShardContext) -> tuple[int, ...]:
-    return () if is_alone(context.group) else tuple(int(rank) for rank in context.tp.mesh.flatten())
+    return ranks if len(ranks := context.sharers) > 1 else ()
 
 
 def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:

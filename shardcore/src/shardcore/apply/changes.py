@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.mesh import ShardContext
+from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.layout import ExpertsLayout, GroupShardedLayout, Layout, Specs, distribute
 from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan import ShardPlan
@@ -44,6 +45,7 @@ class _ApplyContext(ApplyContext):
     def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
         self.model, self.context = model, context
         self.draws: dict[type[nn.Module], frozenset[str]] = {}
+        self.divided: ContextShard | None = None
         # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
         self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if step.splits_tokens]
         self._gathered = {path for step in plan.steps for path in step.gathers_tokens}

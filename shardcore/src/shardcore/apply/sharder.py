@@ -211,6 +211,7 @@ class ModelSharder:
             fuses_regions=not splits,
             fp8=config.fp8_communication,
             experts=config.expert_mesh(),
+            parameters=config.parameter_mesh(),
             origin=self._origin,
         )
         return self.context
@@ -318,7 +319,7 @@ class ModelSharder:
         steps = self.plan.steps if self.plan else ()
         regions = {step.path for step in steps if step.splits_heads}
         tokens = [path for step in steps for path in step.splits_tokens]
-        replicas = context.sizes.replicas
+        replicas = context.sizes.replicas * context.sizes.cp
         self.model.__dict__["_shard_intact"] = Intact(self.model, sorted(regions), tokens, replicas)
         follow_seeds(context)
         # Which parameters may be frozen by a pack's policy, its kit has checked.

@@ -156,6 +156,27 @@ class Channel:
         work.wait()
         return out
 
+    def start_shift(self, x: Tensor) -> Pending:
+        """Start to send ``x`` to the next rank, the first being that of the last; gives what the one before sends.
+
+        All ranks send alike in shape; eager mode only.
+        """
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        if x.is_meta:
+            return Pending(None, lambda: out, x)
+        ranks = dist.get_process_group_ranks(self.group)
+        after, before = ranks[(self.rank + 1) % self.size], ranks[self.rank - 1]
+        operations = [dist.P2POp(dist.isend, x, after, self.group), dist.P2POp(dist.irecv, out, before, self.group)]
+        works = dist.batch_isend_irecv(operations)
+
+        def arrived() -> Tensor:
+            for work in works:
+                work.wait()
+            return out
+
+        return Pending(None, arrived, x)
+
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the largest of all ranks' values, element by element; in place in eager mode."""
         if torch.compiler.is_compiling():

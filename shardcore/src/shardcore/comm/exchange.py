@@ -27,7 +27,7 @@ from shardcore.comm.dtensor_params import expect_dtensor, read_local
 from shardcore.comm.flow import SPLIT
 from shardcore.comm.strided import Runs
 
-__all__ = ["Exchange", "exchange_rows", "misused"]
+__all__ = ["Exchange", "Exchanged", "exchange_rows", "misused"]
 
 
 class _Piece(NamedTuple):
@@ -73,18 +73,20 @@ class Exchange:
         return sum(p.stop - p.start for p in self.pieces if p.source == source != self.rank)
 
 
-class _Exchanged(Function):
+class Exchanged(Function):
     """All-to-all of pieces of the given sizes; the backward sends them back."""
 
     flow = SPLIT
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, channel: Channel, sent: list[int], received: list[int]) -> Tensor:
+        """Return what came."""
         ctx.channel, ctx.sent, ctx.received = channel, sent, received
         return channel.exchange(flat, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Send the gradients back."""
         refuse_double_backward()
         return ctx.channel.exchange(grads[0].contiguous(), ctx.received, ctx.sent), None, None, None
 
@@ -134,7 +136,7 @@ def _exchanged(channel: Channel, exchanges: Sequence[Exchange], parts: Sequence[
     # takes part in the backward like all others.
     ties = [part.reshape(-1)[:0] for part in parts]
     flat = torch.cat([*ties, *(piece.reshape(-1) for pieces in going for piece in pieces)])
-    came: Tensor = _Exchanged.apply(flat, channel, sent, received)  # type: ignore[no-untyped-call]  # untyped in torch
+    came: Tensor = Exchanged.apply(flat, channel, sent, received)  # type: ignore[no-untyped-call]  # untyped in torch
     at = [sum(received[:source]) for source in range(channel.size)]
     out = []
     for (e, part), width in zip(pairs, widths, strict=True):

@@ -13,6 +13,7 @@ from shardcore.compile.parts import Part
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, ParallelMixin
+from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan.steps import PlanView, Step, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
@@ -112,6 +113,16 @@ class PlanBuilder(PlanView):
                 rule="ShardConfig.enable_sequence_parallelism=True",
                 what="the policy does not say between which modules tokens may be split",
                 todo="turn it off, or add a sequence(scatter=..., gather=...) rule to the policy",
+            )
+
+        if (self.config.context_parallel_size or 1) > 1 and not any(s.divides_tokens for s in self.steps.values()):
+            library = divided_attention(self.model)
+            self.report(
+                rule=f"ShardConfig.context_parallel_size={self.config.context_parallel_size}",
+                what=(library and library.reason(self.model))
+                or "the policy does not say where tokens of different ranks attend to each other",
+                todo="leave it None (enable_sequence_parallelism divides tokens between regions), or add attention=... "
+                "to the sequence(...) rule of the policy, after gradients were compared with those of one rank",
             )
 
     def _check(self, step: Step) -> None:

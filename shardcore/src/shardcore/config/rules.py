@@ -14,7 +14,7 @@ import shardcore
 from shardcore.config.pipelining import PIPELINE_FIELDS, SCHEDULE_NAMES, SPLIT_SCHEDULES
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import AXES, PartialGradients, Sizes, axis_name
+from shardcore.mesh import AXES, ContextMode, PartialGradients, Sizes, axis_name
 
 if TYPE_CHECKING:
     from shardcore.config import ShardConfig
@@ -24,6 +24,7 @@ __all__ = ["SIZES", "SWITCHES", "check", "fill_in", "sizes_of_place"]
 # Values that a field can have at all, where that is a short list.
 _CHOICES = {
     "partial_gradients": get_args(PartialGradients),
+    "context_parallel_mode": get_args(ContextMode),
     "pipeline_schedule": (None, *SCHEDULE_NAMES),
 }
 
@@ -41,7 +42,14 @@ _FLAGS = (
     "fp8_communication",
 )
 
-SIZES = ("tensor_parallel_size", "data_parallel_size", "dp_replicate_size", "dp_shard_size", "pipeline_parallel_size")
+SIZES = (
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "dp_replicate_size",
+    "dp_shard_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+)
 
 
 def check(config: ShardConfig) -> None:
@@ -110,11 +118,37 @@ def _check_contradictions(config: ShardConfig) -> None:
             "not computed in chunks; give both or neither"
         )
     _check_pipeline(config)
+    _check_context(config)
     if config.inference_only and config.gradient_checkpoint_config is not None:
         raise ConfigError(
             "ShardConfig.gradient_checkpoint_config contradicts inference_only=True: without a backward there is "
             "nothing to recompute; give one of them"
         )
+
+
+def _check_context(config: ShardConfig) -> None:
+    """Refuse what nothing divides along the sequence, and modes of what is not divided."""
+    ranks = config.context_parallel_size or 1
+    if ranks == 1:
+        if config.context_parallel_mode != "auto":
+            raise ConfigError(
+                f"ShardConfig.context_parallel_mode={config.context_parallel_mode!r} without context parallelism says "
+                "nothing; give context_parallel_size too, or leave it 'auto'"
+            )
+        return
+    for name, asked in (
+        ("pipeline_parallel_size", (config.pipeline_parallel_size or 1) > 1),
+        ("expert_parallel_size", (config.expert_parallel_size or 1) > 1),
+        ("enable_jit_fused", config.enable_jit_fused is True),
+        ("enable_flash_attention", config.enable_flash_attention is True),
+        ("device_mesh", config.device_mesh is not None),
+        ("tensor_parallel_process_group", config.tensor_parallel_process_group is not None),
+    ):
+        if asked:
+            raise NotSupportedError(
+                f"ShardConfig.{name} together with context_parallel_size={ranks} is not supported by shardcore "
+                f"{shardcore.__version__}; leave one of them out (sizes, such as tp= and dp=, say what a mesh would)"
+            )
 
 
 def _check_pipeline(config: ShardConfig) -> None:
@@ -176,7 +210,7 @@ def _check_place(config: ShardConfig) -> None:
         if "cp" in names and mesh["cp"].size() > 1:
             raise NotSupportedError(
                 f"ShardConfig.device_mesh has {mesh['cp'].size()} ranks on its axis 'cp', which is not supported by "
-                f"shardcore {shardcore.__version__}; use tensor and data parallelism"
+                f"shardcore {shardcore.__version__}; leave the mesh out, and say context_parallel_size and the others"
             )
     _check_experts(config)
     source = "device_mesh" if mesh is not None else "tensor_parallel_process_group"
@@ -207,9 +241,10 @@ def sizes_of_place(config: ShardConfig) -> dict[str, int]:
     """Return the sizes that the caller's mesh or process group determines."""
     if (mesh := config.device_mesh) is not None:
         sizes = Sizes.of(mesh)
-        return dict(zip(SIZES, (sizes.tp, sizes.replicas, sizes.dp_replicate, sizes.dp_shard, sizes.pp), strict=True))
+        found = (sizes.tp, sizes.replicas, sizes.dp_replicate, sizes.dp_shard, sizes.pp, sizes.cp)
+        return dict(zip(SIZES, found, strict=True))
     if (group := config.tensor_parallel_process_group) is not None:
-        return dict(zip(SIZES, (group.size(), 1, 1, 1, 1), strict=True))
+        return dict(zip(SIZES, (group.size(), 1, 1, 1, 1, 1), strict=True))
     return {}
 
 
@@ -218,14 +253,16 @@ def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 
 
     Where nothing says how many replicas there are, there are as many as share ``experts``.
     """
-    tensor, data, replicate, shard, pipeline = (given[name] for name in SIZES)
-    pipeline = pipeline or 1
-    if world_size % pipeline:
-        raise ConfigError(
-            f"pipeline_parallel_size {pipeline} does not divide the number of ranks, {world_size}; start a multiple of "
-            f"{pipeline} ranks, or change the size"
-        )
-    each = world_size // pipeline  # ranks of a stage
+    tensor, data, replicate, shard, pipeline, context = (given[name] for name in SIZES)
+    pipeline, context = pipeline or 1, context or 1
+    each = world_size
+    for name, size in (("pipeline_parallel_size", pipeline), ("context_parallel_size", context)):
+        if each % size:
+            raise ConfigError(
+                f"{name} {size} does not divide the number of ranks, {each}; start a multiple of {size} ranks, or "
+                "change the size"
+            )
+        each //= size  # ranks of a stage, that have the same tokens
     if experts > 1 and tensor is data is replicate is shard is None:
         shard = experts
     if data is None and shard:
@@ -234,8 +271,9 @@ def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 
         tensor = max(1, each // (data or replicate or 1))
     if data is None:
         data = max(1, each // tensor)
-    if (wanted := tensor * data * pipeline) != world_size:
-        stages = f"pipeline_parallel_size {pipeline} times " if pipeline > 1 else ""
+    if (wanted := tensor * data * pipeline * context) != world_size:
+        others = (("pipeline_parallel_size", pipeline), ("context_parallel_size", context))
+        stages = "".join(f"{name} {size} times " for name, size in others if size > 1)
         raise ConfigError(
             f"{stages}tensor_parallel_size {tensor} times data_parallel_size {data} is {wanted}, but there "
             f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}; "
@@ -253,4 +291,4 @@ def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 
             f"expert_parallel_size {experts} does not divide dp_shard_size {shard}: experts are shared among so many "
             f"replicas. Use dp={experts} or a multiple of it, or another expert_parallel_size"
         )
-    return dict(zip(SIZES, (tensor, data, replicate, shard, pipeline), strict=True))
+    return dict(zip(SIZES, (tensor, data, replicate, shard, pipeline, context), strict=True))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.config.rules import SIZES, SWITCHES, check, fill_in, sizes_of_place
 from shardcore.errors import ConfigError
-from shardcore.mesh import PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
+from shardcore.mesh import ContextMode, PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
 
 __all__ = ["SHORT_NAMES", "ShardConfig", "Switch"]
 
@@ -24,6 +24,7 @@ SHORT_NAMES = {
     "dp": "data_parallel_size",
     "pp": "pipeline_parallel_size",
     "ep": "expert_parallel_size",
+    "cp": "context_parallel_size",
 }
 
 #: Off, on, or on wherever it is possible. None is off, and ``"auto"`` under ``enable_all_optimization``.
@@ -48,6 +49,11 @@ class ShardConfig:
             pipeline, or several. Default: 1. The model then has ``train_step`` and ``eval_step``.
         expert_parallel_size: of the ``dp_shard_size`` replicas, which it divides, so many share the experts of a model:
             each has whole ones, and tokens travel. Default: 1, every replica has all experts.
+        context_parallel_size: ranks that divide the tokens of each batch, which all of them are given whole, from the
+            first block to the last. They shard parameters by FSDP2 together with ``dp_shard_size``. Default: 1.
+        context_parallel_mode: how tokens of different ranks attend to each other: ``"all_to_all"`` (each rank has all
+            tokens of some heads), ``"ring_attn"`` (keys and values go from neighbour to neighbour), or ``"auto"``, the
+            first as far as there are heads, and the second for the rest.
         tensor_parallel_process_group: the tensor-parallel ranks, if they are not all of the default process group.
             Only its members call `shardcore.shard`; data parallelism is the caller's.
         device_mesh: a mesh made by the caller, with an axis ``tp`` and at most ``pp``, ``dp_replicate``, ``dp_shard``
@@ -104,6 +110,8 @@ class ShardConfig:
     dp_shard_size: int | None = None
     pipeline_parallel_size: int | None = None
     expert_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    context_parallel_mode: ContextMode = "auto"
     tensor_parallel_process_group: ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
     inference_only: bool = False
@@ -131,7 +139,7 @@ class ShardConfig:
 
     @classmethod
     def of(cls, config: Self | None = None, **fields: Any) -> Self:
-        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, ep) are understood.
+        """Return ``config`` with ``fields`` replaced; short names (tp, dp, pp, ep, cp) are understood.
 
         Raises:
             ConfigError: ``config`` is something else, or a field is unknown or given twice under two names.
@@ -156,9 +164,9 @@ class ShardConfig:
     def ranks(self) -> int:
         """The product of the sizes that are given: where some are None, the least number of ranks."""
         given = self._given_sizes
-        tensor, data, replicate, shard, pipeline = (given[name] for name in SIZES)
+        tensor, data, replicate, shard, pipeline, context = (given[name] for name in SIZES)
         replicas = data or (replicate or 1) * (shard or self.expert_parallel_size or 1)
-        return (tensor or 1) * replicas * (pipeline or 1)
+        return (tensor or 1) * replicas * (pipeline or 1) * (context or 1)
 
     @property
     def _given_sizes(self) -> dict[str, int | None]:
@@ -178,6 +186,28 @@ class ShardConfig:
                 pp=self.pipeline_parallel_size or 1,
                 dp_replicate=self.dp_replicate_size or 1,
                 dp_shard=self.dp_shard_size or 1,
+                cp=self.context_parallel_size or 1,
+                tp=self.tensor_parallel_size or 1,
+            )
+        )
+
+    @property
+    def parameter_shards(self) -> int:
+        """The ranks over which FSDP2 shards the parameters of a resolved configuration, beside ``tp``."""
+        return (self.dp_shard_size or 1) * (self.context_parallel_size or 1)
+
+    def parameter_mesh(self) -> DeviceMesh | None:
+        """Return the mesh that the parameters of a resolved configuration lie on, if it is not `mesh`.
+
+        Every rank of the default process group has to call it. The ranks of ``cp``, which have the same data, are among
+        its ``dp_shard``: FSDP2 takes the mean of their gradients as it does of replicas'.
+        """
+        if (self.context_parallel_size or 1) == 1:
+            return None
+        return build_mesh(
+            Sizes(
+                dp_replicate=self.dp_replicate_size or 1,
+                dp_shard=self.parameter_shards,
                 tp=self.tensor_parallel_size or 1,
             )
         )

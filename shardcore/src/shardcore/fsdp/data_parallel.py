@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import NotSupportedError, Problem
 from shardcore.fsdp.scalars import replicate_scalars
-from shardcore.mesh import ShardContext, axis_name
+from shardcore.mesh import ShardContext, Sizes, axis_name
 from shardcore.nn import SegmentedLayout
 from shardcore.nn.experts.expert_parallel import ExpertParallel
 from shardcore.nn.fsdp_units import prepare_units, require_known_fsdp
@@ -40,11 +40,11 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         **options: of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
             ``shard_placement_fn``, which is not asked about fused weights).
     """
-    sizes = context.sizes
+    sizes = Sizes.of(context.parameters)
     if sizes.replicas == 1 and not options:
         return model
     wide, axes = _wide(context), data_axes(context)
-    mesh = context.mesh[axes]
+    mesh = context.parameters[axes]
     options["ignored_params"] = {*(options.get("ignored_params") or ()), *replicate_scalars(model, context, axes)}
     wrap: Callable[..., Any] = _replicate if wide == ("dp_replicate",) else fully_shard
     if wrap is fully_shard and any(fsdp_placement(p) for p in model.parameters()):
@@ -77,12 +77,12 @@ def _refuse_to_be_copied(memo: Any) -> NoReturn:
 
 
 def data_axes(context: ShardContext) -> tuple[str, ...]:
-    """Return the names that the mesh has for the data axes that FSDP2 is applied over."""
-    return tuple(axis_name(context.mesh, axis) or axis for axis in _wide(context))
+    """Return the names that the mesh of parameters has for the data axes that FSDP2 is applied over."""
+    return tuple(axis_name(context.parameters, axis) or axis for axis in _wide(context))
 
 
 def _wide(context: ShardContext) -> tuple[str, ...]:
-    sizes = context.sizes
+    sizes = Sizes.of(context.parameters)
     found = (("dp_replicate", sizes.dp_replicate), ("dp_shard", sizes.dp_shard))
     return tuple(axis for axis, size in found if size > 1) or ("dp_shard",)
 
@@ -104,7 +104,7 @@ def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
         NotSupportedError: the installed torch has an FSDP2 that shardcore does not know.
     """
     config = plan.config
-    shards = config.dp_shard_size or 1
+    shards = config.parameter_shards
     if shards * (config.dp_replicate_size or 1) == 1:
         return []
     require_known_fsdp()

@@ -78,7 +78,7 @@ class Fsdp(ModelPhase):
                 f"wrap= has options of FSDP2 ({given}), and nothing says over which ranks it is applied: give "
                 "device_mesh an axis 'dp_shard' (of one rank, if there are no more)"
             )
-        if "reshard_after_forward" in self._options and (config.dp_shard_size or 1) == 1:
+        if "reshard_after_forward" in self._options and config.parameter_shards == 1:
             raise ConfigError(
                 "wrap={'reshard_after_forward': ...} says when parameters that FSDP2 has divided are let go, and "
                 "dp_shard_size is 1: nothing is divided; leave it out"
@@ -98,6 +98,12 @@ class Fsdp(ModelPhase):
             raise ConfigError(
                 f"wrap=False with expert_parallel_size {experts}: experts and the rest of a model are divided over "
                 "different ranks, which shard() knows; leave wrap=True, or give wrap= options of FSDP2"
+            )
+        if not self._wrap and (config.context_parallel_size or 1) > 1:
+            raise ConfigError(
+                f"wrap=False with context_parallel_size {config.context_parallel_size}: each rank has the gradients of "
+                "its own tokens, and FSDP2 over the ranks of cp is what adds them up; leave wrap=True, or give wrap= "
+                "options of FSDP2"
             )
         if self._wrap and (problems := unwrappable(self._model, plan)):
             raise PlanError(f"{type(self._model).__qualname__} cannot be wrapped by FSDP2", problems)

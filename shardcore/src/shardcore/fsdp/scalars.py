@@ -50,7 +50,8 @@ def on_replicas(parameter: nn.Parameter, context: ShardContext, axes: Sequence[s
         context: of the sharded model.
         axes: the names that its mesh has for the data axes.
     """
-    mesh = context.mesh[(*axes, "tp")] if context.size > 1 else context.mesh[tuple(axes)]
+    parameters = context.parameters
+    mesh = parameters[(*axes, "tp")] if context.size > 1 else parameters[tuple(axes)]
     placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
     if isinstance(parameter, DTensor):
         placements[len(axes) :] = parameter.placements
@@ -58,7 +59,7 @@ def on_replicas(parameter: nn.Parameter, context: ShardContext, axes: Sequence[s
     whole = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=tuple(parameter.stride())
     )
-    groups = [context.mesh.get_group(axis) for axis in axes]
+    groups = [parameters.get_group(axis) for axis in axes]
     ranks = math.prod(group.size() for group in groups)
 
     def average(grad: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ May import `shardcore.errors`.
 from __future__ import annotations
 
 from shardcore.mesh.axes import AXES, DATA_AXES, Axis, Sizes, axis_name, replica_on
-from shardcore.mesh.context import PartialGradients, ShardContext, as_context
+from shardcore.mesh.context import ContextMode, PartialGradients, ShardContext, as_context
 from shardcore.mesh.marks import (
     Division,
     context_of,
@@ -27,6 +27,7 @@ from shardcore.mesh.meshes import (
     device_type_of,
     forget_shared,
     group_of,
+    group_of_ranks,
     host_group,
     mesh_of_group,
     shared_groups,
@@ -37,6 +38,7 @@ __all__ = [
     "AXES",
     "DATA_AXES",
     "Axis",
+    "ContextMode",
     "Division",
     "PartialGradients",
     "ShardContext",
@@ -52,6 +54,7 @@ __all__ = [
     "division_of",
     "forget_shared",
     "group_of",
+    "group_of_ranks",
     "host_group",
     "is_alone",
     "mesh_of_group",

@@ -16,14 +16,17 @@ from shardcore.comm.channel import Channel
 from shardcore.comm.fp8 import Fp8Channel
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import DATA_AXES, Axis, Sizes, axis_name, replica_on
-from shardcore.mesh.meshes import current_device, default_group, mesh_of_group, neighbours_on
+from shardcore.mesh.meshes import current_device, default_group, group_of, mesh_of_group, neighbours_on
 from shardcore.mesh.random_stream import RandomStream, mix
 
-__all__ = ["PartialGradients", "ShardContext", "as_context"]
+__all__ = ["ContextMode", "PartialGradients", "ShardContext", "as_context"]
 
 
 #: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.
 PartialGradients = Literal["in_backward", "deferred"]
+
+#: How tokens that are divided over ``cp`` attend to each other.
+ContextMode = Literal["auto", "all_to_all", "ring_attn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +35,9 @@ class ShardContext:
 
     Attributes:
         mesh: the mesh of the whole model; at least the axis ``tp``.
-        tp: its one-dimensional ``tp`` axis, on which every parameter is a DTensor.
+        parameters: the mesh on which parameters lie: ``mesh``, or where it has several ranks on ``cp`` one of the same
+            ranks that counts these as ``dp_shard``.
+        tp: the one-dimensional ``tp`` axis of ``parameters``, on which every parameter is a DTensor.
         channel: between the ranks of ``tp``; it has their process group, their number and this rank's position.
         random: the random stream of the model.
         partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
@@ -47,6 +52,7 @@ class ShardContext:
     """
 
     mesh: DeviceMesh
+    parameters: DeviceMesh
     tp: DeviceMesh
     channel: Channel
     random: RandomStream
@@ -69,18 +75,21 @@ class ShardContext:
         forks: bool = True,
         fp8: bool = False,
         experts: DeviceMesh | None = None,
+        parameters: DeviceMesh | None = None,
         origin: str = "",
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
 
         With ``forks=False``, for modules alone, dropouts on split activations draw from the user's generators.
-        With ``fp8`` activations travel along ``tp`` in 8 bits; ``experts`` as the attribute.
+        With ``fp8`` activations travel along ``tp`` in 8 bits; ``experts`` and ``parameters`` as the attributes.
         """
-        tp = mesh["tp"] if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names else mesh
+        parameters = mesh if parameters is None else parameters
+        tp = parameters["tp"] if parameters.mesh_dim_names and "tp" in parameters.mesh_dim_names else parameters
         device = torch.device(mesh.device_type)
         channel = (Fp8Channel if fp8 else Channel)(tp.get_group())
         context = cls(
             mesh=mesh,
+            parameters=parameters,
             tp=tp,
             channel=channel,
             random=RandomStream(seed, channel.rank, device, forks=forks),
@@ -165,6 +174,19 @@ class ShardContext:
         """
         known = any(axis_name(self.mesh, axis) for axis in DATA_AXES)
         return replica_on(self.mesh) if known else int(self.tp.mesh.flatten()[0])
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """The global ranks that are given the same batch, in order: those of ``tp`` and, if there are, of ``cp``."""
+        mesh = self.tp if self.mesh is self.parameters else self.mesh[("cp", "tp")]
+        return tuple(int(rank) for rank in mesh.mesh.flatten())
+
+    @property
+    def sharing_group(self) -> ProcessGroup:
+        """Their process group; each of them asks for it."""
+        if self.mesh is self.parameters:
+            return self.group
+        return group_of(self.mesh[("cp", "tp")]) or default_group()
 
     @property
     def replica_groups(self) -> list[ProcessGroup]:

@@ -24,6 +24,7 @@ __all__ = [
     "device_type_of",
     "forget_shared",
     "group_of",
+    "group_of_ranks",
     "host_group",
     "mesh_of_group",
     "neighbours_on",
@@ -114,9 +115,7 @@ def _new_mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
     wide = {axis: size for axis, size in zip(AXES, shape, strict=True) if size > 1} or {AXES[-1]: 1}
     mesh = init_device_mesh(device_type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     alone = (dist.get_rank(),)  # what every rank of the default process group makes at a time
-    groups = [
-        mesh.get_group(axis) if axis in wide else _group_of_ranks(alone, str(dist.get_backend())) for axis in AXES
-    ]
+    groups = [mesh.get_group(axis) if axis in wide else group_of_ranks(alone, str(dist.get_backend())) for axis in AXES]
     return DeviceMesh.from_group(groups, device_type, mesh.mesh.view(shape), mesh_dim_names=AXES)
 
 
@@ -178,10 +177,10 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
-    return _group_of_ranks(ranks, str(get_backend(mesh.get_group(0))))
+    return group_of_ranks(ranks, str(get_backend(mesh.get_group(0))))
 
 
-def _group_of_ranks(ranks: tuple[int, ...], backend: str) -> ProcessGroup:
+def group_of_ranks(ranks: tuple[int, ...], backend: str) -> ProcessGroup:
     """Return the one group of global ``ranks``, each of which makes the call."""
     if len(ranks) == dist.get_world_size():
         return default_group()

@@ -176,17 +176,18 @@ class RandomStream:
             self.in_use = False
 
     @_untraced
-    def fork(self, region: Hashable, *, once: bool = False) -> None:
+    def fork(self, region: Hashable, *, once: bool = False, rank: int | None = None) -> None:
         """Draw different numbers on each rank from here on, until `join` is called for the same region.
 
         Args:
             region: what the fork is known by. One of the same region that was cut short is replaced.
             once: do nothing if there is one.
+            rank: which numbers this rank draws; by default, those of its position on the tensor-parallel axis.
         """
         if not self._may_fork or (once and region in self._forks):
             return
         before = self._read()
-        seed = mix(_draw(), self._rank)
+        seed = mix(_draw(), self._rank if rank is None else rank)
         shared = [torch.default_generator.get_state(), *before[1:]]
         self._seed_generators(seed)
         self._forks[region] = _Fork(before, shared, shared, self._read())

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
 from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps import EnterRegion, KeepLogitsSharded
+from shardcore.plan.steps import DivideLogits, EnterRegion, KeepLogitsSharded
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, is_parameter
 from shardcore.styles._text import written
@@ -60,6 +60,8 @@ class HeadRule(Rule):
                 scope.add(EnterRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
                 if scope.config.parallel_output:
                     self._split(scope, path)
+                if (scope.config.context_parallel_size or 1) > 1:
+                    scope.add(DivideLogits(path=path))
 
     def _split(self, scope: Scope, head: str) -> None:
         """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""

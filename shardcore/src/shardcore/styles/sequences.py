@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from shardcore.plan.steps import ShardSequence
+from shardcore.plan.steps import DivideTokens, ShardSequence
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of
 from shardcore.styles._text import written
@@ -17,7 +17,9 @@ from shardcore.styles._text import written
 __all__ = ["sequence"]
 
 
-def sequence(*, scatter: str, gather: str, stack: str = "", optional: bool = False) -> Rule:
+def sequence(
+    *, scatter: str, gather: str, stack: str = "", attention: tuple[str, ...] | str = (), optional: bool = False
+) -> Rule:
     """Split activations along the sequence between modules of a stack of blocks.
 
     Under ``enable_sequence_parallelism`` each rank has its part of the tokens from ``scatter`` to ``gather``, outside
@@ -29,9 +31,14 @@ def sequence(*, scatter: str, gather: str, stack: str = "", optional: bool = Fal
         gather: the module whose output is gathered: the last norm, or where there is none the last block
             (``"layer[-1]"``).
         stack: the module whose ``forward`` runs the blocks, if the rule is listed under the one that calls it.
+        attention: the modules of a block through which tokens see each other, by the attention of their library. All
+            else in a block has to treat each token by itself. Under ``context_parallel_size`` tokens are then divided
+            over the ranks of ``cp``; without it that is refused.
         optional: the modules may be absent.
     """
     named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack}
+    if attention:
+        named["attention"] = (attention,) if isinstance(attention, str) else attention
     return SequenceRule(text=written("sequence", **named), optional=optional, **named)
 
 
@@ -42,6 +49,7 @@ class SequenceRule(Rule):
     scatter: str
     gather: str
     stack: str = ""
+    attention: tuple[str, ...] = ()
 
     @override
     def plan(self, scope: Scope) -> None:
@@ -59,8 +67,11 @@ class SequenceRule(Rule):
             return
         if argument is None:
             scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", scatter)
-        elif scope.config.enable_sequence_parallelism:
-            names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
+            return
+        names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
+        if (scope.config.context_parallel_size or 1) > 1 and self.attention:
+            self._divide(scope, names, argument, scope.name(gather))
+        if scope.config.enable_sequence_parallelism:
             scope.add(
                 ShardSequence(
                     path=scope.name(self.stack),
@@ -69,6 +80,33 @@ class SequenceRule(Rule):
                     end=scope.name(gather),
                 )
             )
+
+    def _divide(self, scope: Scope, blocks: tuple[str, ...], argument: tuple[str, int], end: str) -> None:
+        config, found = scope.config, [f"{block}.{name}" for block in blocks for name in self.attention]
+        ranks, heads = config.context_parallel_size or 1, scope.heads
+        if heads is None:
+            return
+        most = heads.query // scope.ranks  # the least that a rank has
+        exchanging = {
+            "ring_attn": 1,
+            "all_to_all": ranks,
+            "auto": max(n for n in range(1, ranks + 1) if ranks % n == 0 and n <= max(1, most)),
+        }[config.context_parallel_mode]
+        if exchanging > most:
+            what = f"{most} heads of a rank cannot be shared by context_parallel_size {ranks}: each needs one"
+            scope.problem(what, "say context_parallel_mode='auto' or 'ring_attn', or take fewer ranks")
+        scope.add(
+            DivideTokens(
+                path=scope.name(self.stack),
+                blocks=blocks,
+                argument=argument,
+                end=end,
+                attentions=tuple(found),
+                exchanging=exchanging,
+                rings=ranks // exchanging,
+                keeps=config.parallel_output,
+            )
+        )
 
 
 def _list_and_index(name: str) -> tuple[str, int | None]:

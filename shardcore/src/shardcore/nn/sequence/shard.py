@@ -96,9 +96,7 @@ class SequenceShard:
 
     def gather_captured(self, captured: Tensor) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...), of an output captured in the last forward."""
-        if self.last is None:
-            return captured
-        if captured.size(1) == self.last:
+        if self.last is None or captured.size(1) != local_tokens(self.last, self.context.size):
             return captured  # from before the split, or after the end
         return gather_sequence(captured, self.context.channel, self.last)
 

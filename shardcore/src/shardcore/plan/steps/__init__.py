@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardcore.plan.steps.arguments import SliceArgument
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
+from shardcore.plan.steps.context import DivideLogits, DivideTokens
 from shardcore.plan.steps.experts import EnterExperts, SyncRouting
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, ScopeRandomness, SetAttribute, Swap
@@ -28,6 +29,8 @@ __all__ = [
     "CallByMethods",
     "Commit",
     "Compile",
+    "DivideLogits",
+    "DivideTokens",
     "EnterArgument",
     "EnterExperts",
     "EnterRegion",

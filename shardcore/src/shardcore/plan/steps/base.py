@@ -14,6 +14,7 @@ from torch import nn
 from shardcore.errors import Problem
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
+from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout
 from shardcore.nn.sequence.shard import SequenceShard
@@ -41,6 +42,8 @@ class Phase(enum.IntEnum):
     ENTER = enum.auto()
     #: Tokens are split between regions.
     SEQUENCE = enum.auto()
+    #: Tokens are divided around that.
+    CONTEXT = enum.auto()
     #: Logits are split around whatever else a model does with its labels.
     LOGITS = enum.auto()
     #: Blocks are compiled, or recomputed, with all that earlier steps made of them.
@@ -76,6 +79,8 @@ class ApplyContext(Protocol):
     context: ShardContext | None
     #: Which of torch's random functions the code of classes names, for all `DropoutSites` of the model.
     draws: dict[type[nn.Module], frozenset[str]]
+    #: How tokens are divided over ``cp``, once the step that says so is prepared.
+    divided: ContextShard | None
 
     @property
     def shared(self) -> ShardContext:
@@ -131,6 +136,11 @@ class Step(ABC):
     def splits_tokens_of(self, path: str) -> bool:
         """Tell whether the module ``path`` works on tokens that the step splits, or inside regions between them."""
         return not {path, *above(path)}.isdisjoint(self.splits_tokens)
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether the ranks of ``cp`` divide the tokens of a call by it."""
+        return False
 
     @property
     def gathers_captured(self) -> tuple[str, ...]:

@@ -1,0 +1,177 @@
+"""Logits of the tokens of one rank of ``cp``, as the model's own forward sees them.
+
+The labels of a model are whole, and models shift them: which logit belongs to which label depends on what the forward
+does with both. So each rank follows where its logits are among all while the forward gives them other shapes, and takes
+the labels of its own in the end. Losses are put together, one number for each token, and what follows (a mean over the
+labels that count, ``num_items_in_batch``) is computed alike by all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from shardcore.comm.collectives import gather_from_tp
+from shardcore.mesh import ShardContext
+from shardcore.nn.base import ParallelMixin
+from shardcore.nn.context.places import Places, sum_of_ranks
+from shardcore.nn.context.shard import ContextShard
+from shardcore.nn.loss.cross_entropy import Change, Vocabulary
+from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
+
+__all__ = ["ContextHead", "DividedLogits"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class DividedLogits(VocabParallelLogits):
+    """Logits (B, S, V) of which this rank has those of its own tokens, in rows.
+
+    Args:
+        where: the row of each logit, (B, S, 1) or what became of that; -1 where another rank has it.
+        vocabulary: how V is split.
+        rows: this rank's logits, (R, V), or with V split (R, V/tp).
+        shard: how tokens are divided.
+        all_rows: whether ``where`` has all rows in their order.
+    """
+
+    def __init__(
+        self,
+        where: Tensor,
+        vocabulary: Vocabulary,
+        rows: Tensor | VocabParallelLogits,
+        shard: ContextShard,
+        *,
+        all_rows: bool = True,
+    ) -> None:
+        super().__init__(where, vocabulary)
+        self._rows, self._shard, self._all_rows = rows, shard, all_rows
+
+    @classmethod
+    def of(cls, out: Any, places: Places, shard: ContextShard) -> Self:
+        """Return the logits that a head made of this rank's tokens, (B, L, V)."""
+        split = isinstance(out, VocabParallelLogits)
+        batch, tokens, size = out.shape
+        where = torch.full((batch, places.length, 1), -1, device=out.device)
+        numbers = torch.arange(batch * tokens, device=out.device).view(batch, tokens, 1)
+        at = 0
+        for start, stop in places.ranks[shard.rank]:
+            where[:, start:stop] = numbers[:, at : at + stop - start]
+            at += stop - start
+        vocabulary = out._vocabulary if split else Vocabulary(shard.context, size, 0)
+        # Rows follow the order in which tokens are in the call.
+        return cls(where, vocabulary, out.flatten(0, 1), shard)
+
+    @property
+    @override
+    def local(self) -> Tensor:
+        """This rank's rows."""
+        return self._rows.local if isinstance(self._rows, VocabParallelLogits) else self._rows
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return self._rows.dtype
+
+    def __getitem__(self, index: Any) -> Self:
+        found = super().__getitem__(index)
+        found._all_rows = False
+        return found
+
+    @override
+    def as_dtensor(self) -> Self:
+        """Return itself: what its caller gets is decided around the whole model."""
+        return self
+
+    @property
+    def lazy(self) -> bool:
+        """Whether logits are computed inside the loss, and are nowhere."""
+        return isinstance(self._rows, LazyLogits)
+
+    def to_local(self) -> Tensor:
+        """Return this rank's logits, a row for each of its tokens: (B * L, V), or (B * L, V/tp)."""
+        return self.local
+
+    def full_tensor(self) -> Tensor:
+        """Return the logits of all tokens and words, (B, S, V), by an all-gather; every rank makes the call."""
+        places = self._shard.last
+        whole = places is not None and self._all_rows and self._local.shape[1:] == (places.length, 1)
+        if not whole or places is None or isinstance(self._rows, LazyLogits):
+            self._refuse("logits of which the forward has left some out, or computed in the loss, made whole,")
+        rows, width = self.local, self._vocabulary.size
+        if rows.size(-1) != width:
+            rows = gather_from_tp(rows, self._vocabulary.context.channel, -1, width)
+        return self._shard.whole(rows.unflatten(0, (self._local.size(0), -1)), places)
+
+    @override
+    def _losses(self, labels: Tensor, smoothing: float) -> Tensor:
+        where = self._local.reshape(-1)
+        own = (where >= 0).nonzero().squeeze(1)
+        rows, mine = self._rows, labels[own]
+        if not self._all_rows:
+            rows = rows[where[own]]
+        else:  # labels in the order of rows: logits are not copied
+            order = where[own].argsort()
+            mine, own = mine[order], own[order]
+        losses = self._losses_of(rows, mine, smoothing)
+        whole = losses.new_zeros(labels.shape).index_put((own,), losses)
+        return sum_of_ranks(whole, self._shard.groups.everybody)
+
+    @staticmethod
+    def _losses_of(rows: Tensor | VocabParallelLogits, labels: Tensor, smoothing: float) -> Tensor:
+        if isinstance(rows, VocabParallelLogits):
+            return rows._losses(labels, smoothing)
+        rows = rows.float() if rows.dtype in _HALF else rows
+        return F.cross_entropy(rows, labels, reduction="none", label_smoothing=smoothing)
+
+    @override
+    def _changed(self, change: Change) -> Self:
+        rows = self._rows._changed(change) if isinstance(self._rows, VocabParallelLogits) else change(self._rows)
+        return self._with(self._local, rows)
+
+    @override
+    def _own(self, bias: Any) -> Tensor:
+        own = super()._own(bias) if isinstance(self._rows, VocabParallelLogits) else bias
+        if not isinstance(own, Tensor) or own.numel() != own.size(-1):
+            self._refuse("an addition of anything but one bias of words, of logits that are divided over cp")
+        if own.requires_grad:
+            self._refuse("an addition of a bias that needs a gradient")
+        return own.reshape(-1)
+
+    @override
+    def with_local(self, local: Tensor) -> Self:
+        return self._with(local, self._rows)
+
+    def _with(self, where: Tensor, rows: Tensor | VocabParallelLogits) -> Self:
+        return type(self)(where, self._vocabulary, rows, self._shard, all_rows=self._all_rows)
+
+
+class ContextHead(ParallelMixin):
+    """A head that computes the logits of this rank's tokens, where the model that is running gives it all of them.
+
+    Options:
+        shard: how tokens are divided.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    _context: ContextShard
+
+    @classmethod
+    @override
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context)
+        new.__dict__["_context"] = options["shard"]
+        return new
+
+    def __call__(self, input: Tensor) -> Any:  # noqa: A002  # the native argument name is part of the interface
+        """Return the logits of what it is given, or `DividedLogits`."""
+        places = self._context.last if self._context.divides_logits else None
+        if places is None or input.ndim != 3 or input.size(1) != places.length:
+            return super().__call__(input)
+        return DividedLogits.of(super().__call__(self._context.own(input, places)), places, self._context)

@@ -1,0 +1,165 @@
+"""The steps of context parallelism: whose tokens are divided, and whose logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from shardcore.comm.channel import Channel
+from shardcore.errors import Problem
+from shardcore.mesh import ShardContext, group_of_ranks
+from shardcore.nn.base import ParallelMixin
+from shardcore.nn.context.attention import Groups
+from shardcore.nn.context.logits import ContextHead
+from shardcore.nn.context.modules import ContextBlock, ContextEnd, ContextModel, ContextStack
+from shardcore.nn.context.shard import ContextShard, divided_attention, set_shard
+from shardcore.nn.costs import Collective, Site, backward, forward
+from shardcore.nn.libraries import library_of
+from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
+
+__all__ = ["DivideLogits", "DivideTokens"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivideTokens(Step):
+    """The tokens of the module ``path`` are divided over the ranks of ``cp`` while it runs its blocks.
+
+    Attributes:
+        blocks: its blocks; the first one that is called divides the tokens.
+        argument: name and position of the argument of a block with them.
+        end: the module whose output has the tokens of all ranks.
+        attentions: the modules through which tokens see each other.
+        exchanging: how many ranks exchange heads.
+        rings: between how many groups of these keys and values go round.
+        keeps: whether logits stay divided in calls that return a loss.
+    """
+
+    phase: ClassVar[Phase] = Phase.CONTEXT
+    splits: ClassVar[bool] = False  # over ``tp``
+
+    blocks: tuple[str, ...]
+    argument: tuple[str, int]
+    end: str
+    attentions: tuple[str, ...]
+    exchanging: int
+    rings: int
+    keeps: bool
+
+    @property
+    @override
+    def divides_tokens(self) -> bool:
+        return True
+
+    @property
+    @override
+    def mixins(self) -> tuple[tuple[str, type[ParallelMixin]], ...]:
+        blocks = ((block, ContextBlock) for block in self.blocks)
+        return ((self.path, ContextStack), *blocks, (self.end, ContextEnd), ("", ContextModel))
+
+    @override
+    def describe(self) -> str:
+        ways = [f"{self.exchanging} ranks exchange heads"] if self.exchanging > 1 else []
+        ways += [f"keys and values go round {self.rings}"] if self.rings > 1 else []
+        return f"tokens of {self.argument[0]!r} divided over cp from {self.blocks[0]} to {self.end}: {', '.join(ways)}"
+
+    @override
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        model = plan.model
+        todo = "leave context_parallel_size None, or shard a model for which there is one"
+        library = divided_attention(model)
+        if library is None:
+            yield self.problem(f"no client for {library_of(model)!r} says how its attention is divided", todo)
+            return
+        attentions = tuple(model.get_submodule(path) for path in self.attentions)
+        if what := library.problem(model, attentions, ring=self.rings > 1):
+            yield self.problem(f"context parallelism: {what}", todo)
+        dropouts = DropoutSites(attentions).probabilities if self.rings > 1 else ()
+        if rate := max((getattr(module, name) or 0 for module, name in dropouts), default=0):
+            what = f"attention with dropout {rate}, which ring_attn does not compute"
+            yield self.problem(
+                what, "set it to 0 in the model's configuration, or say context_parallel_mode='all_to_all'"
+            )
+
+    @override
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        for path in self.attentions:
+            for way in (forward, backward):
+                if self.exchanging > 1:
+                    yield way(path, "all_to_all", "heads of queries, keys and values")
+                    yield way(path, "all_to_all", "tokens of the output")
+        yield forward(self.end, "all_gather", "(B, S/cp, H) output")
+        yield backward(self.end, "reduce_scatter", "(B, S, H) gradient")
+
+    @override
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        model, context = ctx.model, ctx.shared
+        blocks = [model.get_submodule(path) for path in self.blocks]
+        stack, end = model.get_submodule(self.path), model.get_submodule(self.end)
+        attentions = [model.get_submodule(path) for path in self.attentions]
+        library = divided_attention(model)
+        assert library is not None  # or else the plan is refused
+        causal = all(getattr(attention, "is_causal", False) for attention in attentions)
+        shard = ContextShard(context, _groups(context, self.exchanging), library, zigzag=causal)
+        ctx.divided = shard
+
+        def commit() -> None:
+            ContextStack.swap_class(stack, context, shard=shard)
+            for block in blocks:
+                ContextBlock.swap_class(block, context, shard=shard, argument=self.argument)
+            ContextEnd.swap_class(end, context, shard=shard)
+            ContextModel.swap_class(model, context, shard=shard, keeps=self.keeps)
+            for attention in attentions:
+                set_shard(attention, shard)
+            library.divide(model)
+
+        return commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivideLogits(Step):
+    """The module ``path``, a head, computes the logits of the tokens of each rank of ``cp``."""
+
+    phase: ClassVar[Phase] = Phase.LOGITS
+    mixin: ClassVar[type[ParallelMixin]] = ContextHead
+    splits: ClassVar[bool] = False  # over ``tp``
+
+    @override
+    def describe(self) -> str:
+        return "logits are divided over cp"
+
+    @override
+    def collectives(self, site: Site) -> Iterator[Collective]:
+        yield forward(self.path, "all_reduce", "(B, S) losses")
+        yield backward(self.path, "all_reduce", "(B, S) gradients")
+
+    @override
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        return functools.partial(
+            ContextHead.swap_class, ctx.model.get_submodule(self.path), ctx.shared, shard=ctx.divided
+        )
+
+
+def _groups(context: ShardContext, exchanging: int) -> Groups:
+    """Return the ranks of ``cp`` by what they send each other; every one of them makes the call."""
+    axis = context.axis("cp")
+    rings = axis.size // exchanging
+    ranks = [int(rank) for rank in axis.mesh.mesh.flatten()]
+    first = axis.rank // exchanging * exchanging
+    together, round_of = ranks[first : first + exchanging], ranks[axis.rank % exchanging :: exchanging]
+    return Groups(
+        everybody=axis.channel,
+        heads=_channel(axis.channel, together) if exchanging > 1 else None,
+        ring=_channel(axis.channel, round_of) if rings > 1 else None,
+    )
+
+
+def _channel(everybody: Channel, ranks: list[int]) -> Channel:
+    if len(ranks) == everybody.size:
+        return everybody
+    return Channel(group_of_ranks(tuple(ranks), str(dist.get_backend(everybody.group))))

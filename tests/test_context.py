@@ -1,0 +1,103 @@
+"""Context parallelism in families: what a pack says of its attention, and of which nothing can be divided."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import shardcore
+from shardcore.errors import PlanError
+from shardcore_testing import no_float32_islands
+from shardcore_testing.parity import assert_close, assert_same_gradients
+
+transformers = pytest.importorskip("transformers")
+
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "attn_implementation": "sdpa",
+}
+_DECODER = {"num_key_value_heads": 2, "head_dim": 8}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_WINDOWS = ["full_attention", "sliding_attention", "full_attention"]
+
+#: Class -> the options of its configuration.
+_SERVED = {
+    "Qwen2ForCausalLM": {"num_key_value_heads": 2},
+    "Qwen3ForCausalLM": {**_DECODER, "use_sliding_window": True, "sliding_window": 5, "layer_types": _WINDOWS},
+    "MistralForCausalLM": {**_DECODER, "sliding_window": 6},
+    "BertForMaskedLM": _NO_DROPOUT,
+    "BertForSequenceClassification": _NO_DROPOUT,
+    "ModernBertForMaskedLM": {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+}
+#: Class -> its configuration, and why nothing is divided.
+_REFUSED = {
+    "T5ForConditionalGeneration": (
+        {"d_model": 32, "d_ff": 40, "num_layers": 1, "num_heads": 4},
+        "a bias for positions",
+    ),
+    "DebertaV2ForMaskedLM": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+        "computes attention by itself",
+    ),
+    "GPT2LMHeadModel": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "the policy does not say"),
+    "BertLMHeadModel": ({**_SIZES, "is_decoder": True}, "the policy does not say"),
+}
+
+
+def _build(name, options):
+    torch.manual_seed(0)
+    config = name[: name.index("For")] if "For" in name else name.replace("LMHeadModel", "")
+    model = getattr(transformers, name)(getattr(transformers, f"{config}Config")(**options))
+    return model.double().eval()
+
+
+def _inputs(model, left):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 97, (2, 37), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask = mask if left else mask.flip(1)
+    labels = torch.tensor([0, 1]) if "Sequence" in type(model).__name__ else ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+
+
+def _same(names, fields):
+    for name in names:
+        reference = _build(name, {**_SIZES, **_SERVED[name]})
+        sharded = shardcore.shard(copy.deepcopy(reference), **fields)
+        for left in (True, False):
+            inputs = _inputs(reference, left)
+            wanted, got = reference(**inputs), sharded(**inputs)
+            assert_close(wanted.loss, got.loss, f"loss of {name}")
+            assert_close(wanted.logits, got.logits, f"logits of {name}")
+            wanted.loss.backward()
+            got.loss.backward()
+        assert_same_gradients(reference, sharded)
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@no_float32_islands()
+def test_families(pool, mode):
+    pool.run(_same, list(_SERVED), {"cp": 2, "context_parallel_mode": mode})
+
+
+@no_float32_islands()
+def test_encoders_on_four_ranks(pool):
+    pool.run(_same, ["BertForMaskedLM", "ModernBertForMaskedLM"], {"cp": 2, "tp": 2}, world=4)
+
+
+def _refuses():
+    for name, (options, words) in _REFUSED.items():
+        model = _build(name, {"vocab_size": 97, **options})
+        with pytest.raises(PlanError, match=words):
+            shardcore.shard(model, cp=2)
+
+
+def test_what_is_refused(pool):
+    pool.run(_refuses)
