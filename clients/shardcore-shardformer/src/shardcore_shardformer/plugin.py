@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardcore._env import torchrun
 from shardcore.config.pipelining import PIPELINE_FIELDS, SPLIT_SCHEDULES
-from shardcore.config.rules import SIZES
 from shardcore.config.shard_config import SHORT_NAMES
+from shardcore.config.sizes import SIZES
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.policy import Policy
 from shardcore_shardformer.config import ShardConfig, first_names

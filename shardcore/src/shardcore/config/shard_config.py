@@ -6,14 +6,16 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+import shardcore
+from shardcore.config.pipelining import PIPELINE_FIELDS, SCHEDULE_NAMES, SPLIT_SCHEDULES
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.config.rules import SIZES, SWITCHES, check, fill_in, sizes_of_place
-from shardcore.errors import ConfigError
+from shardcore.config.sizes import SIZES, check_experts, check_place, fill_in, sizes_of_place
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import ContextMode, PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
 
 __all__ = ["SHORT_NAMES", "ShardConfig", "Switch"]
@@ -26,6 +28,27 @@ SHORT_NAMES = {
     "ep": "expert_parallel_size",
     "cp": "context_parallel_size",
 }
+
+# Values that a field can have at all, where that is a short list.
+_CHOICES = {
+    "partial_gradients": get_args(PartialGradients),
+    "context_parallel_mode": get_args(ContextMode),
+    "pipeline_schedule": (None, *SCHEDULE_NAMES),
+}
+
+#: Kinds of flash attention, by the names that libraries of models give them.
+ATTENTIONS = ("flash_attention_4", "flash_attention_3", "flash_attention_2", "xformers")
+
+SWITCHES = ("enable_flash_attention", "enable_fused_normalization", "enable_jit_fused")
+
+_FLAGS = (
+    "inference_only",
+    "parallel_output",
+    "enable_sequence_parallelism",
+    "sequence_keep_gathered",
+    "enable_all_optimization",
+    "fp8_communication",
+)
 
 #: Off, on, or on wherever it is possible. None is off, and ``"auto"`` under ``enable_all_optimization``.
 Switch = bool | Literal["auto"] | None
@@ -135,7 +158,11 @@ class ShardConfig:
     partial_gradients: PartialGradients = "in_backward"
 
     def __post_init__(self) -> None:
-        check(self)
+        _check_kinds(self)
+        _check_contradictions(self)
+        check_place(self.device_mesh, self.tensor_parallel_process_group, {name: getattr(self, name) for name in SIZES})
+        if (self.expert_parallel_size or 1) > 1:
+            check_experts(self.device_mesh, self.tensor_parallel_process_group)
 
     @classmethod
     def of(cls, config: Self | None = None, **fields: Any) -> Self:
@@ -170,7 +197,11 @@ class ShardConfig:
 
     @property
     def _given_sizes(self) -> dict[str, int | None]:
-        return {**{name: getattr(self, name) for name in SIZES}, **sizes_of_place(self)}
+        return {**{name: getattr(self, name) for name in SIZES}, **self._sizes_of_place}
+
+    @property
+    def _sizes_of_place(self) -> dict[str, int]:
+        return sizes_of_place(self.device_mesh, self.tensor_parallel_process_group)
 
     def mesh(self) -> DeviceMesh:
         """Return the caller's mesh, or make the one that a resolved configuration describes.
@@ -249,3 +280,122 @@ class ShardConfig:
             if getattr(self, name) is None:
                 values[name] = "auto" if self.enable_all_optimization else False
         return dataclasses.replace(self, **values)
+
+
+def _check_kinds(config: ShardConfig) -> None:
+    """Refuse values of the wrong kind."""
+
+    def require(name: str, fits: bool, wanted: str) -> None:
+        if not fits:
+            raise ConfigError(f"ShardConfig.{name} must be {wanted}, got {getattr(config, name)!r}")
+
+    for entry in dataclasses.fields(config):
+        name, value = entry.name, getattr(config, entry.name)
+        if name.endswith("_size") or name in ("num_microbatches", "num_model_chunks"):
+            require(name, value is None or (type(value) is int and value >= 1), "a positive integer or None")
+        if name in _FLAGS:
+            require(name, isinstance(value, bool), "True or False")
+        if name in SWITCHES:
+            named = ATTENTIONS if name == "enable_flash_attention" else ()
+            words = ", ".join(map(repr, ("auto", *named)))
+            require(name, value in ("auto", *named) or isinstance(value, bool | None), f"True, False, {words} or None")
+        if name in _CHOICES:
+            require(name, value in _CHOICES[name], f"one of {', '.join(map(repr, _CHOICES[name]))}")
+    require("device_mesh", isinstance(config.device_mesh, DeviceMesh | None), "a DeviceMesh or None")
+    require(
+        "gradient_checkpoint_config",
+        isinstance(config.gradient_checkpoint_config, GradientCheckpointConfig | None),
+        "a GradientCheckpointConfig or None",
+    )
+    every = config.check_inputs_every
+    require("check_inputs_every", type(every) is int and every >= 0, "a number of calls, or 0 for never")
+    bounds = config.pipeline_bounds
+    require(
+        "pipeline_bounds",
+        bounds is None or (isinstance(bounds, tuple) and all(type(bound) is int for bound in bounds)),
+        "a tuple of the numbers of blocks at which stages begin, with the number of blocks at its end, or None",
+    )
+    require("extra_kwargs", isinstance(config.extra_kwargs, Mapping), "a mapping of names to values")
+    require(
+        "tensor_parallel_process_group",
+        isinstance(config.tensor_parallel_process_group, ProcessGroup | None),
+        "a process group that this rank belongs to, or None",
+    )
+
+
+def _check_contradictions(config: ShardConfig) -> None:
+    data, replicate, shard = config.data_parallel_size, config.dp_replicate_size, config.dp_shard_size
+    if data and replicate and shard and data != replicate * shard:
+        raise ConfigError(
+            f"ShardConfig.data_parallel_size {data} is not dp_replicate_size {replicate} times dp_shard_size "
+            f"{shard}; leave one of the three None"
+        )
+    if config.loss_chunk_size is not None and not config.parallel_output:
+        raise ConfigError(
+            f"ShardConfig.loss_chunk_size={config.loss_chunk_size} without parallel_output=True: gathered logits are "
+            "not computed in chunks; give both or neither"
+        )
+    _check_pipeline(config)
+    _check_context(config)
+    if config.inference_only and config.gradient_checkpoint_config is not None:
+        raise ConfigError(
+            "ShardConfig.gradient_checkpoint_config contradicts inference_only=True: without a backward there is "
+            "nothing to recompute; give one of them"
+        )
+
+
+def _check_context(config: ShardConfig) -> None:
+    """Refuse what nothing divides along the sequence, and modes of what is not divided."""
+    ranks = config.context_parallel_size or 1
+    if ranks == 1:
+        if config.context_parallel_mode != "auto":
+            raise ConfigError(
+                f"ShardConfig.context_parallel_mode={config.context_parallel_mode!r} without context parallelism says "
+                "nothing; give context_parallel_size too, or leave it 'auto'"
+            )
+        return
+    for name, asked in (
+        ("pipeline_parallel_size", (config.pipeline_parallel_size or 1) > 1),
+        ("expert_parallel_size", (config.expert_parallel_size or 1) > 1),
+        ("enable_jit_fused", config.enable_jit_fused is True),
+        ("enable_flash_attention", config.enable_flash_attention is True),
+        ("device_mesh", config.device_mesh is not None),
+        ("tensor_parallel_process_group", config.tensor_parallel_process_group is not None),
+    ):
+        if asked:
+            raise NotSupportedError(
+                f"ShardConfig.{name} together with context_parallel_size={ranks} is not supported by shardcore "
+                f"{shardcore.__version__}; leave one of them out (sizes, such as tp= and dp=, say what a mesh would)"
+            )
+
+
+def _check_pipeline(config: ShardConfig) -> None:
+    given = [name for name in PIPELINE_FIELDS if getattr(config, name) is not None]
+    stages = config.pipeline_parallel_size or config._sizes_of_place.get("pipeline_parallel_size", 1)
+    if stages == 1:
+        if given:
+            raise ConfigError(
+                f"ShardConfig.{given[0]} without a pipeline says nothing; give pipeline_parallel_size too, or leave it "
+                "None"
+            )
+        return
+    if config.num_microbatches is not None and config.microbatch_size is not None:
+        raise ConfigError(
+            f"ShardConfig.num_microbatches={config.num_microbatches} and microbatch_size={config.microbatch_size} both "
+            "divide a batch; give one of them"
+        )
+    for name, asked in (
+        ("expert_parallel_size", (config.expert_parallel_size or 1) > 1),
+        ("enable_jit_fused", config.enable_jit_fused is True),
+        ("loss_chunk_size", config.loss_chunk_size is not None),
+        (
+            "sequence_keep_gathered",
+            not config.sequence_keep_gathered and config.pipeline_schedule in SPLIT_SCHEDULES,
+        ),
+        ("tensor_parallel_process_group", config.tensor_parallel_process_group is not None),
+    ):
+        if asked:
+            raise NotSupportedError(
+                f"ShardConfig.{name} together with pipeline_parallel_size={stages} is not supported by shardcore "
+                f"{shardcore.__version__}; leave one of them out"
+            )
