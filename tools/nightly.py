@@ -146,6 +146,12 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def census(session: nox.Session) -> None:
+    """Measure classes of transformers that docs/census.md lacks, and write it: nox -s census -- --minutes 30."""
+    session.run(str(everything(session)), "tools/census.py", *session.posargs, env=ENV, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
 def mutations(session: nox.Session) -> None:
     """Put recorded mistakes back, one by one, and see whether a test notices: nox -s mutations -- --only NAME."""
     _with_every_library(session, str(ROOT / "tools" / "mutations.py"))

@@ -1,0 +1,61 @@
+"""The page of the census says what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import census  # noqa: E402  # from tools/
+
+EXACT = {"class": "A", "state": "exact", "way": "inferred", "error": 3e-15, "split": 0.9, "attention": 1.0}
+PACKED = {**EXACT, "class": "B", "way": "llama", "attention": None}
+REFUSED = {"class": "C", "state": "refused", "way": "inferred", "reason": "nothing | could\nbe `split`"}
+
+
+def test_a_row_for_each_class_and_the_totals() -> None:
+    text = census.page({each["class"]: each for each in (REFUSED, PACKED, EXACT)}, missing=4, release="5.0")
+    assert "| `A` | inferred | 3e-15 | 0.90 | 1.00 |\n| `B` | llama | 3e-15 | 0.90 |  |\n" in text
+    assert "| `C` | inferred | refused | `nothing / could be split` |" in text
+    assert "Of 7 classes 3 were measured: 2 are exact, 0 differ, 1 are refused" in text
+    assert "4 were not reached. Of the 2 exact ones 1 have no pack; of the 1 with attention modules 1 have more" in text
+
+
+def test_the_newest_result_of_a_class_counts(tmp_path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(f"{json.dumps({**EXACT, 'state': state})}\n" for state in ("failed", "exact")))
+    assert census.read(file)["A"]["state"] == "exact"
+    assert census.read(tmp_path / "none") == {}
+
+
+def test_a_class_that_ends_is_told_from_one_that_takes_too_long() -> None:
+    def dies() -> dict[str, object]:
+        import os
+
+        os._exit(3)
+
+    def sleeps() -> dict[str, object]:
+        import time
+
+        time.sleep(60)
+        return {}
+
+    assert census._Child(dies).answer(30)["reason"] == "the process died"
+    assert census._Child(sleeps, leads=True).answer(0.2)["reason"] == "took more than 0 s"
+    assert "ZeroDivisionError" in census._Child(lambda: {"x": 1 / 0}).answer(30)["reason"]
+
+
+def test_first_is_a_class_of_each_type_that_has_a_plan_and_no_pack() -> None:
+    kinds = census.classes()
+    names = list(kinds)
+    assert (
+        names.index("GptOssForCausalLM") < names.index("LlamaForCausalLM") < names.index("LlamaForTokenClassification")
+    )
+    assert len(set(map(kinds.get, names[:100]))) == 100
