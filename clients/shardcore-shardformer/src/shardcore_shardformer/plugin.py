@@ -133,7 +133,7 @@ class HybridParallelPlugin:
         refuse(
             shared and self.sp_size != self.tp_size,
             f"sp_size={self.sp_size}) other than tp_size {self.tp_size}: sequences are shared by the tensor-parallel "
-            "ranks; there is no context parallelism",
+            "ranks; for context parallelism call shardcore.shard(model, cp=...)",
             NotSupportedError,
         )
         refuse(
