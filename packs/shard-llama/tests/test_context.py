@@ -152,6 +152,28 @@ def test_with_tensor_and_data_parallelism(pool):
     pool.run(_on_four_ranks, world=4)
 
 
+def _resumed(folder):
+    """What two ranks of cp have saved goes on at tp 2, with the optimizer's state."""
+    found = []
+    for fields in ({"cp": 2}, {"tp": 2}):
+        model = shard(build(attn_implementation="sdpa").eval(), **fields)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+        if found:
+            shardcore.load_checkpoint(folder, model, optimizer)
+        for seed in range(len(found), 2):
+            model(**batch(model, seed, length=13)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not seed:
+                shardcore.save_checkpoint(folder, model, optimizer)
+        found.append(model(**batch(model, 2, length=13)).loss)
+    assert_close(found[0], found[1], "loss after a step on another mesh")
+
+
+def test_a_checkpoint_on_another_mesh(pool, tmp_path):
+    pool.run(_resumed, str(tmp_path / "saved"))
+
+
 def _dropped(mode):
     """Masks are those of the seed, also in a recomputed block, and other ones on each rank."""
     losses = []

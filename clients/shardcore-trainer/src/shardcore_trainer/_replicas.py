@@ -89,8 +89,7 @@ class Replicas:
                 "data axis (dp=...) or a device_mesh of all ranks"
             )
         groups = tuple(context.axis(axis).group for axis in reversed(DATA_AXES) if axis_name(context.mesh, axis))
-        at = context.tp.mesh.flatten()
-        return cls(context, groups, tuple(int(rank) for rank in at))
+        return cls(context, groups, context.sharers)
 
     @property
     def count(self) -> int:
