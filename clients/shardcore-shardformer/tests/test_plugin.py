@@ -47,7 +47,8 @@ def test_every_setting_of_a_configuration_can_be_given():
     # Who shares a model is said by sizes, and what only calls without a backward need is no training.
     left = {
         "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size",
-        "dp_replicate_size", "dp_shard_size", "context_parallel_size", "pipeline_schedule", "tensor_parallel_process_group", "device_mesh",
+        "dp_replicate_size", "dp_shard_size", "context_parallel_size", "pipeline_schedule",
+        "tensor_parallel_process_group", "device_mesh",
         "inference_only",
     }  # fmt: skip
     for field in dataclasses.fields(ShardConfig):
