@@ -66,3 +66,17 @@ def test_every_decision_is_listed():
 def test_an_unknown_line_is_an_error():
     with pytest.raises(KeyError, match="verbatim"):
         _site.expand("{{ verbatim shardcore.errors }}")
+
+
+def test_a_page_from_a_folder_needs_no_network(tmp_path, caplog):
+    for name in ("search/search_index.js", "js/iframe-worker.js"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    page = tmp_path / "page.html"
+    page.write_text('<a href="https://pytorch.org">torch</a><script src="js/iframe-worker.js"></script>')
+    _site.on_post_build(config={"site_dir": str(tmp_path)})
+    assert caplog.messages == []
+    page.write_text('<script src="https://unpkg.com/iframe-worker/shim"></script>')
+    (tmp_path / "search" / "search_index.js").unlink()
+    _site.on_post_build(config={"site_dir": str(tmp_path)})
+    assert [message.split()[0] for message in caplog.messages] == ["page.html", "search/search_index.js"]

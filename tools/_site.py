@@ -34,6 +34,9 @@ _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _NARROW = 12
 _BREAK = re.compile(r"(?<=[a-z0-9][._])(?=\w{3})|(?<=[a-z0-9])(?=[A-Z][a-z]{2})")
 _CLASS = re.compile(r"^\| `(\w+)` ", re.MULTILINE)
+_FETCHED = re.compile(
+    r"<(?:script|link|img|iframe)\b(?![^>]*rel=.canonical)[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
+)
 _REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 
 
@@ -48,6 +51,20 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Say of each table whether its columns may be narrow, for ``tables.css``, and where its names may be broken."""
     return _TABLE.sub(lambda table: f'<div class="{_kind(table[0])}">{_breakable(table[0])}</div>', html)
+
+
+def on_post_build(*, config: Any) -> None:
+    """Warn of what a page that is opened from a folder, without a network, would lack: scripts, styles, the search."""
+    site = Path(config["site_dir"])
+    for page in site.rglob("*.html"):
+        for tag in _FETCHED.findall(page.read_text(encoding="utf-8")):
+            log.warning("%s fetches %s", page.relative_to(site), tag)
+    for needed in ("search/search_index.js", "js/iframe-worker.js"):
+        if not (site / needed).is_file():
+            log.warning("%s is not in the site: pages from a folder have no search", needed)
+
+
+on_post_build.mkdocs_priority = -200  # type: ignore[attr-defined]  # after the plugin that writes the index
 
 
 def _kind(table: str) -> str:
