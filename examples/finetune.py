@@ -5,7 +5,7 @@
 The weights are those of a standard checkpoint of a model on bytes, such as `examples/pretrain.py` leaves; the head that
 it lacks is initialised as transformers does it. The texts are those of the installed Python: nothing is downloaded.
 Started again it goes on from the newest checkpoint below --output, on another number of ranks too. On SIGTERM it saves
-and ends. `examples/README.md` has the lines for several hosts and for SLURM.
+and ends. `examples/launch` has files for several hosts and for SLURM.
 
 With a BERT it trains by the engine, `shardcore_shardformer.Booster` (`_engine.py`), whose settings are shown by
 `--model-type bert --help`:

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 4 examples/pretrain.py --config mine.toml --steps 500
 
 Started again it goes on from the newest checkpoint below --output, on another number of ranks too. On SIGTERM it saves
-and ends. `examples/README.md` has the lines for several hosts and for SLURM.
+and ends. `examples/launch` has files for several hosts and for SLURM.
 """
 
 from __future__ import annotations

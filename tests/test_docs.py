@@ -312,7 +312,10 @@ _SHOWN = {
 @pytest.mark.parametrize("page", [page for page in (*PAGES, *READMES) if page.parent.name != "adr"], ids=_name)
 def test_python_is_run(page):
     blocks = [worlds for language, _, worlds in _blocks(page) if language == "python"]
-    assert sum(not worlds for worlds in blocks) == _SHOWN.get(_name(page), 0) + len(_tests(page))
+    scripts = re.findall(r"^\{\{ file examples/(\S+\.py) python \}\}$", page.read_text(encoding="utf-8"), re.M)
+    assert sum(not worlds for worlds in blocks) == _SHOWN.get(_name(page), 0) + len(_tests(page)) + len(scripts)
+    run = "".join((ROOT / "tests" / "clients" / f"test_{name}.py").read_text() for name in ("examples", "launch"))
+    assert [name for name in scripts if f'"{name}"' not in run and f'"examples/{name}"' not in run] == []
 
 
 def _printed(blocks: list[str], folder: str) -> str:

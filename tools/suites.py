@@ -87,6 +87,7 @@ CLIENTS: Mapping[str, Environment] = {
             "transformers==5.23.0",
             *SNIPPETS,
             *_TRAINING,
+            "ray[train]==2.60.0",
         ),
     ),
     "oldest": Environment(

@@ -1,9 +1,12 @@
-"""The short examples print on two ranks what they print on one, and the server answers."""
+"""The short examples, which the pages of the guide show, print on two ranks what they print on one."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -55,18 +58,89 @@ def test_the_trainer(tmp_path):
     assert {"config.json", "model.safetensors"} <= saved
 
 
-@pytest.mark.nightly
-def test_adapters(tmp_path):
-    pytest.importorskip("peft")
-    wanted = losses(printed(tmp_path / "one", "lora.py", "--steps", "4"))
-    text = printed(tmp_path / "two", "lora.py", "--steps", "4", launcher=TORCHRUN)
-    assert len(wanted) == 4
-    assert wanted[-1] < wanted[0]
+def script(name: str, *arguments: str, folder: Path) -> str:
+    """Run a script on the rank that this is; return what it prints."""
+    out = io.StringIO()
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [name, *arguments]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.fixture
+def call(pool, tmp_path):
+    """Return a function that runs a script on ranks that are already there."""
+
+    def on_ranks(name: str, *arguments: str, world: int) -> str:
+        return pool.run(script, name, *arguments, folder=tmp_path, world=world, timeout=100)[0]
+
+    return on_ranks
+
+
+libraries = pytest.mark.filterwarnings(
+    *(f"ignore::{kind}" for kind in ("FutureWarning", "DeprecationWarning", "UserWarning"))
+)  # about their own settings
+
+
+@libraries
+def test_adapters_are_trained_merged_and_loaded_alone(call, tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaForCausalLM
+
+    call("small.py", "llama", "llama", world=1)
+    flags = ("--model", "llama", "--data", "llama/texts.txt", "--dtype", "float32", "--steps", "6", "--lr", "1e-2")
+    wanted = losses(call("lora.py", *flags, "--output", "one", world=1))
+    text = call("lora.py", *flags, "--output", "two", world=2)
+    assert len(wanted) == 6
+    assert wanted[-1] < wanted[0] - 0.05
     assert losses(text) == pytest.approx(wanted, abs=2e-3)
-    # The adapters that two ranks saved, loaded by PEFT alone in a copy that was never sharded.
-    apart = re.search(r"logits differ by (\S+) at most", text)
-    assert apart is not None
-    assert float(apart[1]) < 1e-4
+    assert "plain transformers continues with the same tokens" in text
+    base, merged = (LlamaForCausalLM.from_pretrained(tmp_path / name) for name in ("llama", "two/merged"))
+    alone = peft.PeftModel.from_pretrained(base, tmp_path / "two" / "adapter").merge_and_unload()
+    for (name, one), (_, other) in zip(alone.named_parameters(), merged.named_parameters(), strict=True):
+        assert (one - other).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [((2, 2), (1, 1)), pytest.param(((2, 2), (4, 2), (1, 1)), marks=pytest.mark.nightly)],
+    ids=["on-one", "on-four-then-on-one"],
+)
+def test_a_training_goes_on_on_another_number_of_ranks(call, meshes):
+    wanted = losses(call("resume.py", "--output", "whole", "--until", str(3 * len(meshes)), world=1))
+    assert len(wanted) == 3 * len(meshes)
+    got = []
+    for number, (ranks, tp) in enumerate(meshes, 1):
+        text = call("resume.py", "--tp", str(tp), "--until", str(3 * number), world=ranks)
+        assert f"{3 * (number - 1)} steps are done; tp {tp} x dp {ranks // tp}" in text
+        got += losses(text)
+    assert got == pytest.approx(wanted, abs=2e-4)
+
+
+@libraries
+@pytest.mark.nightly
+def test_images_that_are_arrays(call):
+    pytest.importorskip("sklearn")
+    call("small.py", "vit", "vit", world=1)
+    one, two = (call("vision.py", "--model", "vit", "--steps", "100", world=ranks) for ranks in (1, 2))
+    assert losses(two) == pytest.approx(losses(one), abs=2e-3)
+    right = re.search(r"not seen: ([\d.]+)%", two)
+    assert right is not None
+    assert float(right[1]) > 50  # of ten digits
+    assert "judges 0 of them otherwise" in two
+
+
+@libraries
+@pytest.mark.nightly
+def test_sound_that_is_made(call):
+    call("small.py", "whisper", "whisper", world=1)
+    one, two = (call("speech.py", "--model", "whisper", "--steps", "150", world=ranks) for ranks in (1, 2))
+    assert losses(two) == pytest.approx(losses(one), abs=2e-2)
+    right = re.search(r"written down right: (\d+) of 32", two)
+    assert right is not None
+    assert int(right[1]) > 16  # of 343 melodies
+    assert "writes 0 of them otherwise" in two
 
 
 @pytest.mark.nightly
