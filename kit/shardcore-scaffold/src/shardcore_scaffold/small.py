@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,9 +143,10 @@ def _ways(sizes: Mapping[str, int]) -> Iterator[_Way]:
 def config_of(model_class: Any, text: str) -> Any:
     """Return the configuration that ``to_json_string`` wrote: infinities are numbers again."""
     config_class = model_class.config_class
-    found = json.loads(text)
-    decoded = getattr(config_class, "_decode_special_floats", None)
-    return config_class.from_dict(decoded(found) if decoded else found)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(text)
+        found, _ = config_class.get_config_dict(folder)
+    return config_class.from_dict(found)
 
 
 def small_model(
