@@ -59,7 +59,7 @@ def _sharers(context: ShardContext) -> tuple[int, ...]:
 
 
 def _ranks(context: ShardContext) -> tuple[int, ...]:
-    return ranks if len(ranks := context.sharers) > 1 else ()
+    return () if is_alone(context.sharing_group) else context.sharers
 
 
 def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
