@@ -1,4 +1,4 @@
-"""The names and the snippets of Shardformer, ColoTensor and the tensor-parallel RFC.
+"""The names and the snippets of Shardformer and the tensor-parallel RFC.
 
 The snippets are the originals; an import line names shardcore, and ``cuda`` and ``nccl`` are ``cpu`` and ``gloo`` here.
 """
@@ -17,7 +17,7 @@ from needs import PIPELINES
 from tiny import TinyPolicy, batch, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import TensorDataset
 
 import shardcore
@@ -244,19 +244,6 @@ def four_stages():
 )
 def test_snippets_of_shardformer(pool, snippet):
     pool.run(snippet, world=2, process_group=snippet is not customized_policy)
-
-
-def colo_tensor():
-    snippet = _blocks()["The example of ColoTensor's page"]
-    done = _run(snippet)
-    assert done.t1.placements == (Shard(0),)
-    assert tuple(done.t1.shape) == (2, 3, 2)
-    assert tuple(done.t1.to_local().shape) == (1, 3, 2)
-    assert torch.equal(done.t1.redistribute(placements=[Replicate()]).to_local()[..., :1], done.local_tensor)
-
-
-def test_the_equivalent_of_colo_tensors_example(pool):
-    pool.run(colo_tensor, world=4)
 
 
 class DemoModel(nn.Module):
