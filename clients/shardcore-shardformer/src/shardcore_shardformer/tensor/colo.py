@@ -64,9 +64,8 @@ class ColoTensor(torch.Tensor):
     ``numel()`` are the whole's, and so is what every operation computes. A plain tensor beside it is the same on all
     ranks. Gradients are ColoTensors too. They are not averaged over replicas: do so over ``pg.dp_process_group()``.
 
-    Args:
-        data: this rank's part, a plain tensor; the whole with `ReplicaSpec`. Ranks of a group come together here.
-        spec: how the whole is divided.
+    ``ColoTensor(data, spec)`` is of this rank's part ``data``, a plain tensor (the whole with `ReplicaSpec`), and of
+    ``spec``, which says how the whole is divided. Ranks of a group come together here.
 
     Attributes:
         process_group: among whom.
@@ -230,12 +229,7 @@ class ColoTensor(torch.Tensor):
 
 
 class ColoParameter(ColoTensor, torch.nn.Parameter):
-    """A `ColoTensor` that is a parameter of a module.
-
-    Args:
-        data: this rank's part, a plain tensor.
-        requires_grad: whether it is trained.
-        spec: how the whole is divided.
+    """A `ColoTensor` that is a parameter of a module: ``ColoParameter(data, requires_grad=True, *, spec)``.
 
     Raises:
         ConfigError: as `ColoTensor`.
