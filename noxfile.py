@@ -204,7 +204,7 @@ def sample(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def quick(session: nox.Session) -> None:
-    """Run what CI runs, two sessions at a time: 16 minutes, environments included, on two cores."""
+    """Run what CI runs, two sessions at a time: 12 minutes, environments included, on two cores."""
     _side_by_side(session, ["quick"], needs=3e9)
 
 
