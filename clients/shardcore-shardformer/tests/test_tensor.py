@@ -295,7 +295,6 @@ def refusals():
         "as a plain tensor, got ColoTensor": lambda: ColoParameter(whole, spec=ColoTensorSpec(group)),
         "as a plain tensor, got list": lambda: ColoTensor([1.0], ColoTensorSpec(group)),
         "on meta; ranks meet on cpu": lambda: ColoTensor(torch.empty(2, device="meta"), ColoTensorSpec(group)),
-        r"got \[\(\(0,\), .*\(\(1,\), ": lambda: ColoTensor(_random(group.tp_local_rank()), ColoTensorSpec(group)),
         "wanted a ColoTensorSpec": lambda: ColoTensor(_random(2), group),
         "dist_attr=.* wanted": lambda: ColoTensorSpec(group, "replica"),
         r"wanted num_partitions=\[2\]": lambda: ColoTensorSpec(group, ShardSpec([0], [4])),

@@ -15,6 +15,7 @@ from shardcore.comm.dtensor_params import all_reduce_bucket
 from shardcore.comm.fp8 import Fp8Channel, pack
 from shardcore.mesh import ShardContext, Sizes, build_mesh, context_of
 from shardcore.nn import ColumnLinear
+from shardcore.nn.sequence.shard import SequenceShard
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, equal_on_ranks
 
@@ -104,6 +105,8 @@ def in_eight_bits():
         dist.broadcast(parameter.detach(), 0)
     split = ColumnLinear.from_native_module(copy.deepcopy(linear), fp8_context(), gather_output=True)
     assert_close(linear(torch.ones(2, 4).double()), split(torch.ones(2, 4).double()), "what is returned")
+    states, tokens = SequenceShard(fp8_context()), every[0, None, :, :4].nan_to_num()
+    assert torch.equal(states.gather(states.scatter(tokens)), tokens), "what a stack returns"
 
 
 def fp8_context():

@@ -55,11 +55,10 @@ class ChooseAttention(Step):
             own_configurations(chosen)
             chosen.set_attn_implementation(self.implementation)
             models = (module for module in chosen.modules() if isinstance(module, PreTrainedModel))
-            kept = {f"{type(m).__name__} at {m.config._attn_implementation!r}" for m in models} - {
-                f"{type(m).__name__} at {self.implementation!r}" for m in chosen.modules()
-            }
-            if kept:  # the plan would say what is not so
-                raise NotSupportedError(f"asked for {self.implementation}, transformers left {', '.join(sorted(kept))}")
+            used = {type(model).__name__: model.config._attn_implementation for model in models}
+            if kept := {name: used[name] for name in sorted(used) if used[name] != self.implementation}:
+                # The plan would say what is not so.
+                raise NotSupportedError(f"asked for {self.implementation}, transformers left {kept}")
 
         return commit
 
@@ -170,6 +169,6 @@ def _installed() -> list[str]:
 
 
 def _is_there(name: str) -> bool:
-    # Releases before 5.6 know no fourth version.
+    # Older releases know no fourth version.
     known = getattr(transformers.utils, f"is_flash_attn_{name[-1]}_available", None)
     return known is not None and bool(known())

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Self
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -65,7 +64,8 @@ class ColoTensor(torch.Tensor):
     ranks. Gradients are ColoTensors too. They are not averaged over replicas: do so over ``pg.dp_process_group()``.
 
     ``ColoTensor(data, spec)`` is of this rank's part ``data``, a plain tensor (the whole with `ReplicaSpec`), and of
-    ``spec``, which says how the whole is divided. Ranks of a group come together here.
+    ``spec``, which says how the whole is divided. Nothing is sent: the parts of a group's ranks have to be of one shape
+    and dtype, as for ``DTensor.from_local``.
 
     Attributes:
         process_group: among whom.
@@ -73,8 +73,7 @@ class ColoTensor(torch.Tensor):
         compute_spec: what layers make of it, or None; may be set.
 
     Raises:
-        ConfigError: ``data`` is no plain tensor on the device of ``spec``'s ranks, has no such dimension, or differs in
-            shape or dtype between them.
+        ConfigError: ``data`` is no plain tensor on the device of ``spec``'s ranks, or has no such dimension.
     """
 
     process_group: ProcessGroup
@@ -92,10 +91,6 @@ class ColoTensor(torch.Tensor):
                 f"{cls.__name__} got a part on {data.device.type}; ranks meet on {wanted}: data.to({wanted!r})"
             )
         placement_of(spec.dist_attr, _whole_shape(data.shape, spec.dist_attr))
-        parts: list[Any] = [None] * spec.pg.tp_world_size()
-        dist.all_gather_object(parts, (tuple(data.shape), data.dtype), group=spec.pg.tp_process_group())
-        if any(part != parts[0] for part in parts):
-            raise ConfigError(f"{cls.__name__} wants parts of one shape and dtype, got {parts} from its ranks")
         return cls._made(data, spec)
 
     @classmethod

@@ -105,7 +105,7 @@ class DividedLogits(VocabParallelLogits):
             self._refuse("logits of which the forward has left some out, or computed in the loss, made whole,")
         rows, width = self.local, self._vocabulary.size
         if rows.size(-1) != width:
-            rows = gather_from_tp(rows, self._vocabulary.context.channel, -1, width)
+            rows = gather_from_tp(rows, self._vocabulary.context.channel.exact, -1, width)
         return self._shard.whole(rows.unflatten(0, (self._local.size(0), -1)), places)
 
     @override

@@ -92,13 +92,13 @@ class SequenceShard:
     def gather(self, x: Tensor) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...), at the end of the stack."""
         length, self.length, self.phase = self.length, None, "after"
-        return x if length is None else gather_sequence(x, self.context.channel, length)
+        return x if length is None else gather_sequence(x, self.context.channel.exact, length)
 
     def gather_captured(self, captured: Tensor) -> Tensor:
         """Return the tokens of all ranks, (B, S, ...), of an output captured in the last forward."""
         if self.last is None or captured.size(1) != local_tokens(self.last, self.context.size):
             return captured  # from before the split, or after the end
-        return gather_sequence(captured, self.context.channel, self.last)
+        return gather_sequence(captured, self.context.channel.exact, self.last)
 
     def expect(self, x: Tensor, tokens: int | None, where: str) -> None:
         """Refuse a tensor that holds another number of tokens than it should.
