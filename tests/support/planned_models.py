@@ -27,6 +27,7 @@ OPERATIONS = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::alltoall_base_": "reduce_scatter",
+    "c10d::broadcast_": "broadcast",  # the number from which a call that drops out starts its random stream
 }
 WORKLOAD = Workload(batch=3, seq=7, dtype="fp32", foreach=False)
 

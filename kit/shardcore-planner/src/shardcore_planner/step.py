@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardcore.mesh import ShardContext, context_of
@@ -135,13 +136,22 @@ def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
 
 
 class _Still(RandomStream):
-    """A stream that never moves: what is drawn from fake generators has no values to derive a seed from."""
+    """A stream that never moves: what is drawn from fake generators has no values to derive a seed from.
 
-    def enter(self, draws: object = None) -> None:
-        """Do nothing."""
+    The number that a call which may draw starts from is sent all the same.
+    """
+
+    def enter(self, draws: Callable[[], bool] = lambda: False) -> None:
+        """Send a number where a call would, and draw none."""
+        starts = self.follows and self.seed_of is not None and self.group is not None
+        if starts and not self._levels and draws():
+            dist.broadcast(torch.zeros((), dtype=torch.int64, device="cpu"), group=self.group, group_src=0)
+        self._levels.append(0)
 
     def leave(self) -> None:
-        """Do nothing."""
+        """Note that a module has returned."""
+        if self._levels:
+            self._levels.pop()
 
     def fork(self, region: object, *, once: bool = False, rank: int | None = None) -> None:
         """Do nothing."""
@@ -153,6 +163,8 @@ class _Still(RandomStream):
 def still(context: ShardContext) -> None:
     """Stop the random stream of a sharded model."""
     context.random.__class__ = _Still
+    if len(context.sharers) > 1:
+        context.random.group = context.sharing_group  # simulated ranks had nobody to agree with
 
 
 def groups_of(context: ShardContext | None) -> dict[str, tuple[str, int]]:

@@ -38,12 +38,10 @@ def follow_seeds(context: ShardContext) -> None:
     """
     if context.sizes.pp > 1:
         return
-    if not (ranks := _ranks(context)):
-        context.random.agree = context.seed_of
-        return
-    # Elsewhere than on a CPU a collective of hosts, which waits for no device.
-    group = context.sharing_group if context.device.type == "cpu" else host_group(ranks)
-    context.random.agree = functools.partial(context.seed_of_first, group)
+    context.random.seed_of = context.seed_of
+    if ranks := _ranks(context):
+        # Elsewhere than on a CPU a collective of hosts, which waits for no device.
+        context.random.group = context.sharing_group if context.device.type == "cpu" else host_group(ranks)
 
 
 def _sharers(context: ShardContext) -> tuple[int, ...]:

@@ -159,12 +159,6 @@ class ShardContext:
         """Return the seed of this replica that follows from one that all ranks share."""
         return mix(seed, self.replica)
 
-    def seed_of_first(self, group: ProcessGroup, drawn: int) -> int:
-        """Return the seed that follows from what the first rank of ``group`` has drawn; each has drawn a number."""
-        number = torch.tensor(drawn, device="cpu")
-        dist.broadcast(number, group=group, group_src=0)
-        return self.seed_of(int(number))
-
     @property
     def replica(self) -> int:
         """Which data-parallel replica this rank belongs to, counted over all data axes.

@@ -8,7 +8,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shardcore.errors import NotSupportedError
 
@@ -76,12 +78,14 @@ class RandomStream:
 
     Attributes:
         follows: whether calls that may draw start the stream from torch's generator.
-        agree: returns the seed that follows from a number that this rank has drawn, and its like on others; a
-            collective. None: the stream goes on by itself.
+        seed_of: returns the seed that follows from a number that all ranks have which share the model. None: the stream
+            goes on by itself.
+        group: those ranks, to which the first of them sends what it has drawn; None: this rank alone.
     """
 
     follows: bool = True
-    agree: Callable[[int], int] | None = None
+    seed_of: Callable[[int], int] | None = None
+    group: ProcessGroup | None = None
 
     def __init__(self, seed: int, rank: int, device: torch.device, *, forks: bool = True) -> None:
         self._rank = rank
@@ -100,7 +104,7 @@ class RandomStream:
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStream:
         clone = RandomStream(0, self._rank, torch.device(self._devices[-1]), forks=self._may_fork)
         clone._states = list(self.state().values())
-        clone.follows, clone.agree = self.follows, self.agree
+        clone.follows, clone.seed_of, clone.group = self.follows, self.seed_of, self.group
         return clone
 
     def seed(self, seed: int) -> None:
@@ -139,8 +143,11 @@ class RandomStream:
             NotSupportedError: another thread is running the model.
         """
         if not self._levels:
-            if self.follows and self.agree is not None and draws():
-                self.seed(self.agree(_draw()))
+            if self.follows and self.seed_of is not None and draws():
+                drawn = torch.tensor(_draw(), device="cpu")
+                if self.group is not None:
+                    dist.broadcast(drawn, group=self.group, group_src=0)
+                self.seed(self.seed_of(int(drawn)))
             self._thread = threading.get_ident()
             self._outside = self._read()
             self._forks.clear()
