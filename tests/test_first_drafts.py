@@ -38,7 +38,7 @@ CLASSES = {
     "BioGptForCausalLM": 0.8,  # learned positions, biases everywhere
     "CohereForCausalLM": 0.9,  # parallel residual
     "DeepseekV3ForCausalLM": 0.8,  # latent attention, experts, experts that all tokens visit
-    "FalconForCausalLM": 0.6,  # one key/value head that all share is left whole
+    "FalconForCausalLM": 0.5,  # one key/value head that all share is left whole, and with it attention
     "GPTBigCodeForCausalLM": 0.7,
     "GraniteForCausalLM": 0.9,
     "LongT5ForConditionalGeneration": 0.3,  # attention within windows, a bias that the first block makes for all
@@ -84,6 +84,8 @@ def test_it_is_exact(pool: WorkerPool, tmp_path, monkeypatch, name: str) -> None
         inputs=functools.partial(like, small.inputs),
         loss=loss_of,
         policy=f"{module}:{name}Policy",
+        # A step of AdamW makes ten times as much of what rounds otherwise; so much after scores that nothing scales.
+        tolerance=1e-11 if name == "LongT5ForConditionalGeneration" else 1e-12,
         supports=Supports(sequence="sequence" in found.words, captured=found.captured),
     )
     pool.run(_look_in, str(tmp_path), world=2)
