@@ -120,7 +120,7 @@ class MemoryNotSummed(NetPolicy):
 
 
 class ForgottenEnterArg(NetPolicy):
-    """The region says that the memory arrives, and nothing lets it in."""
+    """The memory arrives in the region, and nothing lets it in."""
 
     def memory(self) -> list[Any]:
         return []
