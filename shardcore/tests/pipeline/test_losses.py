@@ -165,6 +165,33 @@ def test_a_mask_that_leaves_nothing_out_tells_nothing_of_one_that_does():
             together(of_patches, {"x": X, "mask": mask}, first=first)
 
 
+def test_a_trace_tells_it_where_gradients_are_off():
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[:, 3] = False
+    batch = {"x": torch.zeros(4, dtype=torch.float64), "mask": mask}  # all errors are alike
+    kinds = []
+    for traced in (False, True):
+        with torch.no_grad(), LossCalls(batch, traced=traced) as inside:
+            each = F.l1_loss(batch["x"][:, None].expand(-1, 4), torch.ones(4, 4).double(), reduction="none")
+            loss = (each * mask).sum() / mask.sum()
+        kinds += [found.kind for found in reductions_of({"loss": loss}, loss, inside.calls, (), batch)]
+        assert torch.is_grad_enabled()
+    assert kinds == ["rows", "unknown"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_mean_over_some_that_is_the_mean_over_all_by_accident_is_one_over_some(first):
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    x = torch.tensor([0.0, 0.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def errors(x, mask):
+        each = F.l1_loss(x[:, None].expand(-1, 4), torch.ones(len(x), 4, dtype=x.dtype), reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+    with pytest.raises(ConfigError, match="a mean over unknown"):
+        together(errors, {"x": x, "mask": mask}, first=first)
+
+
 def test_nobody_can_tell_of_labels_that_do_not_count():
     x, labels = X[:2], torch.full((2, 4), -100)
     with LossCalls({"x": x, "labels": labels}) as inside:

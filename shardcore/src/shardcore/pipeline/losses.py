@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -122,19 +122,19 @@ class LossCall:
         over: what its mean is one over, whether it reduces to that or not.
         reduction: what torch's argument of that name says that it reduces to.
         numbers: how many it has made a loss of.
-        value: the sum of what it returned.
+        made: what it returned.
     """
 
     over: Reduction
     reduction: str
     numbers: int
-    value: float
+    made: Tensor
 
-    def reduced(self, loss: float, arguments: Mapping[str, Any]) -> Reduction:
+    def reduced(self, loss: Tensor, arguments: Mapping[str, Any]) -> Reduction:
         """Return what the loss is made of, if it is made of this call alone."""
         if self.reduction not in ("sum", "none") or self.over.shifted is None:
             return self.over
-        by = self.value / loss if loss else math.nan
+        by = self._divisor(loss)
         whole = arguments.get("num_items_in_batch")
         if _near(by, 1.0) or (whole is not None and _near(by, float(whole))):
             return replace(self.over, kind="sum")
@@ -145,21 +145,49 @@ class LossCall:
         masks = tuple(name for name, value in arguments.items() if _leaves_all(value))
         return replace(self.over, kind="rows" if _near(by, self.numbers) else "unknown", masks=masks)
 
+    def _divisor(self, loss: Tensor) -> float:
+        """Return by what the sum of all that it made was divided for the loss; NaN if some of it counts for less.
+
+        A mean over some of it may come as near to the mean over all as one likes. Its gradient does not.
+        """
+        made, value = local_tensor(self.made), float(local_tensor(loss.detach()))
+        by = float(made.detach().sum(dtype=torch.float64)) / value if value else math.nan
+        if self.made.requires_grad and loss.requires_grad:
+            (gradient,) = torch.autograd.grad(loss, self.made, retain_graph=True, allow_unused=True)
+            weights = made.new_zeros(1) if gradient is None else local_tensor(gradient)[made != 0]
+            least, most = (float(end) for end in weights.aminmax()) if weights.numel() else (0.0, 0.0)
+            if not _near(least, most) or not most:
+                return math.nan
+        return by
+
 
 class LossCalls(TorchFunctionMode):
     """Writes down what the loss functions of torch are given while it is entered.
 
     Args:
         arguments: of the call of the model, among which labels are looked for.
+        traced: the call is a trace, of which nothing goes on. From a loss function on it records gradients, which tell
+            how a loss is made of what that returned, where values may come near those of another reduction.
 
     Attributes:
         calls: of these functions; not of those that compute on meta.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *, traced: bool = False) -> None:
         super().__init__()
-        self._arguments = arguments
+        self._arguments, self._traced = arguments, traced
         self.calls: list[LossCall] = []
+
+    def __enter__(self) -> Self:
+        """Begin to write down."""
+        self._graded = torch.is_grad_enabled()
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """End, and record gradients as before."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # untyped in torch
+        torch.set_grad_enabled(self._graded)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -173,8 +201,10 @@ class LossCalls(TorchFunctionMode):
             target = given.get("target", given.get("targets"))
             over = _over(func, target, given, self._arguments)
             numbers = target.numel() if isinstance(target, Tensor) else 0
-            value = float(local_tensor(out.detach()).sum())
-            self.calls.append(LossCall(over=over, reduction=given["reduction"], numbers=numbers, value=value))
+            if self._traced and not torch.is_inference_mode_enabled():
+                torch.set_grad_enabled(True)  # within what has turned it off, if not until the end
+                out = out.detach().requires_grad_()
+            self.calls.append(LossCall(over=over, reduction=given["reduction"], numbers=numbers, made=out))
         return out
 
 
@@ -225,7 +255,7 @@ def reductions_of(
     taken = any(leaf is loss or _is_of(leaf, loss) for leaf in tree_flatten(out)[0])
     calls = outside or (inside if taken else ())
     if len(calls) == 1:
-        return (calls[0].reduced(float(local_tensor(loss.detach())), arguments),)
+        return (calls[0].reduced(loss, arguments),)
     unknown = Reduction(kind="unknown")
     return tuple(dict.fromkeys(unknown if call.reduction in ("sum", "none") else call.over for call in calls))
 

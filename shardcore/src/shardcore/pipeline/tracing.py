@@ -109,7 +109,7 @@ class StageTracer:
         """
         self._model.train(self._of.training)
         recorder = _Recorder(self, self.device)
-        with LossCalls(arguments) as inside:
+        with LossCalls(arguments, traced=True) as inside:
             try:
                 whole = self._run(recorder, arguments)
             except (NotImplementedError, RuntimeError) as error:
@@ -138,7 +138,7 @@ class StageTracer:
         found = StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=missing)
         if loss is None:
             return found
-        with LossCalls(arguments) as outside:
+        with LossCalls(arguments, traced=True) as outside:
             value = _checked(loss(whole, arguments))
         # Of labels that are all left out a loss is NaN anyway.
         if _is_probe(loss(out, arguments)) and not _is_probe(value):
