@@ -32,12 +32,13 @@ FAMILIES = ROOT / "docs" / "families.md"
 
 _HEADER = """# Models
 
-Every class that the packs of this repository serve, and what each supports: `tp` sizes, sequence parallelism, split
-losses, generation, recomputation. The conformance kit tests every mark.
+Every class that the packs of this repository serve, and what each supports: `tp` sizes, sequence and context
+parallelism, split losses, generation, recomputation. The conformance kit tests every mark.
 
 * **tp**: the numbers of tensor-parallel ranks, besides 1, at which its tiny models are compared with unsharded ones.
   3 is among them where heads may be unequal on the ranks; else the ranks divide the heads.
 * **seq**: `enable_sequence_parallelism=True`.
+* **cp**: `context_parallel_size`, with transformers 5.24; [how](docs/context-parallel.md).
 * **loss**: `parallel_output=True` and `loss_chunk_size`, for classes with a head over a vocabulary.
 * **gen**: `generate`.
 * **rec**: `gradient_checkpointing_enable`; ✓ with both values of `use_reentrant`.
@@ -57,7 +58,7 @@ Everything else that the kit checks (gradients, optimizer steps, clipping, data 
 for every class: [Testing](docs/reference/testing.md). `python tools/model_table.py --write` writes this page from the
 packs' own cases.
 """
-_COLUMNS = ("class", "tp", "seq", "loss", "gen", "rec", "out", "sent")
+_COLUMNS = ("class", "tp", "seq", "cp", "loss", "gen", "rec", "out", "sent")
 _OUTPUTS = {
     "attentions": "A",
     "decoder_attentions": "A",
@@ -101,6 +102,7 @@ def _row(target: str, cases: Sequence[tuple[Case, Any]], plugin: str) -> Row:
     cells = (
         " ".join(map(str, sizes)),
         _yes(any(s.sequence for s in supports)),
+        _yes(any(s.context for s in supports)),
         _yes(any(_splits_logits(case, model, plugin) for case, model in cases)),
         _yes(any(s.generation for s in supports)),
         "✓" if (True, True) in kinds else "`False`" if (True, False) in kinds else "",

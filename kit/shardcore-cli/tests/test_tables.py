@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from terminals import at_a_terminal
 
+from shardcore_cli.checkpoints import _in_bytes
 from shardcore_cli.tables import drawn, folded, say, show_table, widths, wrapped
 
 CLASSES = "LlamaForCausalLM, LlamaForQuestionAnswering, Wav2Vec2ForAudioFrameClassification"
@@ -108,3 +109,19 @@ def test_columns_to_spare_are_left_out_before_anything_is_folded(capsys, monkeyp
 
 def test_markup_in_a_cell_is_text():
     assert "[bold]x[/bold]" in shown(["a"], [["[bold]x[/bold]"]], 80)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1534, "1.53 kB"),
+        (999_600, "1 MB"),
+        (25e9, "25 GB"),
+        (1e18, "1e+03 PB"),
+    ],
+)
+def test_bytes_in_words(count, words):
+    assert _in_bytes(count) == words

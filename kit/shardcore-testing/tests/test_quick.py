@@ -160,7 +160,7 @@ def test_what_a_family_shares_is_left_to_its_first_case():
         case("plain"),
         case("also_plain"),  # without a configuration, of the family of its class
         case("first", build=_of_family),
-        case("head", build=_of_family, supports=dataclasses.replace(CASE.supports, experts=True)),
+        case("head", build=_of_family, supports=dataclasses.replace(CASE.supports, experts=True, context=True)),
         case("broken", build=functools.partial(_of_family, broken=True)),
     )
     kit = type("Kit", (PolicyConformance,), {"cases": cases})

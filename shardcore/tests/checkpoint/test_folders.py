@@ -179,5 +179,5 @@ def test_a_terminal_sees_how_far_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     saved(tmp_path, 1)
     shardcore.load_checkpoint(tmp_path, _filled(0))
-    said = [line.split(",")[0] for line in terminal.getvalue().replace("\r", "\n").split("\n") if line]
-    assert said == ["saving step-1: 32 B of 32 B", "reading step-1: 32 B of 32 B"]
+    last = [line.split("\r")[-1].split("|")[0] for line in terminal.getvalue().splitlines() if "100%" in line]
+    assert last == ["saving step-1: 100%", "reading step-1: 100%"]

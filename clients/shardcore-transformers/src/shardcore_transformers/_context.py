@@ -222,6 +222,12 @@ class _Context(DividedAttention):
     caches = ("past_key_values", "cache")
     uses_cache = "use_cache"
 
+    def lacks(self) -> str | None:
+        """Say what the installed release lacks, or return None."""
+        if {"q_length", "q_offset"} <= inspect.signature(masking_utils.sdpa_mask).parameters.keys():
+            return None
+        return "this release of transformers makes masks in another way (5.24 is known)"
+
     def reason(self, model: nn.Module) -> str | None:
         """Say why nothing can be divided in a model whose policy does not say where, if that is known."""
         for module in model.modules():
@@ -237,8 +243,8 @@ class _Context(DividedAttention):
 
     def problem(self, model: nn.Module, attentions: tuple[nn.Module, ...], *, ring: bool) -> str | None:
         """Say why these attentions of a model cannot be divided, or return None."""
-        if not {"q_length", "q_offset"} <= inspect.signature(masking_utils.sdpa_mask).parameters.keys():
-            return "this release of transformers makes masks in another way (5.24 is known)"
+        if (lacks := self.lacks()) is not None:
+            return lacks
         config: Any = model.config
         if any(getattr(config, name, None) is not None for name in getattr(config, "sub_configs", {})):
             return f"{type(model).__name__} is made of several models"

@@ -10,12 +10,13 @@ import click
 import torch
 
 import shardcore
-from shardcore._progress import in_bytes
 from shardcore.checkpoint import Checkpoint
 from shardcore.errors import ConfigError
 from shardcore_cli.tables import show_table
 
 __all__ = ["DTYPES", "contents", "convert", "show"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 #: What ``--dtype`` may be.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -77,10 +78,18 @@ def _optimizer(saved: Any) -> dict[str, Any] | None:
     return {"class": saved["kinds"][0], "groups": groups}
 
 
+def _in_bytes(count: float) -> str:
+    """Return a number of bytes in words, with three digits and a decimal unit: ``1.53 GB``."""
+    unit = 0
+    while count >= 999.5 and unit < len(_UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.3g} {_UNITS[unit]}"
+
+
 def show(found: dict[str, Any]) -> None:
     """Print what `contents` has found."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items()) or "no mesh"
-    click.echo(f"{found['path']}: step {found['step']}, {in_bytes(found['bytes'])}")
+    click.echo(f"{found['path']}: step {found['step']}, {_in_bytes(found['bytes'])}")
     others = {name: version for name, version in found["installed"].items() if version != found["libraries"][name]}
     notes = {
         name: f"{saved} (here {others[name] or 'none'})" for name, saved in found["libraries"].items() if name in others
@@ -93,7 +102,7 @@ def show(found: dict[str, Any]) -> None:
             row["name"],
             "x".join(map(str, row["shape"])) or "1 number",
             row["dtype"],
-            in_bytes(row["bytes"]),
+            _in_bytes(row["bytes"]),
             f"= {row['same_as']}" if row["same_as"] else ", ".join(row["files"]),
         )
         for row in found["tensors"]

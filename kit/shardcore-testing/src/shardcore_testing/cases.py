@@ -25,6 +25,7 @@ class Supports:
         generation: ``generate`` works.
         captured: outputs that can be asked for: ``attentions``, ``hidden_states``, ``cross_attentions``, ...
         sequence: ``enable_sequence_parallelism`` works. Give inputs a number of tokens that no size divides.
+        context: ``context_parallel_size`` works, where the installed release of the library allows it.
         experts: ``expert_parallel_size`` works: all experts of a block are in one module.
         pipeline: the model can be cut into stages, each of which computes what it can of the whole arguments of a call.
         micro_batches: a batch's loss is made of those of its micro-batches. A sum of means over unlike items is not.
@@ -39,6 +40,7 @@ class Supports:
     generation: bool = False
     captured: tuple[str, ...] = ()
     sequence: bool = False
+    context: bool = False
     experts: bool = False
     pipeline: bool = True
     micro_batches: bool = True

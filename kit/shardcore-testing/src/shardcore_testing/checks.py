@@ -152,6 +152,9 @@ SECTIONS: Mapping[str, Section] = {
     "sequence modes": Section(
         run=checks_sequence.sequence_modes, checks=("sequence modes",), mechanical=True, family=True
     ),
+    "context": Section(
+        run=checks_sequence.context, checks=("context",), alone=True, several=False, replicas=2, claim="context"
+    ),
     "split logits": Section(run=checks_logits.split_logits, checks=("split logits",), mechanical=True),
     "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed"), mechanical=True),
 }

@@ -194,6 +194,8 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
         yield "generation", generate
     if not supports.sequence:
         yield "sequence parallelism", lambda: s.plan(s.build(), enable_sequence_parallelism=True)
+    if not supports.context:
+        yield "context parallelism", lambda: s.plan(s.build(), cp=2)
     if not supports.experts:
         yield "expert parallelism", lambda: s.plan(s.build(), dp=2, ep=2)
     if not supports.pipeline:

@@ -6,12 +6,14 @@ import dataclasses
 import functools
 from typing import Any
 
+from shardcore.errors import PlanError
+from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.sequence.tokens import SequenceStack
 from shardcore_testing import checks_random, checks_state, checks_training
 from shardcore_testing.findings import Ledger
 from shardcore_testing.subject import Subject
 
-__all__ = ["sequence", "sequence_modes"]
+__all__ = ["context", "sequence", "sequence_modes"]
 
 
 def sequence(s: Subject, ledger: Ledger) -> None:
@@ -42,6 +44,38 @@ def sequence_modes(s: Subject, ledger: Ledger) -> None:
         twice: Any = tuple(2 * allowed for allowed in s.case.collectives)
         cheaper = dataclasses.replace(deferred, case=dataclasses.replace(split.case, collectives=twice))
         ledger.absorb("cost", ("communication",), functools.partial(checks_training.communication, cheaper))
+
+
+def context(s: Subject, ledger: Ledger) -> None:
+    """Ranks that divide the tokens of their batches compute what one does, by exchanges and, where they can, rings."""
+    with ledger.check("context"):
+        if not s.case.supports.context:
+            ledger.closed("context parallelism")
+            return
+        library = divided_attention(s.build())
+        if library is not None and (lacks := library.lacks()) is not None:
+            ledger.closed(lacks)
+            return
+        exchanged, ringed = (
+            dataclasses.replace(s, dp=1, steps=1, fields={**s.fields, "cp": s.dp, "context_parallel_mode": mode})
+            for mode in ("all_to_all", "ring_attn")
+        )
+        ledger.absorb("exchanges", checks_training.TRAINING, functools.partial(checks_training.training, exchanged))
+        if (possible := _planned(ringed)) is not None:
+            ledger.absorb("rings", checks_training.TRAINING, functools.partial(checks_training.training, possible))
+
+
+def _planned(s: Subject) -> Subject | None:
+    """Return the subject with the first option for which there is a plan: a ring computes one kind of scores."""
+    tried = [{}, *({name: value} for name, values in s.case.options.items() for value in values[1:])]
+    for options in tried:
+        found = dataclasses.replace(s, options={**s.options, **options})
+        try:
+            found.plan(found.build())
+        except PlanError:
+            continue
+        return found
+    return None
 
 
 def _split(s: Subject, ledger: Ledger) -> Subject | None:

@@ -91,6 +91,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "refuses": ({"num_attention_heads": 3},),
         "supports": Supports(
             sequence=True,
+            context=True,
             captured=("attentions", "hidden_states"),
             micro_batches=kind != "BertForPreTraining",  # means over words and over rows
         ),

@@ -40,8 +40,6 @@ class BertModelPolicy(PretrainedPolicy):
 
     #: What the names of the model's classes begin with.
     family: ClassVar[str] = "Bert"
-    #: The families that are proved under context parallelism: a pack of another one names it once its tests do.
-    divided: ClassVar[tuple[str, ...]] = ("Bert",)
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first="embeddings", blocks="encoder.layer", last="pooler")
     #: What a head adds.
@@ -50,12 +48,12 @@ class BertModelPolicy(PretrainedPolicy):
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the model and of its head."""
         # A decoder gives its blocks a cache, unasked, in which each rank would have keys of its own tokens.
-        proved = self.family in self.divided and not self.model.config.is_decoder
+        divided = not self.model.config.is_decoder
         return {
             f"{self.family}Model": [
                 replicate("pooler", optional=True),
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
-                _DIVIDED if proved else TOKENS,
+                _DIVIDED if divided else TOKENS,
             ],
             f"{self.family}Embeddings": [
                 vocab("word_embeddings"),

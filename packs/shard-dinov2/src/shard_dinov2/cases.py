@@ -60,7 +60,7 @@ def _cases(family: str, prefix: str, around: str) -> list[Case]:
             "inputs": inputs,
             "layers": f"{around if head == 'ForImageClassification' else ''}encoder.layer",
             "sharded": ("attention.", "mlp."),
-            "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=sequence, captured=_CAPTURED),
+            "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=sequence, context=sequence, captured=_CAPTURED),
             **fields,
         }
         return Case(

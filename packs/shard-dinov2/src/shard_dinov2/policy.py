@@ -51,7 +51,7 @@ class Dinov2ModelPolicy(PretrainedPolicy):
             f"{self.family}Layer": _BLOCK,
             f"{self.family}Model": [
                 norm("layernorm"),
-                sequence(scatter="encoder.layer[0]", gather="layernorm"),
+                sequence(scatter="encoder.layer[0]", gather="layernorm", attention="attention"),
                 outputs(attentions="heads", hidden_states="sequence"),
             ],
             **self.rules,

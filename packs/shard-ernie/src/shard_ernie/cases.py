@@ -56,7 +56,8 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
 
 def _supports(*captured: str, **fields: Any) -> Supports:
     sizes, outputs = (1, 2, 3, 4), ("attentions", *captured, "hidden_states")
-    return Supports(tensor_parallel=sizes, sequence=True, captured=outputs, **fields)
+    divides = not fields.get("generation")  # an encoder
+    return Supports(tensor_parallel=sizes, sequence=True, context=divides, captured=outputs, **fields)
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:

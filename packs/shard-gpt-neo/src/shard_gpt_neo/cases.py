@@ -87,6 +87,7 @@ def _case(family: str, head: str, **fields: Any) -> Case:
         "supports": Supports(
             tensor_parallel=_RANKS.get(family, (1, 2, 4)),
             sequence=True,
+            context=family == "GPTNeoX",
             captured=("attentions", "hidden_states"),
             generation=head == "ForCausalLM",
             checkpointing=family != "GPTNeoXJapanese",

@@ -32,7 +32,7 @@ class GPTNeoXModelPolicy(PretrainedPolicy):
             "GPTNeoXModel": [
                 vocab("embed_in"),
                 norm("final_layer_norm"),
-                sequence(scatter="layers[0]", gather="final_layer_norm"),
+                sequence(scatter="layers[0]", gather="final_layer_norm", attention="attention"),
                 outputs(attentions="heads", hidden_states="sequence"),
             ],
             "GPTNeoXLayer": [

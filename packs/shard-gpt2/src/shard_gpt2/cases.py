@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardcore_testing import Case, Supports, hidden_loss
 __all__ = ["build", "cases", "inputs"]
 
 _OLD = Version(transformers.__version__) < Version("5")
+_PLAIN = Supports(sequence=True, context=True, captured=("attentions", "hidden_states"))
 
 
 def build(name: str, *, seed: int = 0, dropout: float = 0.0, **options: Any) -> Any:
@@ -100,7 +102,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "collectives": (2, 3),  # in the backward, one for the bias of the fused linear, which every rank holds whole
         "sharded": ("wte.weight", "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"),
         "refuses": ({"n_head": 3},),
-        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
+        "supports": _PLAIN,
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
@@ -108,7 +110,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
 
 def cases() -> list[Case]:
     """Return a case for every class, and one for a decoder that attends to an encoder's states."""
-    generates = Supports(sequence=True, captured=("attentions", "hidden_states"), generation=True)
+    generates = replace(_PLAIN, generation=True)
     crosses = Supports(sequence=True, captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
     whole = Supports(captured=("attentions", "hidden_states"))
     scaled = {"scale_attn_by_inverse_layer_idx": (False, True), "scale_attn_weights": (True, False)}

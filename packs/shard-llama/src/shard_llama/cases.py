@@ -85,7 +85,7 @@ def decoder_cases(
         **fields: further fields of every `Case`.
     """
     usual = usual or {}
-    plain = Supports(sequence=True, captured=("attentions", "hidden_states"), tensor_parallel=sizes)
+    plain = Supports(sequence=True, context=True, captured=("attentions", "hidden_states"), tensor_parallel=sizes)
     generating = replace(plain, generation=True)
     tied = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97, **(shared or {})}
     fields = {"collectives": (2, 2), **fields, "build": build}

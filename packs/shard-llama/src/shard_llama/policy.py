@@ -20,8 +20,6 @@ class LlamaModelPolicy(PretrainedPolicy):
     final: ClassVar[str] = "norm"
     #: What normalizes the queries and keys of each head, in the attention.
     head_norms: ClassVar[tuple[str, ...]] = ()
-    #: The families that are proved under context parallelism: a pack of another one names it once its tests do.
-    divided: ClassVar[tuple[str, ...]] = ("Llama",)
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
@@ -31,11 +29,10 @@ class LlamaModelPolicy(PretrainedPolicy):
 
     def decoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""
-        proved = self.family in self.divided
         return [
             vocab("embed_tokens"),
             norm(self.final, rms=self.rms),
-            sequence(scatter="layers[0]", gather=self.final, attention="self_attn" if proved else ()),
+            sequence(scatter="layers[0]", gather=self.final, attention="self_attn"),
             outputs(attentions="heads", hidden_states="sequence"),
         ]
 

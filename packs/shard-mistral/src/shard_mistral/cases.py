@@ -94,6 +94,7 @@ def _case(name: str, family: str, kind: str, **fields: Any) -> Case:
         "refuses": (*_REFUSED, *(({"router_jitter_noise": 0.1},) if mixtral else ())),
         "supports": Supports(
             sequence=True,
+            context=True,
             experts=mixtral and _TOGETHER,
             captured=("attentions", "hidden_states", *routing),
             generation=kind == "ForCausalLM",

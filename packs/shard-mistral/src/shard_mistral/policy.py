@@ -19,7 +19,6 @@ class MistralModelPolicy(LlamaModelPolicy):
     """The decoder of Mistral without a head."""
 
     family: ClassVar[str] = "Mistral"
-    divided: ClassVar[tuple[str, ...]] = ("Mistral",)
 
 
 class MistralForCausalLMPolicy(MistralModelPolicy, LlamaForCausalLMPolicy):

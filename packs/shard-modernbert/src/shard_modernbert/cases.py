@@ -45,7 +45,9 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "model.layers",
         "sharded": ("tok_embeddings", "attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo"),
         "refuses": ({"num_attention_heads": 1},),
-        "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=True, captured=("attentions", "hidden_states")),
+        "supports": Supports(
+            tensor_parallel=(1, 2, 3, 4), sequence=True, context=True, captured=("attentions", "hidden_states")
+        ),
         **fields,
     }
     return Case(name=name, build=partial(build, kind), inputs=text_batch, **settings)

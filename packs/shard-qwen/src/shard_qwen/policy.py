@@ -17,7 +17,6 @@ class Qwen2ModelPolicy(LlamaModelPolicy):
     """The decoder of Qwen2, Qwen2.5 and QwQ without a head."""
 
     family: ClassVar[str] = "Qwen2"
-    divided: ClassVar[tuple[str, ...]] = ("Qwen2",)
 
 
 class Qwen2ForCausalLMPolicy(Qwen2ModelPolicy, LlamaForCausalLMPolicy):
@@ -40,7 +39,6 @@ class Qwen3ModelPolicy(LlamaModelPolicy):
     """The decoder of Qwen3 without a head."""
 
     family: ClassVar[str] = "Qwen3"
-    divided: ClassVar[tuple[str, ...]] = ("Qwen3",)
     head_norms: ClassVar[tuple[str, ...]] = ("q_norm", "k_norm")
 
 

@@ -60,7 +60,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "roberta.encoder.layer",
         "sharded": ("word_embeddings.weight", "query.bias", "intermediate.dense.weight"),
         "refuses": ({"num_attention_heads": 3},),
-        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
+        "supports": Supports(sequence=True, context=True, captured=("attentions", "hidden_states")),
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)

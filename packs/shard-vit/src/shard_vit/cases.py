@@ -98,7 +98,7 @@ def cases() -> list[Case]:
         "inputs": _vit_inputs,
         "options": {"attn_implementation": ("eager", "sdpa"), "qkv_bias": (True, False)},
         "sharded": ("attention.",),
-        "supports": Supports(sequence=True, captured=("attentions", "hidden_states")),
+        "supports": Supports(sequence=True, context=True, captured=("attentions", "hidden_states")),
     }
     found = [
         Case(

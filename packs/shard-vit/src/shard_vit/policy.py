@@ -40,7 +40,7 @@ class ViTModelPolicy(PretrainedPolicy):
             "ViTEmbeddings": [replicate("")],
             "ViTLayer": self.layer,
             "ViTModel": [
-                sequence(scatter=f"{self.blocks}[0]", gather="layernorm"),
+                sequence(scatter=f"{self.blocks}[0]", gather="layernorm", attention="attention"),
                 norm("layernorm"),
                 replicate("pooler", optional=True),
                 outputs(attentions="heads", hidden_states="sequence"),

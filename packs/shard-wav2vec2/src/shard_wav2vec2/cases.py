@@ -114,7 +114,11 @@ def _case(name: str, kind: str, usual: dict[str, Any] | None = None, *, pipeline
         "sharded": ("attention.q_proj", "attention.out_proj", "intermediate_dense", "output_dense"),
         "refuses": ({"num_attention_heads": 1},),
         "supports": Supports(
-            tensor_parallel=(1, 2, 3, 4), sequence=True, captured=("attentions", "hidden_states"), pipeline=pipeline
+            tensor_parallel=(1, 2, 3, 4),
+            sequence=True,
+            context=not (usual or {}).get("use_weighted_layer_sum"),
+            captured=("attentions", "hidden_states"),
+            pipeline=pipeline,
         ),
         **fields,
     }

@@ -33,6 +33,9 @@ class Wav2Vec2ModelPolicy(PretrainedPolicy):
         """Return the rules of the model and of its head."""
         config = self.model.config
         stable = "StableLayerNorm" if config.do_stable_layer_norm else ""
+        # A sum of the states of all layers is taken where each rank has those of its own tokens.
+        divided = () if config.use_weighted_layer_sum else "attention"
+        end = "layer_norm" if stable else "layers[-1]"
         qkv = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
         return {
             "Wav2Vec2Model": [
@@ -45,7 +48,7 @@ class Wav2Vec2ModelPolicy(PretrainedPolicy):
                 replicate("pos_conv_embed"),
                 norm("layer_norm"),
                 layer_drop_of_config("layerdrop"),
-                sequence(scatter="layers[0]", gather="layer_norm" if stable else "layers[-1]"),
+                sequence(scatter="layers[0]", gather=end, attention=divided),
             ],
             f"Wav2Vec2EncoderLayer{stable}": [
                 norm("layer_norm", "final_layer_norm"),

@@ -70,7 +70,10 @@ class SequenceRule(Rule):
             return
         names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
         if (scope.config.context_parallel_size or 1) > 1 and self.attention:
-            self._divide(scope, names, argument, scope.name(gather))
+            inside = [f"{owner}.{child}.{name}" for child, _ in blocks.named_children() for name in self.attention]
+            missing = [name for name in inside if scope.find(name) is None]  # each of which is a problem of the plan
+            if not missing:
+                self._divide(scope, names, argument, scope.name(gather), [scope.name(name) for name in inside])
         if scope.config.enable_sequence_parallelism:
             scope.add(
                 ShardSequence(
@@ -81,8 +84,10 @@ class SequenceRule(Rule):
                 )
             )
 
-    def _divide(self, scope: Scope, blocks: tuple[str, ...], argument: tuple[str, int], end: str) -> None:
-        config, found = scope.config, [f"{block}.{name}" for block in blocks for name in self.attention]
+    def _divide(
+        self, scope: Scope, blocks: tuple[str, ...], argument: tuple[str, int], end: str, attentions: list[str]
+    ) -> None:
+        config = scope.config
         ranks, heads = config.context_parallel_size or 1, scope.heads
         if heads is None:
             return
@@ -101,7 +106,7 @@ class SequenceRule(Rule):
                 blocks=blocks,
                 argument=argument,
                 end=end,
-                attentions=tuple(found),
+                attentions=tuple(attentions),
                 exchanging=exchanging,
                 rings=ranks // exchanging,
                 keeps=config.parallel_output,

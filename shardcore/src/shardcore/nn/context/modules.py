@@ -136,7 +136,7 @@ class ContextBlock(_ContextModule):
         return super().__call__(*args, **kwargs, **{_CARRIED: places})
 
     def _context_first(self, x: Tensor) -> Tensor:
-        places = self._context.begin(x.size(1))
+        places = self._context.begin(x.size(0), x.size(1))
         return x if places is None else self._context.own(x, places)
 
     def _context_own(self, name: str, value: Any, places: Places) -> Any:

@@ -33,6 +33,9 @@ class DividedAttention(Protocol):
     caches: tuple[str, ...]
     uses_cache: str
 
+    def lacks(self) -> str | None:
+        """Say what the installed release of the library lacks, because of which nothing can be divided, or None."""
+
     def reason(self, model: nn.Module) -> str | None:
         """Say why nothing can be divided in a model whose policy does not say where, if that is known."""
 
@@ -58,6 +61,7 @@ class ContextShard:
         now: the places in the block that is running; None where tokens are not divided: outside of the stack, in calls
             with a cache or few tokens.
         last: those of the last forward of the stack.
+        rows: how many rows it had.
         phase: of the forward of the stack.
         attended: how many attentions have run on divided tokens.
         divides_logits: whether the whole model is running, which takes divided logits from its head.
@@ -69,6 +73,7 @@ class ContextShard:
     zigzag: bool
     now: Places | None = None
     last: Places | None = None
+    rows: int = 0
     phase: Literal["outside", "whole", "before", "inside"] = "outside"
     attended: int = 0
     divides_logits: bool = False
@@ -83,10 +88,10 @@ class ContextShard:
         """Whether tokens are divided, and not put together yet."""
         return self.phase == "inside" and self.last is not None
 
-    def begin(self, tokens: int) -> Places | None:
+    def begin(self, rows: int, tokens: int) -> Places | None:
         """Return how a call with so many tokens is divided, which it is from now on; None if there are too few."""
         size = self.groups.everybody.size
-        self.phase = "inside"
+        self.phase, self.rows = "inside", rows
         self.last = self.groups.places(tokens, zigzag=self.zigzag) if tokens >= 2 * size else None
         return self.last
 
@@ -109,9 +114,14 @@ class ContextShard:
     def whole_captured(self, x: Any) -> Any:
         """Return an output captured in the last forward with the tokens of all ranks; others as they are."""
         places = self.last
-        if places is None or not isinstance(x, Tensor) or x.ndim < 3 or x.size(1) == places.length:
+        if places is None or not isinstance(x, Tensor):
             return x
-        if x.size(1) != total(places.ranks[self.rank]):
+        own = total(places.ranks[self.rank])
+        if x.ndim == 2 and x.size(0) == self.rows * own:  # routers score the tokens of all rows in one dim
+            return self.whole(x.unflatten(0, (self.rows, own)), places).flatten(0, 1)
+        if x.ndim < 3 or x.size(1) == places.length:
+            return x
+        if x.size(1) != own:
             raise NotSupportedError(
                 f"the model would return a tensor {tuple(x.shape)} that it captured from a layer, which has neither "
                 f"all {places.length} tokens nor those of this rank: do not ask for it, or shard without "
