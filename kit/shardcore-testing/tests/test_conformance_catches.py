@@ -249,7 +249,7 @@ def test_nan_is_a_difference():
 
 def test_every_check_was_caught_failing():
     caught = {row[1] for row in WRONG} | {row[2] for row in CASES}
-    # save_pretrained, base models, mixtures and divided attention need transformers: packs' own tests show them red, with
-    # recorded mistakes of the core. The optimizer follows what it is given. That ranks agree no policy can undo.
+    # save_pretrained, base models, mixtures and divided attention need transformers: the packs' own tests show them red
+    # with recorded mistakes of the core. The optimizer follows what it is given. That ranks agree no policy can undo.
     needs_transformers = {"save_pretrained", "inside", "default experts", "context"}
     assert set(CHECKS) - caught == {*needs_transformers, "optimizer", "ranks differ"}
