@@ -9,10 +9,12 @@ import torch
 
 import shardcore
 from shardcore.errors import PlanError
+from shardcore_shardformer import Booster, HybridParallelPlugin
 from shardcore_testing import no_float32_islands
-from shardcore_testing.parity import assert_close, assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 _SIZES = {
     "vocab_size": 97,
@@ -106,3 +108,47 @@ def _refuses():
 
 def test_what_is_refused(pool):
     pool.run(_refuses)
+
+
+def _boosted():
+    reference = _build("Qwen3ForCausalLM", {**_SIZES, **_SERVED["Qwen3ForCausalLM"]}).train()
+    options = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn", "sp_size": 2}
+    booster = Booster(plugin=HybridParallelPlugin(**options, num_microbatches=2, max_norm=1.0))
+    model = copy.deepcopy(reference)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    own = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for left in (True, False):
+        inputs = _inputs(reference, left)
+        found = booster.execute_pipeline(iter([inputs]), model, None, optimizer, return_loss=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = reference(**inputs).loss
+        wanted.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        own.step()
+        own.zero_grad()
+        assert_close(wanted, found["loss"], "loss")
+    assert_same_parameters(reference, model)
+
+
+@no_float32_islands()
+def test_of_a_booster_in_micro_batches(pool):
+    pool.run(_boosted)
+
+
+def _adapted(fields):
+    reference = _build("Qwen3ForCausalLM", {**_SIZES, **_SERVED["Qwen3ForCausalLM"]})
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    reference = peft.get_peft_model(reference, adapters).double()
+    sharded = shardcore.shard(copy.deepcopy(reference), **fields)
+    inputs = _inputs(reference, left=True)
+    losses = [model(**inputs).loss for model in (reference, sharded)]
+    for loss in losses:
+        loss.backward()
+    assert_close(*losses, "loss")
+    assert_same_gradients(reference, sharded)
+
+
+@no_float32_islands()
+def test_with_adapters(pool):
+    pool.run(_adapted, {"cp": 2, "context_parallel_mode": "ring_attn"})

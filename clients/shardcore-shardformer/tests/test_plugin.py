@@ -18,6 +18,11 @@ from shardcore_shardformer import HybridParallelPlugin
         ({"pp_size": 2, "zero_stage": 3, "pp_style": "zbv"}, NotSupportedError, "use zero_stage=1"),
         ({"sp_size": 2}, NotSupportedError, "other than tp_size 1"),
         ({"tp_size": 2, "sp_size": 2}, ConfigError, "enable_sequence_parallelism=True; give both"),
+        (
+            {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
+            ConfigError,
+            "needs the number of ranks that divide each sequence: HybridParallelPlugin",
+        ),
         ({"zero_stage": 4}, ConfigError, "must be 0, 1, 2 or 3"),
         ({"precision": "int8"}, ConfigError, "one of fp32, bf16, fp16"),
         ({"tp_size": 0}, ConfigError, "must be a positive integer"),
@@ -68,3 +73,11 @@ def test_every_setting_of_a_configuration_can_be_given():
         == HybridParallelPlugin(gather_output=False, loss_chunk_size=8, sequence_keep_gathered=False).config()
     )
     assert dict(HybridParallelPlugin(extra_kwargs={"a": 1}).config().extra_kwargs) == {"a": 1}
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+def test_sequences_that_ranks_of_their_own_divide(mode):
+    plugin = HybridParallelPlugin(sp_size=4, enable_sequence_parallelism=True, sequence_parallelism_mode=mode)
+    config = plugin.config()
+    assert (config.context_parallel_size, config.context_parallel_mode) == (4, mode)
+    assert config.enable_sequence_parallelism is False

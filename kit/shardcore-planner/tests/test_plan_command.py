@@ -135,6 +135,17 @@ def tied(tmp_path):
     return _saved(tmp_path, "BertConfig", "BertForMaskedLM")
 
 
+def test_ranks_that_divide_the_tokens_keep_their_part_of_them(small):
+    kept = {}
+    for ranks in (1, 4):
+        result = run(small, "--cp", str(ranks), "--seq", "512", "--set", "parallel_output=true", "--json")
+        assert result.exit_code == 0, result.output
+        data = json.loads(result.stdout)
+        assert data["mesh"]["cp"] == ranks
+        kept[ranks] = data["bytes"]["activations"]
+    assert kept[4] <= 1.15 * kept[1] / 4  # of five blocks: what is in front of them and behind them is whole
+
+
 def test_a_plan_as_json_and_as_a_picture(small, tmp_path):
     picture = tmp_path / "plan.svg"
     result = run(
@@ -142,7 +153,7 @@ def test_a_plan_as_json_and_as_a_picture(small, tmp_path):
     )
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
-    assert data["mesh"] == {"pp": 1, "tp": 2, "dp_replicate": 1, "dp_shard": 2}
+    assert data["mesh"] == {"pp": 1, "cp": 1, "tp": 2, "dp_replicate": 1, "dp_shard": 2}
     assert data["fits"] is True
     assert data["workload"]["seq"] == 16
     assert data["bytes"]["optimizer"] >= 2 * data["bytes"]["parameters"]
@@ -228,7 +239,7 @@ def test_a_pipeline(small, tmp_path):
     result = run(small, "--pp", "2", "--tp", "2", "--microbatches", "3", "--seq", "16", "--json", "--svg", str(picture))
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
-    assert data["mesh"] == {"pp": 2, "tp": 2, "dp_replicate": 1, "dp_shard": 1}
+    assert data["mesh"] == {"pp": 2, "cp": 1, "tp": 2, "dp_replicate": 1, "dp_shard": 1}
     assert data["workload"]["batch"] == 3
     pipeline = data["pipeline"]
     assert (pipeline["schedule"], pipeline["micro_batches"]) == ("1f1b", 3)

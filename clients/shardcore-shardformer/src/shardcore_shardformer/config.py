@@ -36,6 +36,8 @@ def _managed(value: Any) -> PipelineStageManager:
     return value
 
 
+#: Modes of sequence parallelism by which ranks of their own divide the tokens: context parallelism here.
+CONTEXT_MODES = ("all_to_all", "ring_attn")
 # (Second name, field, how its value follows from that of the second name: None leaves it alone.)
 _SECOND_NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("gather_output", "parallel_output", _opposite),
@@ -49,7 +51,10 @@ _NOT_THERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_mode": (("1d",), "use '1d'"),
     "enable_sequence_overlap": ((False,), "leave it False"),
     "make_vocab_size_divisible_by": ((None,), "leave it None: a vocabulary of any size is split unevenly"),
-    "sequence_parallelism_mode": ((None, "split_gather"), "use 'split_gather'"),
+    "sequence_parallelism_mode": (
+        (None, "split_gather", *CONTEXT_MODES),
+        f"use 'split_gather', or one of {', '.join(CONTEXT_MODES)}, which divide the tokens inside attention too",
+    ),
 }
 
 
@@ -106,11 +111,19 @@ def first_names(fields: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields and fields[name] not in nothing:
             version = shardcore.__version__
             raise NotSupportedError(f"ShardConfig.{name}={fields[name]!r} is not in shardcore {version}; {instead}")
-    if fields.get("sequence_parallelism_mode") is not None and not fields.get("enable_sequence_parallelism"):
+    mode = fields.get("sequence_parallelism_mode")
+    if mode is not None and not fields.get("enable_sequence_parallelism"):
         raise ConfigError(
-            f"ShardConfig.sequence_parallelism_mode={fields['sequence_parallelism_mode']!r} without "
-            "enable_sequence_parallelism=True says nothing; give both or neither"
+            f"ShardConfig.sequence_parallelism_mode={mode!r} without enable_sequence_parallelism=True says nothing; "
+            "give both or neither"
         )
+    if mode in CONTEXT_MODES:
+        if not fields.get("context_parallel_size"):
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} needs the number of ranks that divide each sequence: "
+                "HybridParallelPlugin(sp_size=), or ShardConfig(context_parallel_size=)"
+            )
+        first |= {"context_parallel_mode": mode, "enable_sequence_parallelism": False}
     for name, target, other in _SECOND_NAMES:
         if (value := fields.get(name)) is None or (meant := other(value)) is None:
             continue

@@ -17,7 +17,7 @@ from shardcore.config.shard_config import SHORT_NAMES
 from shardcore.config.sizes import SIZES
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.policy import Policy
-from shardcore_shardformer.config import ShardConfig, first_names
+from shardcore_shardformer.config import CONTEXT_MODES, ShardConfig, first_names
 
 __all__ = ["HybridParallelPlugin"]
 
@@ -48,7 +48,9 @@ class HybridParallelPlugin:
         pp_size: ranks among which the blocks are divided.
         dp_size: replicas with data of their own; by default as many as the other sizes leave of the ranks.
         ep_size: replicas that share the experts of a mixture, each with whole ones.
-        sp_size: ranks that share each sequence: 1, or ``tp_size`` with ``enable_sequence_parallelism=True``.
+        sp_size: ranks that share each sequence, with ``enable_sequence_parallelism=True``: ``tp_size``, which share it
+            between layers (``sequence_parallelism_mode="split_gather"``), or, with ``"all_to_all"`` and
+            ``"ring_attn"``, any number of ranks of their own, which divide it inside attention too.
         zero_stage: what replicas divide (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). 0: nothing. 1:
             the optimizer's state, gradients and parameters between steps; gradients are summed once for each batch. 2:
             the same, and gradients are summed, and divided, in the backward of each micro-batch; not with a pipeline,
@@ -101,6 +103,8 @@ class HybridParallelPlugin:
                 f"HybridParallelPlugin({here[0]}=) is not said here: who shares a model follows from tp_size, pp_size, "
                 "dp_size, ep_size, zero_stage and pp_style; leave it out"
             )
+        if settings.get("sequence_parallelism_mode") in CONTEXT_MODES:
+            settings["context_parallel_size"] = arguments.get("sp_size")
         for name, value in {**own, **arguments, "settings": first_names(settings)}.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -129,11 +133,11 @@ class HybridParallelPlugin:
             "apart, would lose the second ones: use zero_stage=1, or pp_style='1f1b'",
             NotSupportedError,
         )
-        shared = self.sp_size not in (None, 1)
+        shared = self.sp_size not in (None, 1) and self._context == 1
         refuse(
             shared and self.sp_size != self.tp_size,
             f"sp_size={self.sp_size}) other than tp_size {self.tp_size}: sequences are shared by the tensor-parallel "
-            "ranks; for context parallelism call shardcore.shard(model, cp=...)",
+            "ranks; others divide them by sequence_parallelism_mode='all_to_all' or 'ring_attn'",
             NotSupportedError,
         )
         refuse(
@@ -150,7 +154,12 @@ class HybridParallelPlugin:
         """The replicas that there are on as many ranks as were started."""
         job = None if dist.is_initialized() else torchrun()
         ranks = dist.get_world_size() if dist.is_initialized() else 1 if job is None else job.world_size
-        return self.dp_size or max(1, ranks // (self.tp_size * self.pp_size))
+        return self.dp_size or max(1, ranks // (self.tp_size * self.pp_size * self._context))
+
+    @property
+    def _context(self) -> int:
+        """The ranks that divide each sequence, inside attention too."""
+        return self.settings.get("context_parallel_size") or 1
 
     def config(self) -> ShardConfig:
         """Return the configuration of `shardcore.shard`."""

@@ -21,6 +21,7 @@ _HTML_HELP = "Draw the mesh, the cuts and the memory of each rank into one file 
 _BATCH_HELP = "Samples of each replica [default: 1; of a pipeline 1 in each micro-batch]."
 _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each rank of the pipeline]."
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
+_CP_HELP = "Ranks that divide the tokens of each batch (context parallelism)."
 _POLICY_HELP = "Infer a policy from a small copy of the class, where no pack serves it."
 _DEVICE_HELP = "Device the optimizer runs on; on cuda all but a fused one update all parameters in one call."
 
@@ -33,6 +34,7 @@ _DEVICE_HELP = "Device the optimizer runs on; on cuda all but a fused one update
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Tensor-parallel ranks.")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks.")
 @click.option("--pp", default=1, show_default=True, type=click.IntRange(1), help="Ranks of a pipeline.")
+@click.option("--cp", default=1, show_default=True, type=click.IntRange(1), help=_CP_HELP)
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
@@ -53,6 +55,7 @@ def explain(
     tp: int,
     dp: int,
     pp: int,
+    cp: int,
     settings: tuple[str, ...],
     policy: str | None,
     device: str | None,
@@ -96,6 +99,7 @@ def explain(
             tp=tp,
             dp=dp,
             pp=pp,
+            cp=cp,
             settings=settings,
             device=device,
             infer=policy is not None,
@@ -124,6 +128,7 @@ def explain(
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks [default: 1].")
 @click.option("--dp-replicate", type=click.IntRange(1), help="Of --dp, replicas with whole parameters [default: 1].")
 @click.option("--pp", type=click.IntRange(1), help="Ranks of a pipeline [default: 1].")
+@click.option("--cp", type=click.IntRange(1), help=f"{_CP_HELP[:-1]} [default: 1].")
 @click.option("--schedule", "pipeline_schedule", type=click.Choice(_SCHEDULES), help="Of --pp [default: 1f1b].")
 @click.option("--chunks", "num_model_chunks", type=click.IntRange(1), help="Of --pp: stages of each rank.")
 @click.option("--microbatches", "num_microbatches", type=click.IntRange(1), help=_MICRO_BATCHES_HELP)
@@ -161,6 +166,7 @@ def plan(
     dp: int | None,
     dp_replicate: int | None,
     pp: int | None,
+    cp: int | None,
     pipeline_schedule: str | None,
     num_model_chunks: int | None,
     num_microbatches: int | None,
@@ -190,6 +196,7 @@ def plan(
       shardcore plan ./checkpoint --tp 8 --dp 4 --sp --batch 4 --seq 8192 --memory 80GiB
       shardcore plan ./checkpoint --search --ranks 32 --memory 80GiB --svg meshes.svg
       shardcore plan ./checkpoint --pp 4 --tp 8 --schedule interleaved --microbatches 16
+      shardcore plan ./checkpoint --cp 8 --seq 131072 --memory 80GiB
       shardcore plan ./checkpoint --tp 8 --optimizer none --json
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
@@ -198,7 +205,7 @@ def plan(
     from shardcore_planner.cli.summary import batch_of
 
     limit = None if memory is None else command.bytes_of(memory)
-    sizes = _sizes(search, ranks, tp=tp, dp=dp, pp=pp, dp_replicate_size=dp_replicate)
+    sizes = _sizes(search, ranks, tp=tp, dp=dp, pp=pp, cp=cp, dp_replicate_size=dp_replicate)
     pipeline = {
         "pipeline_schedule": pipeline_schedule,
         "num_model_chunks": num_model_chunks,
@@ -236,7 +243,9 @@ def _write_page(file: Path, model: str, found: Sequence[Any], limit: int | None,
 def _sizes(search: bool, ranks: int | None, **sizes: int | None) -> dict[str, int | None]:
     """Return the sizes of the axes that were asked for; of a search, none."""
     if search and (ranks is None or any(sizes.values())):
-        raise click.UsageError("--search looks for the sizes: give --ranks, and no --tp, --dp, --pp or --dp-replicate")
+        raise click.UsageError(
+            "--search looks for the sizes: give --ranks, and no --tp, --dp, --pp, --cp or --dp-replicate"
+        )
     if ranks is not None and not search:
         raise click.UsageError("--ranks belongs to --search")
     return sizes if search else {**sizes, "tp": sizes["tp"] or 1, "dp": sizes["dp"] or 1}

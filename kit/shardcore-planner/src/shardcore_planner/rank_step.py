@@ -156,7 +156,7 @@ class _Run:
         finally:
             for handle in handles:
                 handle.remove()
-        found.update({("sent", *key): size for key, size in watch.sent.items() if key[1] != "recv"})
+        found.update({("sent", *key): size for key, size in watch.sent.items()})
         return found
 
     def _step(self, act: Callable[[str, Callable[[], None]], None]) -> None:

@@ -157,7 +157,8 @@ class Estimate:
         """The sizes of the mesh."""
         tp, whole, shards = (self.config.tensor_parallel_size, self.config.dp_replicate_size, self.config.dp_shard_size)
         pp = self.config.pipeline_parallel_size
-        return Sizes(pp=pp or 1, tp=tp or 1, dp_replicate=whole or 1, dp_shard=shards or 1)
+        cp = self.config.context_parallel_size
+        return Sizes(pp=pp or 1, cp=cp or 1, tp=tp or 1, dp_replicate=whole or 1, dp_shard=shards or 1)
 
     @property
     def samples(self) -> int:

@@ -168,12 +168,20 @@ def still(context: ShardContext) -> None:
 
 
 def groups_of(context: ShardContext | None) -> dict[str, tuple[str, int]]:
-    """Return the axis and the size of every process group by its name; groups of neighbours are on ``tp``."""
+    """Return the axis and the size of every process group by its name; groups of neighbours are on ``tp``.
+
+    FSDP2 divides parameters over ``cp`` too: its groups are on ``dp_shard`` where that has several ranks.
+    """
     found: dict[str, tuple[str, int]] = {}
     if context is not None:
-        for axis in context.mesh.mesh_dim_names or ():
-            if (size := context.mesh[axis].size()) > 1:
-                found[str(context.mesh.get_group(axis).group_name)] = axis, size
+        shards = "dp_shard" if context.sizes.dp_shard > 1 else "cp"
+        for mesh in (context.parameters, context.mesh):  # an axis of both is that of `mesh`
+            for axis in mesh.mesh_dim_names or ():
+                if (size := mesh[axis].size()) > 1:
+                    named = shards if mesh is not context.mesh and axis == "dp_shard" else axis
+                    found[str(mesh.get_group(axis).group_name)] = named, size
+        if context.mesh is not context.parameters and len(context.sharers) > 1:
+            found.setdefault(str(context.sharing_group.group_name), ("cp x tp", len(context.sharers)))
         for channel in context.neighbours.values():
             found[str(channel.group.group_name)] = "tp", channel.size
     return found

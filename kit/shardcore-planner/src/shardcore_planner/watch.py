@@ -31,8 +31,8 @@ OPERATIONS = {
     "reduce_scatter_tensor": "reduce_scatter",
 }
 
-#: What accompanies a functional collective.
-_BESIDES = ("wait_tensor", "_wrap_tensor_autograd")
+#: What sends nothing: the other end of a send, and what accompanies a functional collective.
+_BESIDES = ("recv", "wait_tensor", "_wrap_tensor_autograd")
 
 Numbers = Counter[tuple[str, ...]]
 

@@ -133,7 +133,9 @@ def heading(plan: ShardPlan) -> list[str]:
     """Return what is said of the plan as a whole: by which policy it is, and what was decided."""
     ranks = plan.config.tensor_parallel_size or 1
     origin = f" ({plan.origin})" if plan.origin else ""
-    head = f"{plan.model.rpartition('.')[2]} by {plan.policy}{origin}, tp {ranks}, digest {plan.digest[:12]}"
+    context = plan.config.context_parallel_size or 1
+    sizes = f"tp {ranks}" if context == 1 else f"tp {ranks} x cp {context}"
+    head = f"{plan.model.rpartition('.')[2]} by {plan.policy}{origin}, {sizes}, digest {plan.digest[:12]}"
     return [head, *map(str, plan.parts), *map(str, plan.choices), *_whole(plan, ranks)]
 
 

@@ -70,6 +70,7 @@ def explain(
     tp: int,
     dp: int,
     pp: int = 1,
+    cp: int = 1,
     settings: Sequence[str] = (),
     device: str | None = None,
     step: bool = False,
@@ -82,6 +83,7 @@ def explain(
         tp: tensor-parallel ranks.
         dp: data-parallel ranks.
         pp: ranks of a pipeline.
+        cp: ranks that divide the tokens of each batch.
         settings: further fields of the configuration, as ``name=value``.
         device: where the model would run, ``"cuda"`` or ``"cpu"``; by default what this machine has.
         infer: by a policy that is drafted, not by that of a pack.
@@ -95,8 +97,8 @@ def explain(
     """
     native = meta_model(model)
     policy = inference()(native, "drafted", None) if infer else None
-    given = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, **parse_settings(settings)})
-    config = given.resolve(tp * dp * pp)
+    given = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, "cp": cp, **parse_settings(settings)})
+    config = given.resolve(tp * dp * pp * cp)
     plan = planned(native, config, policy, device_type=device)
     taken = step_of(native, given, policy) if step else None
     if pp == 1:

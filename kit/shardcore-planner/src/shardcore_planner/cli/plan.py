@@ -127,7 +127,13 @@ def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
 
 
 def _mesh_to_json(sizes: Sizes) -> dict[str, int]:
-    return {"pp": sizes.pp, "tp": sizes.tp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard}
+    return {
+        "pp": sizes.pp,
+        "cp": sizes.cp,
+        "tp": sizes.tp,
+        "dp_replicate": sizes.dp_replicate,
+        "dp_shard": sizes.dp_shard,
+    }
 
 
 def show(model: str, found: Estimate, memory: int | None) -> None:
@@ -160,7 +166,7 @@ def show(model: str, found: Estimate, memory: int | None) -> None:
 
 def mesh_in_words(sizes: Sizes) -> str:
     """Return the axes with more than one rank."""
-    named = {"pp": sizes.pp, "tp": sizes.tp, "dp_shard": sizes.dp_shard, "dp_replicate": sizes.dp_replicate}
+    named = _mesh_to_json(sizes)
     return " x ".join(f"{axis} {size}" for axis, size in named.items() if size > 1) or "one rank"
 
 

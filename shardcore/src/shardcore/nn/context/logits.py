@@ -8,6 +8,7 @@ labels that count, ``num_items_in_batch``) is computed alike by all ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,7 +37,7 @@ class DividedLogits(VocabParallelLogits):
         vocabulary: how V is split.
         rows: this rank's logits, (R, V), or with V split (R, V/tp).
         shard: how tokens are divided.
-        all_rows: whether ``where`` has all rows in their order.
+        order: (R), of the logits in their order, those of this rank, as long as none was left out; else None.
     """
 
     def __init__(
@@ -45,26 +46,23 @@ class DividedLogits(VocabParallelLogits):
         vocabulary: Vocabulary,
         rows: Tensor | VocabParallelLogits,
         shard: ContextShard,
-        *,
-        all_rows: bool = True,
+        order: Tensor | None,
     ) -> None:
         super().__init__(where, vocabulary)
-        self._rows, self._shard, self._all_rows = rows, shard, all_rows
+        self._rows, self._shard, self._order = rows, shard, order
 
     @classmethod
     def of(cls, out: Any, places: Places, shard: ContextShard) -> Self:
         """Return the logits that a head made of this rank's tokens, (B, L, V)."""
         split = isinstance(out, VocabParallelLogits)
         batch, tokens, size = out.shape
-        where = torch.full((batch, places.length, 1), -1, device=out.device)
-        numbers = torch.arange(batch * tokens, device=out.device).view(batch, tokens, 1)
-        at = 0
-        for start, stop in places.ranks[shard.rank]:
-            where[:, start:stop] = numbers[:, at : at + stop - start]
-            at += stop - start
+        count = functools.partial(torch.arange, device=out.device)
+        own = torch.cat([count(start, stop) for start, stop in places.ranks[shard.rank]])
+        order = (count(batch)[:, None] * places.length + own).flatten()
+        where = torch.full((batch * places.length,), -1, device=out.device)
+        where[order] = count(batch * tokens)
         vocabulary = out._vocabulary if split else Vocabulary(shard.context, size, 0)
-        # Rows follow the order in which tokens are in the call.
-        return cls(where, vocabulary, out.flatten(0, 1), shard)
+        return cls(where.view(batch, places.length, 1), vocabulary, out.flatten(0, 1), shard, order)
 
     @property
     @override
@@ -80,7 +78,7 @@ class DividedLogits(VocabParallelLogits):
 
     def __getitem__(self, index: Any) -> Self:
         found = super().__getitem__(index)
-        found._all_rows = False
+        found._order = None
         return found
 
     @override
@@ -100,7 +98,7 @@ class DividedLogits(VocabParallelLogits):
     def full_tensor(self) -> Tensor:
         """Return the logits of all tokens and words, (B, S, V), by an all-gather; every rank makes the call."""
         places = self._shard.last
-        whole = places is not None and self._all_rows and self._local.shape[1:] == (places.length, 1)
+        whole = places is not None and self._order is not None and self._local.shape[1:] == (places.length, 1)
         if not whole or places is None or isinstance(self._rows, LazyLogits):
             self._refuse("logits of which the forward has left some out, or computed in the loss, made whole,")
         rows, width = self.local, self._vocabulary.size
@@ -110,15 +108,12 @@ class DividedLogits(VocabParallelLogits):
 
     @override
     def _losses(self, labels: Tensor, smoothing: float) -> Tensor:
-        where = self._local.reshape(-1)
-        own = (where >= 0).nonzero().squeeze(1)
-        rows, mine = self._rows, labels[own]
-        if not self._all_rows:
+        rows, own = self._rows, self._order
+        if own is None:
+            where = self._local.reshape(-1)
+            own = (where >= 0).nonzero().squeeze(1)
             rows = rows[where[own]]
-        else:  # labels in the order of rows: logits are not copied
-            order = where[own].argsort()
-            mine, own = mine[order], own[order]
-        losses = self._losses_of(rows, mine, smoothing)
+        losses = self._losses_of(rows, labels[own], smoothing)
         whole = losses.new_zeros(labels.shape).index_put((own,), losses)
         return sum_of_ranks(whole, self._shard.groups.everybody)
 
@@ -148,7 +143,7 @@ class DividedLogits(VocabParallelLogits):
         return self._with(local, self._rows)
 
     def _with(self, where: Tensor, rows: Tensor | VocabParallelLogits) -> Self:
-        return type(self)(where, self._vocabulary, rows, self._shard, all_rows=self._all_rows)
+        return type(self)(where, self._vocabulary, rows, self._shard, self._order)
 
 
 class ContextHead(ParallelMixin):
