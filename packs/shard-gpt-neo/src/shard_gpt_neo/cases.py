@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import transformers
+from transformers.models.gptj import modeling_gptj
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
@@ -29,7 +30,15 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_heads": 4,
         "max_position_embeddings": 32,
     },
-    "GPTJ": {"n_embd": 64, "n_inner": 83, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 32},
+    "GPTJ": {
+        "n_embd": 64,
+        "n_inner": 83,
+        "n_layer": 2,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "n_positions": 32,
+        "attn_implementation": "eager",
+    },
     "GPTNeoX": {
         "hidden_size": 64,
         "intermediate_size": 83,
@@ -87,7 +96,7 @@ def _case(family: str, head: str, **fields: Any) -> Case:
         "supports": Supports(
             tensor_parallel=_RANKS.get(family, (1, 2, 4)),
             sequence=True,
-            context=family == "GPTNeoX",
+            context=family in ("GPTJ", "GPTNeoX"),
             captured=("attentions", "hidden_states"),
             generation=head == "ForCausalLM",
             checkpointing=family != "GPTNeoXJapanese",
@@ -106,9 +115,13 @@ def cases() -> list[Case]:
         "use_parallel_residual": (True, False),
         "tie_word_embeddings": (False, True),
     }
+    # Before transformers 5.24 its attention was computed in one way.
+    ways = {
+        "attn_implementation": ("eager", "sdpa") if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else ("eager",)
+    }
     return [
         *(_case("GPTNeo", head) for head in (*heads, "ForTokenClassification")),
-        *(_case("GPTJ", head) for head in heads),
+        *(_case("GPTJ", head, options=ways) for head in heads),
         _case("GPTNeoX", "ForCausalLM", options=switches),
         *(_case("GPTNeoX", head) for head in (*heads[1:], "ForTokenClassification")),
         *(_case("GPTNeoXJapanese", head) for head in heads[:2]),

@@ -58,7 +58,12 @@ class GPTJModelPolicy(PretrainedPolicy):
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head."""
         return {
-            "GPTJModel": [vocab("wte"), norm("ln_f"), sequence(scatter="h[0]", gather="ln_f"), _CAPTURED],
+            "GPTJModel": [
+                vocab("wte"),
+                norm("ln_f"),
+                sequence(scatter="h[0]", gather="ln_f", attention="attn"),
+                _CAPTURED,
+            ],
             "GPTJBlock": [
                 norm("ln_1"),
                 region(
