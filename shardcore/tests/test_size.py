@@ -27,7 +27,7 @@ ROOMS = {
 }
 #: Package around the core -> the most lines.
 KITS = {
-    "shardcore_shardformer": 2250,
+    "shardcore_shardformer": 2400,
     "shardcore_transformers": 2600,
     "shardcore_peft": 2300,
     "shardcore_trainer": 2050,
