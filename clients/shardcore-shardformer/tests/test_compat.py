@@ -16,8 +16,7 @@ import torch.distributed as dist
 from needs import PIPELINES
 from tiny import TinyPolicy, batch, build
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import shardcore
@@ -280,11 +279,6 @@ def rfc():
     blocks = _blocks()
     done = _run(blocks["The RFC's customized module, by a policy"], customized_model=model)
     assert_close(wanted, done.customized_model(_x()), "output")
-    single = _run(
-        blocks["and its single layers, by PyTorch"], init_device_mesh=init_device_mesh, torch=torch, world_size=2
-    )
-    for layer, placement in ((single.layer_one, Shard(0)), (single.layer_two, Shard(1)), (single.pair[0], Shard(0))):
-        assert layer.weight.placements == (placement,)
 
 
 def test_the_equivalents_of_the_rfcs_examples(pool):
