@@ -52,7 +52,10 @@ _REFUSED = {
         {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
         "computes attention by itself",
     ),
-    "GPT2LMHeadModel": ({"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True}, "the policy does not"),
+    "GPT2LMHeadModel": (
+        {"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True},
+        "the states of an encoder",
+    ),
     "BertLMHeadModel": ({**_SIZES, "is_decoder": True}, "the policy does not say"),
 }
 

@@ -136,8 +136,10 @@ def _refused():
     mesh = DeviceMesh("cpu", torch.arange(2))
     with pytest.raises(ConfigError, match="tp_mesh_dim=1; tensor-parallel ranks are neighbours"):
         tp.parallelize_module(MLP(), PAIR, mesh, tp_mesh_dim=1)
+    model = DemoModel()
     with pytest.raises(PlanError, match="which does not compute the same"):
-        tp.parallelize_module(DemoModel(), {"layer_norm": tp.ColwiseParallel()}, mesh)
+        tp.parallelize_module(model, {"layer_norm": tp.ColwiseParallel(lambda x, mesh, dim: x)}, mesh)
+    assert not model.layer_norm._forward_pre_hooks  # nothing was changed
 
 
 def test_what_is_refused(pool):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 
@@ -15,12 +16,14 @@ class Stream(io.StringIO):
 
 def test_the_line_says_what_and_how_much(monkeypatch):
     monkeypatch.setattr("sys.stderr", stream := Stream(terminal=True))
+    before = threading.active_count()
     with Progress(4000, "saving step-10") as progress:
         progress.advance(4000)
     last = stream.getvalue().split("\r")[-1]
     assert last.startswith("saving step-10: 100%")
     assert "4.00k/4.00k" in last
     assert last.endswith("\n")
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(("terminal", "shown"), [(False, True), (True, False)])

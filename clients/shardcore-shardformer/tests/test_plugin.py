@@ -81,3 +81,9 @@ def test_sequences_that_ranks_of_their_own_divide(mode):
     config = plugin.config()
     assert (config.context_parallel_size, config.context_parallel_mode) == (4, mode)
     assert config.enable_sequence_parallelism is False
+
+
+def test_a_plugin_is_replaced():
+    mode = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"}
+    plugin = dataclasses.replace(HybridParallelPlugin(sp_size=4, **mode), sp_size=2)
+    assert plugin == HybridParallelPlugin(sp_size=2, **mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -18,6 +19,8 @@ class Progress(tqdm):  # type: ignore[misc]  # untyped
         shown: False for ranks that say nothing.
     """
 
+    monitor_interval = 0  # else tqdm starts a thread that lives as long as the process
+
     def __init__(self, total_bytes: int, what: str, *, shown: bool = True) -> None:
         # Standard error is None under some launchers.
         shown = shown and sys.stderr is not None and sys.stderr.isatty()
@@ -27,3 +30,7 @@ class Progress(tqdm):  # type: ignore[misc]  # untyped
         """Say that ``count`` more bytes were moved."""
         with self.get_lock():
             self.update(count)
+
+
+# One for the threads of this process; tqdm's own is one for processes too, and takes a semaphore of the system.
+Progress.set_lock(threading.RLock())

@@ -105,7 +105,9 @@ class HybridParallelPlugin:
             )
         if settings.get("sequence_parallelism_mode") in CONTEXT_MODES:
             settings["context_parallel_size"] = arguments.get("sp_size")
-        for name, value in {**own, **arguments, "settings": first_names(settings)}.items():
+        settings = first_names(settings)
+        settings.pop("context_parallel_size", None)  # it is `sp_size`
+        for name, value in {**own, **arguments, "settings": settings}.items():
             object.__setattr__(self, name, value)
         self._check()
 
@@ -159,7 +161,7 @@ class HybridParallelPlugin:
     @property
     def _context(self) -> int:
         """The ranks that divide each sequence, inside attention too."""
-        return self.settings.get("context_parallel_size") or 1
+        return (self.sp_size or 1) if "context_parallel_mode" in self.settings else 1
 
     def config(self) -> ShardConfig:
         """Return the configuration of `shardcore.shard`."""
@@ -170,6 +172,8 @@ class HybridParallelPlugin:
         else:
             fields = {name: value for name, value in fields.items() if name not in PIPELINE_FIELDS}
         sizes: dict[str, Any] = {"tp": self.tp_size, "pp": self.pp_size, "dp": self.replicas, "ep": self.ep_size}
+        if self._context > 1:
+            sizes["cp"] = self._context
         if self.zero_stage == 0:
             sizes["dp_shard_size"] = 1  # whole replicas
         return ShardConfig.of(**sizes, **fields)

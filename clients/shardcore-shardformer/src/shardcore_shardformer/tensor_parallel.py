@@ -48,9 +48,9 @@ class ParallelStyle:
     def __init__(self, prepare_input: Prepare | None = None, prepare_output: Prepare | None = None) -> None:
         self._prepare_input, self._prepare_output = prepare_input, prepare_output
 
-    def entries(self, path: str, part: nn.Module) -> dict[str, Any]:
-        """Return what a policy as data says of ``part``, which is at ``path``."""
-        return {path: self.word}
+    def said_of(self, part: nn.Module) -> Any:
+        """Return what a policy as data says of a module: a word, or rules."""
+        return self.word
 
 
 class ColwiseParallel(ParallelStyle):
@@ -72,12 +72,12 @@ class PairwiseParallel(ParallelStyle):
     `torch.nn.MultiheadAttention`, and, if it is the whole module, `torch.nn.Transformer`.
     """
 
-    def entries(self, path: str, part: nn.Module) -> dict[str, Any]:
+    def said_of(self, part: nn.Module) -> Any:
         """Return a region for each pair, or the word for torch's attention."""
         if isinstance(part, nn.Sequential):
             linears = [name for name, child in part.named_children() if isinstance(child, nn.Linear)]
-            return {path: [region(col=a, row=b) for a, b in zip(linears[::2], linears[1::2], strict=False)]}
-        return {path: attention("") if isinstance(part, nn.MultiheadAttention) else "pairwise"}
+            return [region(col=a, row=b) for a, b in zip(linears[::2], linears[1::2], strict=False)]
+        return attention("") if isinstance(part, nn.MultiheadAttention) else "pairwise"
 
 
 PairwiseParallelStyle = PairwiseParallel
@@ -116,20 +116,16 @@ def parallelize_module(
             f"tp_mesh_dim={tp_mesh_dim}; tensor-parallel ranks are neighbours"
         )
     styles: Mapping[str, Any] = plan if isinstance(plan, Mapping) else {"": plan}
-    data: dict[str, list[Any]] = {}
-    for path, style in styles.items():
-        part = module.get_submodule(path)
-        said = style.entries(path, part) if isinstance(style, ParallelStyle) else {path: style}
-        for name, value in said.items():
-            data.setdefault(name, []).extend(value if isinstance(value, list) else [value])
-        if isinstance(style, ParallelStyle):
-            _prepare(part, style, mesh, tp_mesh_dim)
+    own_styles = {path: style for path, style in styles.items() if isinstance(style, ParallelStyle)}
+    said = {path: style.said_of(module.get_submodule(path)) for path, style in own_styles.items()}
     own = isinstance(plan, PairwiseParallel) and type(module).__module__.startswith("torch.nn.")
-    policy = None if own and not isinstance(module, nn.Sequential) else data
+    policy = None if own and not isinstance(module, nn.Sequential) else {**styles, **said}
     named = ("dp", "tp")[-mesh.ndim :]
     if mesh.mesh_dim_names != named:
         mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=named)
     shardcore.shard(module, policy=policy, device_mesh=mesh, wrap=False)
+    for path, style in own_styles.items():  # after what may be refused
+        _prepare(module.get_submodule(path), style, mesh, tp_mesh_dim)
     return module
 
 

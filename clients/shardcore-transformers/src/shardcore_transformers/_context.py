@@ -248,6 +248,8 @@ class _Context(DividedAttention):
         config: Any = model.config
         if any(getattr(config, name, None) is not None for name in getattr(config, "sub_configs", {})):
             return f"{type(model).__name__} is made of several models"
+        if getattr(config, "add_cross_attention", False):
+            return f"{type(model).__name__} attends to the states of an encoder too, of which each rank has all tokens"
         inner = config._attn_implementation
         if inner not in _INNER:
             return f"the model computes attention by {inner!r}, and {', '.join(_INNER)} are known"

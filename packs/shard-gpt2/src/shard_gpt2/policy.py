@@ -29,13 +29,10 @@ class GPT2ModelPolicy(PretrainedPolicy):
 
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first=("wte", "wpe", "drop"), blocks="h", last="ln_f")
+    #: Where tokens may be split.
+    tokens: ClassVar[tuple[Rule, ...]] = (sequence(scatter="h[0]", gather="ln_f", attention="attn"),)
     #: What a head adds.
     rules: ClassVar[ModulePolicy] = {}
-
-    def tokens(self) -> list[Rule]:
-        """Return where tokens may be split; those of an encoder's states stay together."""
-        crosses = self.model.config.add_cross_attention
-        return [sequence(scatter="h[0]", gather="ln_f", attention=() if crosses else "attn")]
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head."""
@@ -45,7 +42,7 @@ class GPT2ModelPolicy(PretrainedPolicy):
                 replicate("wpe"),
                 norm("ln_f"),
                 enter_arg("", "encoder_hidden_states"),
-                *self.tokens(),
+                *self.tokens,
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
             ],
             "GPT2Block": [
@@ -76,12 +73,9 @@ class GPT2LMHeadModelPolicy(GPT2ModelPolicy):
 class GPT2DoubleHeadsModelPolicy(GPT2ModelPolicy):
     """The next word, and which of several choices is right; its last hidden states have choices before tokens."""
 
+    tokens = ()
     stages = GPT2ModelPolicy.stages.under("transformer", then=("lm_head", "multiple_choice_head"))
     rules: ClassVar[ModulePolicy] = {"GPT2DoubleHeadsModel": [head("lm_head"), replicate("multiple_choice_head")]}
-
-    def tokens(self) -> list[Rule]:
-        """Return nothing: all tokens stay together."""
-        return []
 
 
 class GPT2ForSequenceClassificationPolicy(GPT2ModelPolicy):

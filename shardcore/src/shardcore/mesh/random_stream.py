@@ -144,10 +144,12 @@ class RandomStream:
         """
         if not self._levels:
             if self.follows and self.seed_of is not None and draws():
-                drawn = torch.tensor(_draw(), device="cpu")
+                drawn = _draw()
                 if self.group is not None:
-                    dist.broadcast(drawn, group=self.group, group_src=0)
-                self.seed(self.seed_of(int(drawn)))
+                    number = torch.tensor(drawn, device="cpu")
+                    dist.broadcast(number, group=self.group, group_src=0)
+                    drawn = int(number)
+                self.seed(self.seed_of(drawn))
             self._thread = threading.get_ident()
             self._outside = self._read()
             self._forks.clear()
