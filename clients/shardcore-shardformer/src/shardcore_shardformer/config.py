@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import shardcore
 from shardcore.config import shard_config
 from shardcore.config.shard_config import Switch
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import axis_name
+from shardcore.mesh import ContextMode, axis_name
 from shardcore_shardformer.stage_manager import PipelineStageManager
 
 __all__ = ["ShardConfig", "first_names"]
@@ -37,7 +37,7 @@ def _managed(value: Any) -> PipelineStageManager:
 
 
 #: Modes of sequence parallelism by which ranks of their own divide the tokens: context parallelism here.
-CONTEXT_MODES = ("all_to_all", "ring_attn")
+CONTEXT_MODES = tuple(mode for mode in get_args(ContextMode) if mode != "auto")
 # (Second name, field, how its value follows from that of the second name: None leaves it alone.)
 _SECOND_NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("gather_output", "parallel_output", _opposite),
