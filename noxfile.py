@@ -7,15 +7,16 @@ need no ranks (``smoke``). ``nox -s quick`` is what ``.ci/run`` runs: what ``nox
 
 In the nightly run each pack is tested by itself, every size and every case of the conformance kit, against the newest
 release that its ``[tool.shardcore.matrix]`` names: a session such as ``shard-bert-transformers-5.24.0``. Every other
-release is tested with all packs that name it, sizes 1 and 2: a session such as ``transformers-5.0.0`` (``-- -k
-shard-bert`` selects). Tags: ``tests`` (the core, each pack by itself, all packs together, the clients), ``matrix`` (the
-other releases), ``mistakes`` (the recorded ones, a session for each kind), ``searches`` (random configurations,
-trainings that are killed, eight ranks), ``pythons`` (the core with each other Python that is here), and the name of
-each pack. One environment for each release serves all of them, and those of one torch share its files.
+release is tested with all packs that name it, every mechanism and every family once: a session such as
+``transformers-5.0.0`` (``-- -k shard-bert`` selects). Tags: ``tests`` (the core, each pack by itself, all packs
+together, the clients), ``matrix`` (the other releases), ``mistakes`` (the recorded ones, a session for each kind),
+``searches`` (random configurations, trainings that are killed, eight ranks), ``pythons`` (the core with each other
+Python that is here), and the name of each pack. One environment for each release serves all of them, and those of one
+torch share its files.
 
 Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
-unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew.
-``nox -s capabilities`` runs the kits, sizes 1 and 2, with the kernels of every kind of processor that the machine has.
+unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew. ``nox -s
+capabilities`` runs the kits, as the quick run does, with the kernels of every kind of processor of the machine.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from suites import (  # noqa: E402
     core_suite,
     everything,
     pip,
+    small_first,
 )
 
 # Ruff formats the signatures in the documentation too.
@@ -159,8 +161,7 @@ def add_quick(name: str, tests: Path, sources: list[Path], *options: str, **more
     nox.session(venv_backend="none", name=name, tags=["quick"], default=False)(test)
 
 
-# The first case that shows a mechanism stands for it: small models come first.
-_packs = sorted((pack.folder for pack in PACKS), key=lambda folder: folder.name not in ("shard-gpt2", "shard-llama"))
+_packs = [pack.folder for pack in small_first(PACKS)]
 _TOGETHER = (f"--ignore={ROOT / 'tests' / 'clients'}",)
 _shown = [
     ROOT / name for name in ("tests", "docs", "examples", "noxfile.py", ".ci", ".github", ".pre-commit-config.yaml")

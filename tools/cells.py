@@ -89,8 +89,8 @@ class Cell:
         environment: where the tests run.
         options: options of pytest. A library that has environments of its own selects what names it, and whether each
             policy has a case; the rest runs in the others. Tests of what only torch does run at the newest release.
-        whole: every size and every case of the conformance kit, and tests that take long; else sizes 1 and 2, and what
-            is the same for the models of a family once for each.
+        whole: every size and every case of the conformance kit, and tests that take long; else every mechanism and
+            every family once, as in the quick run.
     """
 
     packs: tuple[Pack, ...]

@@ -22,7 +22,6 @@ from pathlib import Path
 from cells import Pack, find_packs  # from tools/
 from shardcore_testing.cases import Case
 from shardcore_testing.checks import examine
-from shardcore_testing.families import stand_for_families
 from shardcore_testing.findings import Finding
 from shardcore_testing.pool import WorkerPool
 from shardcore_testing.subject import Subject, cases_of, registry_of
@@ -69,10 +68,11 @@ def rows_of(pack: Pack, pool: WorkerPool, sizes: Sequence[int]) -> Iterator[Row]
     """Yield a row for each family that a pack serves with the libraries that are installed."""
     plugin = f"{pack.name.replace('-', '_')}.plugin"
     cases = cases_of(registry_of(plugin).packs[0].cases)
-    standing = stand_for_families(cases)
+    first: dict[str, Case] = {}
     for case in cases:
-        if case.name in standing:
-            yield Row(_family(case), tuple(_cells(case, plugin, pool, sizes)))
+        first.setdefault(_family(case), case)
+    for family, case in first.items():
+        yield Row(family, tuple(_cells(case, plugin, pool, sizes)))
 
 
 def _family(case: Case) -> str:

@@ -41,14 +41,14 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def add_python(version: str) -> None:
-    """Make the session that tests the core with another Python."""
+    """Make the session that tests the core with another Python, as the quick run does."""
 
     def test(session: nox.Session) -> None:
         if (python := find_python(version)) is None:
             session.skip(f"this machine has no Python {version}; install it, or name it by pyenv")
         environment = Environment("core", (TORCH,), python=python)
         against = f"Python {version}"
-        core_suite(session, environment, against).run()
+        core_suite(session, environment, against, "--quick").run()
 
     test.__doc__ = f"Test the core with Python {version}, where this machine has it."
     nox.session(venv_backend="none", name=f"core-python-{version}", tags=["pythons"], default=False)(test)
@@ -107,7 +107,7 @@ for _stack, _environment in CLIENTS.items():
 
 @nox.session(venv_backend="none", tags=["matrix"], default=False)
 def minimums(session: nox.Session) -> None:
-    """Test core and packs (sizes 1 and 2) with the lowest torch and transformers that their metadata allows."""
+    """Test the core, and packs as the quick run does, with the lowest torch and transformers that are allowed."""
     own = nox.project.load_toml(CORE / "pyproject.toml")["project"]["dependencies"]
 
     core, alike = floors_of(own), {}
@@ -215,7 +215,7 @@ for _file in sorted((ROOT / "tests" / "mutations").glob("*.toml")):
 
 @nox.session(venv_backend="none", default=False)
 def capabilities(session: nox.Session) -> None:
-    """Run the conformance kit (sizes 1 and 2) with the kernels of each kind of processor that this machine has."""
+    """Run the conformance kit, as the quick run does, with the kernels of each kind of processor that is here."""
     failed = []
     packs = [pack for pack in PACKS if pack.is_tested_with(NEWEST.pins)]
     for capability in capabilities_here(Path("/proc/cpuinfo")):

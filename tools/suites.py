@@ -40,6 +40,7 @@ __all__ = [
     "core_suite",
     "everything",
     "pip",
+    "small_first",
     "suite_of",
     "with_every_library",
 ]
@@ -101,8 +102,6 @@ SOURCES = [CORE, *AROUND, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT
 # What the checks read.
 _CHECKED = ("shardcore", "clients", "kit", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py",
             "pyproject.toml", "mkdocs.yml")  # fmt: skip
-# What of the conformance kit runs where not everything does.
-_SIZES_1_AND_2 = ("--families", "--ranks=2")
 # Sessions of several suites, each of which has a result of its own.
 _SEVERAL = ("capabilities", "minimums", "smoke")
 
@@ -315,10 +314,15 @@ def _uv() -> str | None:
     return str(beside) if beside.exists() else shutil.which("uv")
 
 
-def core_suite(session: nox.Session, environment: Environment, against: str = "") -> Suite:
-    """Return the suite of the core and of what is around it."""
-    places = [CORE, *AROUND]
-    return Suite(session, environment, "shardcore", CORE / "tests", OWN, places, against=against, options=TESTS_AROUND)
+def core_suite(session: nox.Session, environment: Environment, against: str = "", *options: str) -> Suite:
+    """Return the suite of the core and of what is around it, with options of pytest."""
+    places, tests = [CORE, *AROUND], [*TESTS_AROUND, *options]
+    return Suite(session, environment, "shardcore", CORE / "tests", OWN, places, against=against, options=tests)
+
+
+def small_first(packs: Sequence[Pack]) -> list[Pack]:
+    """Return packs in the order of a quick run: the first case that shows a mechanism stands for it."""
+    return sorted(packs, key=lambda pack: pack.name not in ("shard-gpt2", "shard-llama"))
 
 
 def suite_of(
@@ -338,13 +342,13 @@ def suite_of(
         packs: the packs, which are installed with those that they need, and without others.
         environment: where it runs.
         against: library and release, for the table.
-        whole: every size and every case of the conformance kit, and not sizes 1 and 2 alone.
+        whole: every size and every case of the conformance kit, and not every mechanism and every family once.
         options: further options of pytest.
         env: further environment variables of the tests.
     """
     needed = [other for pack in packs for other in pack.needed(PACKS)]
     folders = list(dict.fromkeys(pack.folder for pack in (*packs, *needed)))
-    first, *tests = (pack.folder / "tests" for pack in packs)
+    first, *tests = (pack.folder / "tests" for pack in small_first(packs))
     return Suite(
         session,
         environment,
@@ -354,6 +358,6 @@ def suite_of(
         [CORE / "src", *SOURCES_AROUND, ROOT / "packs" / "conftest.py", *folders],
         against=against,
         data=sorted({name for pack in packs for name in pack.data}),
-        options=[*map(str, tests), *(() if whole else _SIZES_1_AND_2), *options],
+        options=[*map(str, tests), *(() if whole else ("--quick",)), *options],
         env=env,
     )

@@ -69,7 +69,7 @@ class _Metafunc:
         self.function = getattr(PolicyConformance, f"test_{check}")
 
     def getoption(self, name):
-        assert name in ("quick", "families", "ranks")
+        assert name in ("quick", "ranks")
         return self.most if name == "ranks" else name in self.given
 
     def parametrize(self, name, values, ids, indirect):
@@ -84,7 +84,7 @@ def _asked(kit, check, *given, stash=None):
     return asked
 
 
-@pytest.mark.parametrize(("given", "most"), [((), 4), ((), 2), (("families",), 4), (("quick",), 4)])
+@pytest.mark.parametrize(("given", "most"), [((), 4), ((), 2), (("quick",), 4)])
 def test_no_section_takes_more_ranks_than_there_are(monkeypatch, given, most):
     from kit_net import CASE
 
@@ -150,28 +150,19 @@ def _of_family(*, broken=False):
     return model
 
 
-def test_what_a_family_shares_is_left_to_its_first_case():
+def test_the_whole_kit_asks_for_a_capability_where_it_is_claimed_and_of_the_first_case():
     from kit_net import CASE
 
-    def case(name, **fields):
-        return dataclasses.replace(CASE, name=name, **fields)
+    def case(name, **supports):
+        return dataclasses.replace(CASE, name=name, supports=dataclasses.replace(CASE.supports, **supports))
 
-    cases = (
-        case("plain"),
-        case("also_plain"),  # without a configuration, of the family of its class
-        case("first", build=_of_family),
-        case("head", build=_of_family, supports=dataclasses.replace(CASE.supports, experts=True, context=True)),
-        case("broken", build=functools.partial(_of_family, broken=True)),
-    )
+    cases = (case("plain"), case("also_plain"), case("head", experts=True, context=True))
     kit = type("Kit", (PolicyConformance,), {"cases": cases})
     for name, section in SECTIONS.items():
-        every = ["plain", "head"] if section.claim else ["plain", "also_plain", "first", "head", "broken"]
-        (check, *_), several = section.checks, section.several and section.replicas == 1
-        found = {tested.partition("-")[0]: tested for tested in _asked(kit, check, "families").ids}
-        assert list(found) == (["plain", "first", "broken"] if section.family else every), name
-        assert {tested.partition("-")[0] for tested in _asked(kit, check).ids} == set(every), name
-        assert ("head-tp1" in _asked(kit, check, "families").ids) == (not several and not section.family), name
-        assert ("head-tp1" in _asked(kit, check).ids) == (section.alone or section.replicas > 1), name
+        asked = _asked(kit, section.checks[0]).ids
+        every = {"plain", "head"} if section.claim else {"plain", "also_plain", "head"}
+        assert {tested.partition("-")[0] for tested in asked} == every, name
+        assert ("head-tp1" in asked) == (section.alone or section.replicas > 1), name
 
 
 KIT = """

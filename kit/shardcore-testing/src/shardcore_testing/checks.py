@@ -48,8 +48,6 @@ class Section:
         several: it runs on several ranks too.
         mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at each
             size for the first case of a pack, and at the smallest size of several ranks for the others.
-        family: what it checks is the same for all models of a family. With ``--families`` it is left to the first case
-            of each; see `shardcore_testing.families`.
         quick: the cases for which it runs with ``--quick``: those whose numbers are compared, or those whose plans show
             a new signature, a new kind of step, mixin or layout (which is enough for a mechanism), or a new kind of
             layout (for what is saved and read). See `shardcore_testing.families`.
@@ -63,21 +61,17 @@ class Section:
     alone: bool = False
     several: bool = True
     mechanical: bool = False
-    family: bool = False
     quick: Literal["numbers", "signature", "kind", "layout"] = "kind"
     claim: str = ""
     replicas: int = 1
 
-    def sizes(self, case: Case, *, first: bool, stands: bool = True) -> list[int]:
+    def sizes(self, case: Case, *, first: bool) -> list[int]:
         """Return the sizes at which a conformance test runs it for a case.
 
         Args:
             case: the case.
             first: it is the first of its pack.
-            stands: it stands for its family, or no case does.
         """
-        if self.family and not stands:
-            return []
         if self.claim and not (first or getattr(case.supports, self.claim)):
             return []
         of_several = sorted(size for size in case.supports.tensor_parallel if size > 1) if self.several else []
@@ -85,8 +79,7 @@ class Section:
             return [1, *(size for size in of_several if size == 2 and (first or self.claim))]
         if self.mechanical and not first:
             del of_several[1:]
-        # On one rank nothing is split: what a family's other models differ in shows on several.
-        return [1, *of_several] if self.alone and (stands or not of_several) else of_several
+        return [1, *of_several] if self.alone else of_several
 
     def quick_sizes(self, case: Case, news: News) -> list[int]:
         """Return the sizes at which a conformance test runs it for a case with ``--quick``; replicas have one rank."""
@@ -107,15 +100,13 @@ SECTIONS: Mapping[str, Section] = {
     "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True, quick="numbers"),
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
     "pipeline": Section(run=checks_pipeline.pipeline, checks=("pipeline",), alone=True, several=False),
-    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), mechanical=True, family=True),
+    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), mechanical=True),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
     "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True, quick="numbers"),
-    "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True, family=True),
-    "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True, family=True),
+    "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True),
+    "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True),
     "inside": Section(run=checks_inside.inside, checks=("inside",), mechanical=True),
-    "data parallel": Section(
-        run=checks_data.data_parallel, checks=("data parallel",), alone=True, family=True, replicas=2
-    ),
+    "data parallel": Section(run=checks_data.data_parallel, checks=("data parallel",), alone=True, replicas=2),
     "experts": Section(
         run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts", quick="signature"
     ),
@@ -126,32 +117,24 @@ SECTIONS: Mapping[str, Section] = {
         claim="experts",
         quick="signature",
     ),
-    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True, family=True),
-    "options": Section(run=checks_training.options, checks=("options",), mechanical=True, family=True),
-    "checkpointing": Section(
-        run=checks_training.recomputation, checks=("checkpointing",), mechanical=True, family=True
-    ),
-    "communication": Section(
-        run=checks_training.communication, checks=("communication",), mechanical=True, family=True
-    ),
-    "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True, family=True),
-    "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True, family=True),
+    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True),
+    "options": Section(run=checks_training.options, checks=("options",), mechanical=True),
+    "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",), mechanical=True),
+    "communication": Section(run=checks_training.communication, checks=("communication",), mechanical=True),
+    "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True),
+    "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True),
     "state": Section(run=checks_state.state, checks=("state dict",), mechanical=True, quick="layout"),
-    "checkpoint": Section(
-        run=checks_state.checkpoint, checks=("checkpoint",), mechanical=True, family=True, quick="layout"
-    ),
-    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True, family=True, quick="layout"),
+    "checkpoint": Section(run=checks_state.checkpoint, checks=("checkpoint",), mechanical=True, quick="layout"),
+    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True, quick="layout"),
     "loading": Section(run=checks_loading.loading, checks=("loading",), mechanical=True),
     "initialisation": Section(
-        run=checks_loading.initialisation, checks=("initialisation",), mechanical=True, family=True, quick="layout"
+        run=checks_loading.initialisation, checks=("initialisation",), mechanical=True, quick="layout"
     ),
     "saving": Section(run=checks_state.saving, checks=("save_pretrained",), quick="layout"),
     "captured": Section(run=checks_state.captured, checks=("captured",), quick="signature"),
     "generation": Section(run=checks_random.generation, checks=("generation",), quick="signature"),
     "sequence": Section(run=checks_sequence.sequence, checks=("sequence",), mechanical=True),
-    "sequence modes": Section(
-        run=checks_sequence.sequence_modes, checks=("sequence modes",), mechanical=True, family=True
-    ),
+    "sequence modes": Section(run=checks_sequence.sequence_modes, checks=("sequence modes",), mechanical=True),
     "context": Section(
         run=checks_sequence.context, checks=("context",), alone=True, several=False, replicas=2, claim="context"
     ),

@@ -10,7 +10,6 @@ unsharded model, by that model's list of names.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from shardcore_testing import checks_pack
 from shardcore_testing.cases import Case
 from shardcore_testing.checks import CHECKS, SECTIONS, Section, examine
 from shardcore_testing.checks_training import STEPS
-from shardcore_testing.families import Chosen, News, stand_for_families
+from shardcore_testing.families import Chosen, News
 from shardcore_testing.findings import Finding
 from shardcore_testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore_testing.subject import Subject, cases_of, registry_of
@@ -121,9 +120,9 @@ def _finding(check: str, problems: list[str], compared: int = 1) -> Finding:
 class PolicyConformance:
     """Inherit from it and set `plugin`, or `cases`, or both; name the subclass so that pytest collects it.
 
-    A test that a case closes is skipped with the reason. ``pytest --families`` leaves what is the same for all models
-    of a family to the first case of each. ``--quick`` compares the gradients of each family and each kind of head on
-    two ranks, and leaves the rest to the first case of the session that shows it; see `shardcore_testing.families`.
+    A test that a case closes is skipped with the reason. ``pytest --quick`` compares the gradients of each family and
+    each kind of head on two ranks, and leaves the rest to the first case of the session that shows it; see
+    `shardcore_testing.families`.
 
     Attributes:
         plugin: the module of the pack's plugin; the pack need not be installed.
@@ -174,15 +173,13 @@ class PolicyConformance:
     def _sizes(self, section: Section, config: pytest.Config) -> Iterator[tuple[Case, list[int]]]:
         """Yield each case with the sizes at which a section runs for it."""
         cases = self.all_cases()
-        kit: Any = type(self)  # mypy does not take classes for hashable
         if config.getoption("quick"):
             news = self._news(config)
             for case in cases:
                 yield case, section.quick_sizes(case, news[case.name])
             return
-        standing = _standing(kit) if config.getoption("families") else {case.name for case in cases}
         for index, case in enumerate(cases):
-            yield case, section.sizes(case, first=index == 0, stands=case.name in standing)
+            yield case, section.sizes(case, first=index == 0)
 
     def test_discovery_imports_no_torch(self, fresh: dict[str, Finding]) -> None:
         """The plugin loads, and imports neither torch nor a model library."""
@@ -195,11 +192,6 @@ class PolicyConformance:
     def test_plans_do_not_depend_on_hash_seeds(self, fresh: dict[str, Finding]) -> None:
         """The digest of every plan is equal in processes with different hash seeds."""
         report(fresh["digest"], self.plugin)
-
-
-@functools.cache
-def _standing(kit: Any) -> set[str]:
-    return stand_for_families(kit.all_cases())
 
 
 def _name(check: str) -> str:

@@ -1,15 +1,10 @@
-"""Which cases go through which sections, where not all go through all: ``--families`` and ``--quick``.
+"""Which cases go through which sections with ``--quick``.
 
-Models of one class of configuration have their blocks from the same classes, and one policy's words for them. With
-``--families`` the numbers of every case are compared, and once what depends on those blocks alone (dropout,
-recomputation, the cost of a block, replicas, checkpoints).
-
-``--quick`` asks plans instead of configurations. A plan says which kinds of steps, mixins and layouts a model gets:
-its *signature*. Gradients are compared for each kind of class of a pack (a base model, each kind of head), each family
-and each signature; steps, and what else depends on how kinds work together, once for each signature; and a mechanism,
-which works or does not whatever it stands beside, once for each kind of the core that blocks are made of.
-`shardcore_testing.checks.Section.quick` says which is which. The first case with a kind stands for it, so a session is
-quicker where small models come first.
+A plan says which kinds of steps, mixins and layouts a model gets: its *signature*. Gradients are compared for each
+kind of class of a pack (a base model, each kind of head), each family and each signature; steps, and what else
+depends on how kinds work together, once for each signature; and a mechanism, which works or does not whatever it
+stands beside, once for each kind of the core that blocks are made of. `shardcore_testing.checks.Section.quick` says
+which is which. The first case with a kind stands for it, so a session is quicker where small models come first.
 """
 
 from __future__ import annotations
@@ -21,33 +16,11 @@ from typing import Any
 from shardcore_testing.cases import Case
 from shardcore_testing.subject import Subject, meta_copy
 
-__all__ = ["Chosen", "News", "layouts_of", "mechanisms_of", "quick_size", "signature_of", "stand_for_families"]
+__all__ = ["Chosen", "News", "layouts_of", "mechanisms_of", "quick_size", "signature_of"]
 
 
 #: Where the core keeps what is around the calls and outputs of a model.
 _AROUND = (".outputs", ".calls", ".after_forward")
-
-
-def stand_for_families(cases: Sequence[Case]) -> set[str]:
-    """Return the names of the cases that stand for their families: the first of each.
-
-    Args:
-        cases: the cases of a pack. A model without a configuration is of the family of its class; one that cannot be
-            built stands for itself, so that its tests say why.
-    """
-    first: dict[object, str] = {}
-    for case in cases:
-        first.setdefault(_family(case), case.name)
-    return set(first.values())
-
-
-def _family(case: Case) -> object:
-    try:
-        model = case.build()
-    except Exception:
-        return case.name
-    config = getattr(model, "config", None)
-    return type(model) if config is None else type(config)
 
 
 def signature_of(plan: Any) -> frozenset[str]:

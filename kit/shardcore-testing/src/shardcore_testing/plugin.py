@@ -22,12 +22,7 @@ _MARKERS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--quick``, ``--families``, ``--device`` and ``--ranks``."""
-    parser.addoption(
-        "--families",
-        action="store_true",
-        help="shardcore: what is the same for all models of a family runs for the first case of each",
-    )
+    """Add ``--quick``, ``--device`` and ``--ranks``."""
     parser.addoption("--device", default="cpu", help="shardcore: what ranks compute on: cpu, or cuda (default: cpu)")
     parser.addoption("--ranks", type=int, default=4, help="shardcore: tests that need more ranks are skipped")
     parser.addoption(
