@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,6 +22,8 @@ from shardcore_testing import hidden_loss
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 Batch = dict[str, Tensor]
+
+BEFORE_5_5 = Version(transformers.__version__) < Version("5.5")
 
 #: What each class returns besides the loss.
 OUTPUTS = ("last_hidden_state", "logits", "start_logits", "end_logits")

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from llama_cases import batch, build, compare_forward, loss_of, shard, train_beside
+from llama_cases import BEFORE_5_5, batch, build, compare_forward, loss_of, shard, train_beside
 from torch.utils.checkpoint import checkpoint
 
 from shardcore._torch import SCALES_PARTIAL
@@ -248,6 +248,7 @@ def _nested():
     assert_same_gradients(reference, sharded)
 
 
+@pytest.mark.skipif(BEFORE_5_5, reason="transformers returns hidden states of both calls before 5.5")
 def test_a_forward_inside_of_a_forward(pool):
     pool.run(_nested, world=2)
 
