@@ -73,7 +73,7 @@ def main() -> None:
         tokenizer.save_pretrained(options.output / "merged")
 
     # 5. What was saved, beside what was trained.
-    prompt = tokenizer(texts[0][:40], return_tensors="pt")
+    prompt = tokenizer(texts[0][:40], return_tensors="pt", return_token_type_ids=False)
     answer = model.generate(**prompt.to(model.device), max_new_tokens=10, do_sample=False)  # on every rank
     if first():
         plain = LlamaForCausalLM.from_pretrained(options.output / "merged", dtype=model.dtype)

@@ -71,7 +71,7 @@ ENV: dict[str, str | None] = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 # What the snippets of the documentation import.
-SNIPPETS = ("accelerate==1.15.0", "peft==0.21.2")
+SNIPPETS = ("accelerate==1.15.0", "bitsandbytes==0.50.2", "peft==0.21.2")
 _TRAINING = ("trl==1.16.0", "datasets==5.2.0", "sentence-transformers==6.2.0")
 #: The newest releases of everything that needs no torch of its own; `everything` installs the core and all packs there.
 EVERYTHING = Environment("everything", (TORCH,), (*NEWEST.pins, *SNIPPETS, *_TRAINING))

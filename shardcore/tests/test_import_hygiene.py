@@ -81,9 +81,19 @@ def test_the_check_can_fail() -> None:
     assert "shardcore.plugins.registry" in loaded_by("import shardcore\nshardcore.Registry")
 
 
-FOREIGN = {"transformers", "timm", "accelerate", "peft", "huggingface_hub", "trl", "sentence_transformers", "datasets"}
+FOREIGN = {
+    "transformers",
+    "timm",
+    "bitsandbytes",
+    "accelerate",
+    "peft",
+    "huggingface_hub",
+    "trl",
+    "sentence_transformers",
+    "datasets",
+}
 #: The clients that know them.
-KNOWING = {"shardcore_transformers", "shardcore_peft", "shardcore_trainer"}
+KNOWING = {"shardcore_transformers", "shardcore_bitsandbytes", "shardcore_peft", "shardcore_trainer"}
 
 #: What each room may import of shardcore: arrows go down only.
 ROOMS = {
@@ -96,7 +106,20 @@ ROOMS = {
     "compile": {"styles", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
     "plugins": {"hooks", "policy", "errors", "_env"},
     "agree": {"plan", "comm", "mesh", "errors"},
-    "apply": {"clients", "plugins", "agree", "compile", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
+    "apply": {
+        "comm",
+        "clients",
+        "plugins",
+        "agree",
+        "compile",
+        "policy",
+        "plan",
+        "nn",
+        "config",
+        "mesh",
+        "errors",
+        "_env",
+    },
     "weights": {"plan", "comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
     "fsdp": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},

@@ -28,8 +28,9 @@ ROOMS = {
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 2400,
-    "shardcore_transformers": 2600,
-    "shardcore_peft": 2300,
+    "shardcore_transformers": 2650,
+    "shardcore_bitsandbytes": 450,
+    "shardcore_peft": 2350,
     "shardcore_trainer": 2050,
     "shardcore_cli": 900,
     "shardcore_debug": 150,

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
+BEFORE_5 = transformers.__version__.startswith("4.")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 300  # seconds; each process imports everything first
@@ -133,6 +135,7 @@ def test_images_that_are_arrays(call):
 
 @libraries
 @pytest.mark.nightly
+@pytest.mark.skipif(BEFORE_5, reason="a tokenizer of Whisper takes files alone before transformers 5")
 def test_sound_that_is_made(call):
     call("small.py", "whisper", "whisper", world=1)
     one, two = (call("speech.py", "--model", "whisper", "--steps", "150", world=ranks) for ranks in (1, 2))

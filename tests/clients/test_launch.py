@@ -47,7 +47,8 @@ def test_two_hosts_of_torchrun(tmp_path):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     line = ("bash", str(LAUNCH / "torchrun.sh"), "localhost", "examples/resume.py", "--tp", "2", "--until", "2")
-    hosts = [begin(tmp_path, *line, DEVICES="2", PORT=port) for _ in range(2)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    hosts = [begin(tmp_path, *line, DEVICES="2", PORT=port, PATH=path) for _ in range(2)]
     printed = [end(host) for host in hosts]
     assert "0 steps are done; tp 2 x dp 2" in "".join(printed)
     assert len(re.findall(r"^step \d: loss", "".join(printed), re.M)) == 2  # on one of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,10 @@ def a_head_of_transformers(folder: str) -> dict[str, torch.Tensor]:
     return parameters(model)
 
 
+@pytest.mark.skipif(
+    version("transformers")[0] == "4",
+    reason="one call of torch's fused AdamW gets plain tensors and DTensors there, an error",
+)
 def test_the_model_of_transformers_around_a_sharded_body_is_saved_whole(pool, tmp_path):
     from transformers import LlamaForCausalLM
 

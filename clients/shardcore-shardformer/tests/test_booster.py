@@ -207,6 +207,7 @@ def test_labels_that_do_not_count_teach_nothing(loss):
     assert not any(bool(parameter.grad.any()) for parameter in model.parameters())
 
 
+@PIPELINES
 def test_a_rank_without_data(pool):
     pool.run(data_fails, {"pp_size": 2}, world=2)
 

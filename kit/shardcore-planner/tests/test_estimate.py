@@ -13,11 +13,13 @@ from tiny import TinyPolicy, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardcore
+from shardcore._torch import CAN_TRACE
 from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError, PlanError
 from shardcore.mesh import Sizes
 from shardcore_planner import Call, Workload, estimate, layers, simulated_ranks
 from shardcore_planner.estimating import least
+from shardcore_planner.results import Traffic
 from shardcore_planner.search import cost, meshes, ordered, search
 from shardcore_planner.simulation import Certain
 from shardcore_planner.watch import Watch
@@ -97,7 +99,10 @@ def test_blocks_that_are_recomputed_are_another_kind():
 def test_live_dropout_keeps_its_masks():
     dry, wet = plan(meta(dropout=0.0), tp=2), plan(meta(dropout=0.1), tp=2)
     assert wet.kept > dry.kept
-    assert wet.traffic == dry.traffic
+    # A number by which ranks know the call to be one.
+    number = Traffic(phase="forward", operation="broadcast", axis="tp", ranks=2, count=1, bytes=8)
+    assert [found for found in wet.traffic if found != number] == [*dry.traffic]
+    assert number in wet.traffic
 
 
 @pytest.mark.nightly
@@ -115,6 +120,7 @@ def test_what_each_optimizer_holds():
     assert {t.phase for t in alone.traffic} == {"forward"}
 
 
+@pytest.mark.skipif(not CAN_TRACE, reason="before torch 2.13 a simulated step holds more temporaries than a real one")
 def test_temporaries_are_those_of_optimizers_that_step_all_parameters_at_once():
     found = {name: plan(meta(3), Workload(batch=1, optimizer=name), tp=2) for name in ("adamw", "adamw-fused")}
     assert found["adamw"].peak_phase == "optimizer"

@@ -15,7 +15,7 @@ from shardcore.agree.agreement import agree
 from shardcore.apply.launch import start_process_group
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
-from shardcore.clients import Attaching, attached_to
+from shardcore.clients import Attaching, attached_to, unpacking
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.fsdp.optimizers import held_elsewhere, warn_of_stale_optimizers
@@ -98,6 +98,7 @@ def shard(
         # The order in which a model becomes a sharded one, after its layers.
         fsdp = Fsdp(model, optimizer, wrap=wrap, inner=inner)
         phases: list[ModelPhase] = [
+            *unpacking(inner),  # linears of quantized weights
             *([] if attached is None else [Attaching(attached, sync_from, config.group)]),  # adapters
             Pipelining(inner, fsdp.dtype),  # this rank keeps its stages
             fsdp,  # FSDP2, and the optimizer

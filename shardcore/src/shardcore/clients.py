@@ -5,6 +5,8 @@ An entry point has the name by which the library is imported, and names a module
 ``attached_to(model)``
     what the library has put around the layers of a model, an `Attached` or None; asked by `shardcore.shard` where the
     model has modules of the library
+``unpacking(model)``
+    likewise what makes modules with quantized weights ordinary ones, a `shardcore.plan.phases.ModelPhase` or None
 ``CHANGES``
     what is changed in the library as long as a sharded model lives; see `shardcore.nn.process.Change`
 ``needs_of_optimizer(optimizer)``, ``OPTIMIZERS_AT_WHOLES``
@@ -50,6 +52,7 @@ __all__ = [
     "client_of",
     "loader_of",
     "policy_base",
+    "unpacking",
 ]
 
 #: The group of entry points that name clients.
@@ -143,16 +146,20 @@ def policy_base(model: nn.Module) -> type[Policy]:
 
 
 def attached_to(model: nn.Module) -> Attached | None:
-    """Return what a library has attached to ``model`` whose client is installed, or None.
+    """Return what a library has attached to ``model`` whose client is installed, or None."""
+    return next(_asked("attached_to", model), None)
 
-    Raises:
-        NotSupportedError: it is nothing that can be sharded.
-    """
+
+def unpacking(model: nn.Module) -> list[ModelPhase]:
+    """Return what makes the quantized modules of ``model`` ordinary ones, of libraries whose clients are installed."""
+    return list(_asked("unpacking", model))
+
+
+def _asked(what: str, model: nn.Module) -> Iterator[Any]:
     for library in dict.fromkeys(type(module).__module__.partition(".")[0] for module in model.modules()):
-        ask = getattr(client_of(library), "attached_to", None)
+        ask = getattr(client_of(library), what, None)
         if ask is not None and (found := ask(model)) is not None:
-            return cast("Attached", found)
-    return None
+            yield found
 
 
 def _answer(library: str, what: str) -> Any:

@@ -52,7 +52,7 @@ def from_pretrained(
             on every mesh.
         **options: fields of `ShardConfig` (``tp``, ``dp``, ...) and options of the native ``from_pretrained``:
             ``config``, ``dtype``, ``attn_implementation``, ``key_mapping``, ``ignore_mismatched_sizes``,
-            ``output_loading_info``, ``variant``, ``subfolder``, ``revision``, ``token``, ... and attributes of the
+            ``output_loading_info``, ``variant``, ``subfolder``, ``quantization_config``, ... and attributes of the
             model's configuration.
             ``use_safetensors=False`` reads pickled files (``.bin``), with ``weights_only``.
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from needs import TRACES
 from tiny import batch, build, shard, twins
 from torch import nn
 
@@ -169,6 +170,7 @@ def compiled_half():
         assert_close(eager[name], parameter.grad.full_tensor(), name)
 
 
+@TRACES
 @pytest.mark.nightly
 @pytest.mark.filterwarnings(UPSTREAM)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fused_heads import FusedPolicy, step, twins
-from needs import FUSED
+from needs import FUSED, TRACES
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -183,6 +183,7 @@ def compiled():
     assert_same_gradients(reference, sharded)
 
 
+@TRACES
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # so it does

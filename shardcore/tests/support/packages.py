@@ -11,6 +11,7 @@ _MODELS = {"shardcore", "shardcore_transformers"}
 AROUND = {
     "shardcore_shardformer": {"shardcore"},
     "shardcore_transformers": {"shardcore"},
+    "shardcore_bitsandbytes": {"shardcore"},
     "shardcore_peft": _MODELS,
     "shardcore_trainer": {*_MODELS, "shardcore_peft"},
     "shardcore_cli": _MODELS,

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.dtensor_params import is_packed
 from shardcore.comm.parts import part_of
 from shardcore.mesh import ShardContext
 from shardcore.nn import ParallelMixin
@@ -60,7 +61,7 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
         for name, parameter in module._parameters.items()
         if isinstance(parameter, DTensor)
     ]
-    whole = {parameter: nn.Parameter(parameter.detach().full_tensor(), requires_grad=False) for *_, parameter in there}
+    whole = {parameter: nn.Parameter(_whole(parameter), requires_grad=False) for *_, parameter in there}
     for held, name, parameter in there:
         held[name] = whole[parameter]
     try:
@@ -74,6 +75,12 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
     finally:
         for held, name, parameter in there:
             held[name] = parameter
+
+
+def _whole(parameter: DTensor) -> Tensor:
+    # PEFT adds to quantized weights in the precision of the adapter, before it quantizes the sum.
+    full: Tensor = parameter.full_tensor().detach()
+    return full.float() if is_packed(parameter) else full
 
 
 def let_go(layer: nn.Module) -> None:

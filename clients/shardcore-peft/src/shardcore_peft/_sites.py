@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["Site", "base_of", "inner_name", "nested", "own_children", "sites"]
+__all__ = ["Site", "base_of", "inner_name", "let_be_of_linears", "nested", "own_children", "sites"]
 
 
 @dataclass(slots=True)
@@ -49,6 +50,20 @@ def nested(layer: nn.Module) -> list[nn.Module]:
     while isinstance(inner := found[-1]._modules[inner_name(found[-1])], BaseTunerLayer | AuxiliaryTrainingWrapper):
         found.append(inner)
     return found
+
+
+def let_be_of_linears(layer: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Let layers of PEFT for linears of bitsandbytes' 4 bits be those for linears, which these are while sharded.
+
+    PEFT's two compute the same, and differ in what they merge into. Returns what was changed, with the class it had.
+    """
+    changed: list[tuple[nn.Module, type[nn.Module]]] = []
+    for one in nested(layer):
+        home = type(one).__module__
+        if home.endswith(".bnb") and type(one).__name__ == "Linear4bit":
+            changed.append((one, type(one)))
+            one.__class__ = importlib.import_module(home.removesuffix("bnb") + "layer").Linear
+    return changed
 
 
 def own_children(layer: nn.Module) -> dict[str, nn.Module]:

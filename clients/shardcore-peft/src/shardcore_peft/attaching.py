@@ -18,7 +18,7 @@ from shardcore_peft._copies import Tied
 from shardcore_peft._layers import place
 from shardcore_peft._merging import let_merge
 from shardcore_peft._models import serve
-from shardcore_peft._sites import base_of, inner_name, nested, own_children, sites
+from shardcore_peft._sites import base_of, inner_name, let_be_of_linears, nested, own_children, sites
 from shardcore_peft._targets import check_site, planned_of
 
 __all__ = ["AttachedAdapters", "attached_to"]
@@ -46,6 +46,7 @@ class AttachedAdapters:
         self.outer = model
         self.model = base_of(model)
         self._sites = list(sites(self.model))
+        self._of_quantized: list[tuple[nn.Module, type[nn.Module]]] = []
         for site in self._sites:
             if isinstance(site.layer, TrainableTokensWrapper):
                 raise NotSupportedError(f"an adapter has trainable_token_indices, at {site.path}; {TOKENS}")
@@ -93,11 +94,14 @@ class AttachedAdapters:
         for site in self._sites:
             layer = nested(site.layer)[-1]
             site.parent._modules[site.name] = layer._modules[inner_name(layer)]
+            self._of_quantized += let_be_of_linears(site.layer)
 
     def put_back(self) -> None:
         """Undo `take_off`."""
         for site in self._sites:
             site.parent._modules[site.name] = site.layer
+        for layer, kind in self._of_quantized:
+            layer.__class__ = kind
 
     def attach(self, context: ShardContext, receive: Callable[[nn.Module], None] | None) -> None:
         """Put the layers around what their native modules have become, and shard their adapters likewise.

@@ -8,8 +8,9 @@ from shardcore_transformers._context import CONTEXT
 from shardcore_transformers.holders import CHANGES
 from shardcore_transformers.loading import from_pretrained
 from shardcore_transformers.pretrained import PretrainedPolicy
+from shardcore_transformers.quantizing import unpacking
 
-__all__ = ["CHANGES", "CONTEXT", "POLICY", "from_pretrained", "needs_of_optimizer"]
+__all__ = ["CHANGES", "CONTEXT", "POLICY", "from_pretrained", "needs_of_optimizer", "unpacking"]
 
 POLICY = PretrainedPolicy
 

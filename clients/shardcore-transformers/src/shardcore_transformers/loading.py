@@ -40,6 +40,7 @@ from shardcore.weights.materialize import to_meta
 from shardcore.weights.recipes import Source, slices
 from shardcore.weights.weights import Weights
 from shardcore_transformers import _private
+from shardcore_transformers.quantizing import quantize_empty, quantizer_of
 
 __all__ = ["from_pretrained"]
 
@@ -61,7 +62,6 @@ _REFUSED = {
     "tp_size": "give tp=",
     "device_mesh": "give config=shardcore.ShardConfig(device_mesh=...) as shard_config=",
     "distributed_config": "give tp=, dp= and other fields of shardcore.ShardConfig",
-    "quantization_config": "quantized models cannot be sharded yet; load the model as it was trained",
     "gguf_file": "weights are read from safetensors files; convert the checkpoint first",
     "from_tf": "weights are read from safetensors files; convert the checkpoint first",
     "from_flax": "weights are read from safetensors files; convert the checkpoint first",
@@ -91,7 +91,10 @@ def from_pretrained(
     with failing_together(shard_config, sharding):
         start_process_group(ShardConfig.of(shard_config, **sharding))  # one rank speaks for all from here on
         wants_info = bool(options.pop("output_loading_info", False))
+        quantizer = quantizer_of(options.pop("quantization_config", None))
         model, weights, info = load_empty(model_class, path, *model_args, seed=seed, **options)
+        if quantizer is not None:
+            quantize_empty(model, quantizer)
     model = shard(model, shard_config, policy=policy, infer=infer, wrap=wrap, weights=weights, **sharding)
     return (model, info) if wants_info else model
 

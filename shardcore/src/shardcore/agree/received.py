@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardcore.comm.dtensor_params import is_packed
 from shardcore.errors import ConfigError
 from shardcore.mesh import device_type_of
 
@@ -73,11 +74,13 @@ def _received(tensor: Tensor, source: int, group: ProcessGroup | None, device: t
     What is sent is contiguous and on the device of the group's backend, whatever the strides and the place of
     ``tensor``; one tensor at a time is there twice.
     """
+    if is_packed(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # torch's protocol for those
+            _received(getattr(tensor, name), source, group, device)
+        return tensor
     sends = dist.get_rank() == source
-    if sends:
-        sent = tensor.detach().to(device).contiguous()
-    else:
-        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    own = tensor.detach().to(device).contiguous() if sends else None
+    sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if own is None else own
     dist.broadcast(sent, source, group=group)
     if sends:
         return tensor

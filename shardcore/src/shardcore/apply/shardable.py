@@ -7,6 +7,7 @@ import itertools
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.dtensor_params import is_packed
 from shardcore.errors import AlreadyShardedError, ConfigError, NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.nn import ParallelMixin
@@ -43,7 +44,7 @@ def refuse_packed(model: nn.Module) -> None:
     """
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         kind = type(tensor)
-        if hasattr(kind, "__tensor_flatten__"):  # the protocol of tensors around tensors
+        if hasattr(kind, "__tensor_flatten__") and not is_packed(tensor):  # the protocol of tensors around tensors
             raise NotSupportedError(
                 f"this {type(model).__name__} cannot be sharded: its tensor {name!r} is a {kind.__module__}."
                 f"{kind.__qualname__}, whose values are packed (quantized, say) and cannot be divided among ranks. "

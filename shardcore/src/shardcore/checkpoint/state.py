@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardcore.checkpoint.values import decoded, encoded
-from shardcore.comm.dtensor_params import local_tensor
+from shardcore.comm.dtensor_params import is_packed, local_tensor
 from shardcore.comm.parts import check_parts, laid_out, split_dim
 from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
 from shardcore.mesh import division_of
@@ -85,6 +85,8 @@ class ModelState:
                     f"the model's state_dict() returns for {name} a tensor that is neither its parameter nor its "
                     "buffer; a hook made it, and it could not be loaded in place. Remove the hook for the checkpoint."
                 )
+            elif is_packed(value):  # frozen, and read from where the model came from
+                seen[id(value)] = name
             elif id(value) in seen:
                 aliases[name] = seen[id(value)]
             else:

@@ -28,6 +28,7 @@ __all__ = [
     "as_dtensor",
     "expect_dtensor",
     "gathered_part",
+    "is_packed",
     "local_tensor",
     "partial_spec",
     "read_local",
@@ -61,6 +62,11 @@ def splits_on_tp(parameter: DTensor) -> bool:
 def local_tensor(parameter: Tensor) -> Tensor:
     """Return this rank's part of a DTensor without a graph node (a plain tensor is returned as it is)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Tell whether a tensor is, or has as its part, one of a client's class for packed (quantized) values."""
+    return getattr(type(local_tensor(tensor)), "shardcore_packed", False)
 
 
 def gathered_part(parameter: Tensor) -> Tensor | None:

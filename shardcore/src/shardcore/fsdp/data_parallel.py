@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from shardcore.comm.dtensor_params import is_packed
 from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import NotSupportedError, Problem
 from shardcore.fsdp.scalars import replicate_scalars
@@ -45,7 +46,8 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         return model
     wide, axes = _wide(context), data_axes(context)
     mesh = context.parameters[axes]
-    options["ignored_params"] = {*(options.get("ignored_params") or ()), *replicate_scalars(model, context, axes)}
+    ignored = (*replicate_scalars(model, context, axes), *filter(is_packed, model.parameters()))
+    options["ignored_params"] = {*(options.get("ignored_params") or ()), *ignored}
     wrap: Callable[..., Any] = _replicate if wide == ("dp_replicate",) else fully_shard
     if wrap is fully_shard and any(fsdp_placement(p) for p in model.parameters()):
         others = options.get("shard_placement_fn")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
+from shardcore.comm.dtensor_params import is_packed, local_tensor, spec_of, with_spec
 from shardcore.comm.parts import blocks_of
 from shardcore.comm.raw import as_bytes
 from shardcore.weights.boxes import Reader
@@ -141,12 +141,12 @@ def _materialize_parameter(parameter: nn.Parameter, recipe: Recipe, device: torc
 def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device) -> Tensor:
     """Return this rank's part of a tensor that lies as ``like`` does, in the form of ``local``."""
     places = list(_places(like))
-    if device.type == "cpu" and len(places) == 1:
+    if device.type == "cpu" and len(places) == 1 and not is_packed(local):
         # What lies in the file as it is needed stays there.
         part = Reader().kept(recipe, places[0][0])
         if part is not None and part.dtype == local.dtype and part.shape == local.shape:
             return _by_itself(part)
-    new = torch.empty(local.shape, dtype=local.dtype, device=device)
+    new = torch.empty_like(local, device=device)
     _write(recipe, like, new)
     return new
 

@@ -1,0 +1,1 @@
+"""Models that bitsandbytes has quantized to 4 bits, sharded: `shardcore.shard` finds this by itself."""

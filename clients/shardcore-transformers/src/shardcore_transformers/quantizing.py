@@ -1,0 +1,82 @@
+"""Quantizing a checkpoint as it is loaded: each rank quantizes its part of a weight as soon as it has read that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
+
+from shardcore.clients import client_of
+from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.plugins.unserved import installing
+
+__all__ = ["quantize_empty", "quantizer_of", "unpacking"]
+
+_ONLY = "BitsAndBytesConfig(load_in_4bit=True) of transformers is known here"
+
+
+def quantizer_of(config: Any) -> Any:
+    """Return what transformers quantizes with for ``quantization_config=config``, None for None.
+
+    Raises:
+        ConfigError: it is a way to quantize that is not known here, or something is not installed.
+    """
+    if config is None:
+        return None
+    if not getattr(config, "load_in_4bit", False):
+        raise ConfigError(
+            f"shardcore.from_pretrained: quantization_config is a {type(config).__name__}; {_ONLY}, and no other one"
+        )
+    if client_of("bitsandbytes") is None:
+        raise ConfigError(f"shardcore.from_pretrained: quantization_config needs {_missing()}")
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    try:
+        quantizer.validate_environment(device_map={"": "cpu"})
+    except ImportError as error:
+        raise ConfigError(f"shardcore.from_pretrained: quantization_config: {error}") from error
+    return quantizer
+
+
+def unpacking(model: nn.Module) -> None:
+    """Refuse a model that bitsandbytes has quantized where its client is not installed, which makes it ready.
+
+    Raises:
+        NotSupportedError: it is not.
+    """
+    found = [path for path, m in model.named_modules() if type(m).__module__.partition(".")[0] == "bitsandbytes"]
+    if found and client_of("bitsandbytes") is None:
+        raise NotSupportedError(f"{found[0]} was quantized by bitsandbytes; to shard it takes {_missing()}")
+
+
+def _missing() -> str:
+    name = "shardcore-bitsandbytes"
+    return f"{name}, which is not installed{installing(f'clients/{name}')}"
+
+
+def quantize_empty(model: Any, quantizer: Any) -> None:
+    """Let transformers put its quantized linears into a model on the meta device, as before it reads weights.
+
+    Raises:
+        ConfigError: weights would have to be transposed.
+    """
+    transposed = [path for path, module in model.named_modules() if isinstance(module, Conv1D)]
+    trained = {path: module.training for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)
+    try:
+        quantizer.preprocess_model(model, device_map=None)
+    finally:
+        torch.set_default_dtype(before)
+    for path in transposed:
+        if not isinstance(model.get_submodule(path), Conv1D):
+            raise ConfigError(
+                f"shardcore.from_pretrained: {path} of this {type(model).__name__} is a Conv1D, whose weight (in, out) "
+                "is not quantized as it is read. Load it by transformers' from_pretrained, and give it to shard()"
+            )
+    for path, mode in trained.items():
+        model.get_submodule(path).training = mode
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer

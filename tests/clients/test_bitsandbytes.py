@@ -1,0 +1,304 @@
+"""Models quantized to 4 bits: a rank computes with its part of the packed weights what the whole model computes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+
+import shardcore
+from shardcore.comm.dtensor_params import local_tensor
+from shardcore.errors import NotSupportedError
+from shardcore_testing.parity import whole
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="adapters are those of peft, which is not installed")
+pytest.importorskip("bitsandbytes", reason="weights are packed by bitsandbytes, which is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+import bitsandbytes
+import peft
+import transformers
+from bitsandbytes.functional import dequantize_4bit
+
+import shardcore_peft
+from adapters import SP, adapted, base, batch, equal_training, lora  # from support/
+from shardcore_bitsandbytes.weights import Weight4Bit
+
+#: Whose parts on two ranks are whole blocks of 64 values.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+DATA = {"tp": 1, "dp": 2}
+
+
+def packed(weight: Tensor, kind: str = "nf4") -> Any:
+    """Return a linear (in float32, computing in the dtype of its input) as bitsandbytes quantizes it."""
+    out, size = weight.shape
+    linear = bitsandbytes.nn.Linear4bit(size, out, bias=False, quant_type=kind)
+    single = torch.empty(out, size).copy_(weight.detach())  # also where float64 stays float64
+    linear.weight = bitsandbytes.nn.Params4bit(single, quant_type=kind).to("cpu")
+    return linear
+
+
+def quantized(model: Any) -> Any:
+    """Quantize the linears of the blocks of ``model``, in place."""
+    for path, module in [*model.model.layers.named_modules()]:
+        if type(module) is nn.Linear:
+            linear = packed(module.weight)
+            linear.bias = module.bias
+            linear.compute_type_is_set = True  # to none: an input in float64 is not the kernels'
+            model.model.layers.set_submodule(path, linear)
+    model.is_loaded_in_4bit = True  # which PEFT goes by
+    return model
+
+
+def read(model: Any) -> Any:
+    """Return a plain model that has the values of a quantized one."""
+    plain = base(**SIZES)
+    plain.load_state_dict(
+        {
+            **{name: value for name, value in model.state_dict().items() if name in plain.state_dict()},
+            **{
+                f"{path}.weight": dequantize_4bit(module.weight.data, module.weight.quant_state).double()
+                for path, module in model.named_modules()
+                if isinstance(module, bitsandbytes.nn.Linear4bit)
+            },
+        }
+    )
+    return plain
+
+
+def trains(options: dict[str, Any], attached: str) -> None:
+    plain = quantized(base(**SIZES))
+    reference = adapted(read(plain), lora())
+    values = {name: value for name, value in reference.state_dict().items() if "lora_" in name}
+    if attached == "before":
+        model = peft.get_peft_model(plain, lora()).double()
+        model.load_state_dict(values, strict=False)
+        model = shardcore.shard(model, **options)
+    else:
+        model = shardcore_peft.get_peft_model(shardcore.shard(plain, **options), lora()).double()
+        model.load_state_dict(values, strict=False)
+    held = [local_tensor(p) for name, p in model.named_parameters() if "layers.0" in name and "lora_" not in name]
+    assert sum(isinstance(one, Weight4Bit) for one in held) == 7
+    inputs = batch("llama", "causal_lm", reference.get_base_model())
+    equal_training(model, reference, inputs, replica=dist.get_rank() // options["tp"], replicas=options.get("dp", 1))
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize(
+    ("options", "attached"),
+    [
+        ({"tp": 2}, "before"),
+        pytest.param({"tp": 2}, "after", marks=pytest.mark.nightly),
+        ({"tp": 2, **SP}, "after"),
+        pytest.param({"tp": 2, "parallel_output": True}, "before", marks=pytest.mark.nightly),
+        (DATA, "before"),
+        pytest.param({"tp": 2, "dp": 2}, "before", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_adapters_train_as_on_the_values_that_the_weights_have(pool, options, attached):
+    pool.run(trains, options, attached, world=options["tp"] * options.get("dp", 1))
+
+
+def steps(model: Any, ids: Tensor) -> list[float]:
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Both:
+    """transformers' own quantized model with PEFT's own adapters, and a sharded one, from one folder."""
+
+    def __init__(self, folder: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+        config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype
+        )
+        self.folder, self.loading = folder, {"quantization_config": config, "dtype": dtype}
+        cls = transformers.LlamaForCausalLM
+        model = shardcore.from_pretrained(cls, folder, **self.loading, **options)
+        torch.manual_seed(1)
+        self.theirs = peft.get_peft_model(self.native(), lora(init_lora_weights=False)).train()
+        torch.manual_seed(1)
+        self.mine = shardcore_peft.get_peft_model(model, lora(init_lora_weights=False)).train()
+        self.ids = torch.randint(3, 30, (2, 12), generator=torch.Generator().manual_seed(0))
+        self.near = 1e-5 if dtype == torch.float32 else 0.03
+
+    def native(self) -> Any:
+        return transformers.LlamaForCausalLM.from_pretrained(self.folder, **self.loading)
+
+    def compare(self, what: str, theirs: Any = None) -> Tensor:
+        with torch.no_grad():
+            got = whole(self.mine(input_ids=self.ids).logits).float()
+            wanted = (theirs or self.theirs)(input_ids=self.ids).logits.float()
+        apart = (got - wanted).norm() / wanted.norm()
+        assert apart < self.near, (what, apart)
+        return got
+
+
+def as_upstream(folder: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    both = Both(folder, kind, dtype, options)
+    mine, ids = both.mine, both.ids
+    both.compare("before a step")
+    assert steps(mine, ids) == pytest.approx(steps(both.theirs, ids), abs=both.near)
+    out = Path(folder, "adapter")
+    mine.save_pretrained(out)
+    anew = peft.PeftModel.from_pretrained(both.native(), out).train()
+    got = both.compare("loaded by PEFT", anew)
+    if dtype == torch.float32:
+        asked = {"attention_mask": torch.ones(2, 4).long(), "max_new_tokens": 4, "do_sample": False}
+        assert mine.generate(ids[:, :4], **asked).equal(anew.generate(ids[:, :4], **asked))
+    # What is frozen comes from where it came from, not from the checkpoint of a training.
+    saved = shardcore.save_checkpoint(Path(folder, "training"), mine)
+    names = {name for name, p in mine.named_parameters() if isinstance(local_tensor(p), Weight4Bit)}
+    assert len(names) == 14
+    entries = FileSystemReader(saved).read_metadata().state_dict_metadata
+    assert not {name for name in entries if name.removeprefix("model.") in names}
+    with torch.no_grad():
+        for parameter in mine.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    shardcore.load_checkpoint(saved, mine)
+    assert both.compare("resumed", anew).equal(got)
+
+
+def merged(folder: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    both = Both(folder, kind, dtype, options)
+    # What was merged cannot be taken out of values of 4 bits exactly: in 16 bits some come out a step apart.
+    for work in ("merge_adapter", "unmerge_adapter")[: 2 if dtype == torch.float32 else 1]:
+        getattr(both.mine, work)()
+        with pytest.warns(UserWarning, match="rounding errors"):
+            getattr(both.theirs, work)()
+        both.compare(work)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    base(**SIZES).float().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options"),
+    [
+        ("nf4", torch.float32, {"tp": 2}),
+        pytest.param("fp4", torch.bfloat16, {"tp": 2, **SP}, marks=pytest.mark.nightly),
+        pytest.param("nf4", torch.float32, DATA, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("work", [as_upstream, merged], ids=lambda work: work.__name__)
+def test_a_fine_tuning_is_that_of_transformers_and_peft(pool, checkpoint, work, kind, dtype, options):
+    pool.run(work, checkpoint, kind, dtype, options, world=2)
+
+
+def _refusals() -> None:
+    narrow = quantized(base(**{**SIZES, "hidden_size": 64}))
+    before = {path: type(module) for path, module in narrow.named_modules()}
+    with pytest.raises(NotSupportedError, match=r"o_proj.*blocks of 64 values along its rows"):
+        shardcore.shard(narrow, tp=2)
+    assert {path: type(module) for path, module in narrow.named_modules()} == before
+    assert isinstance(narrow.model.layers[0].mlp.up_proj.weight, bitsandbytes.nn.Params4bit)
+    eight = base(**SIZES)
+    eight.model.layers[1].mlp.up_proj = bitsandbytes.nn.Linear8bitLt(128, 256, bias=False)
+    with pytest.raises(NotSupportedError, match=r"up_proj is a .*Linear8bitLt.*load_in_4bit=True"):
+        shardcore.shard(eight, tp=2)
+    model = shardcore.shard(quantized(base(**SIZES)), tp=2)
+    with pytest.raises(NotSupportedError, match="a weight of 4 bits"):
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+
+
+def test_what_cannot_be_cut_is_refused_and_nothing_is_changed(pool):
+    pool.run(_refusals, world=2)
+
+
+def from_one_rank() -> None:
+    model = base(**SIZES)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + dist.get_rank())
+    plain = quantized(model)
+    reference, inputs = read(plain), batch("llama", "causal_lm", plain)(0, 0)
+    sharded = shardcore.shard(plain, tp=2, sync_from=0)
+    got, wanted = whole(sharded(**inputs).logits), reference(**inputs).logits
+    assert (got - wanted).abs().max() < 1e-12 or dist.get_rank()
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_packed_weights_are_sent_as_they_are(pool):
+    pool.run(from_one_rank, world=2)
+
+
+def weight(rows: int = 6, columns: int = 256, kind: str = "nf4") -> tuple[Weight4Bit, Tensor]:
+    made = packed(torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)), kind)
+    return Weight4Bit.of(made.weight, None), dequantize_4bit(made.weight.data, made.weight.quant_state)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_parts_have_the_values_of_the_whole(kind):
+    own, values = weight(kind=kind)
+    for part, wanted in [
+        (own[2:5], values[2:5]),
+        (own[:, 64:192], values[:, 64:192]),
+        (own.narrow(1, 128, 128).clone(), values[:, 128:]),
+        (torch.cat([own[4:], own[:2]]), torch.cat([values[4:], values[:2]])),
+        (own[1:3].to(torch.float64), values[1:3].double()),
+        (copy.deepcopy(own), values),
+    ]:
+        assert isinstance(part, Weight4Bit)
+        assert part.dequantize().equal(wanted)
+        assert (part.shape, part.dtype) == (wanted.shape, wanted.dtype)
+        assert part.packed.numel() * 2 == part.numel() == part.scales.numel() * 64
+    assert (own * 2).equal(values * 2)  # whatever else is done reads the values
+
+
+def test_products_are_those_of_bitsandbytes():
+    made = packed(torch.randn(32, 128, generator=torch.Generator().manual_seed(0))).train()
+    own, x = Weight4Bit.of(made.weight, None), torch.randn(2, 3, 128, requires_grad=True)
+    grad = torch.randn(2, 3, 32)
+    wanted = made(x)
+    assert torch.nn.functional.linear(x, own).equal(wanted)
+    wanted.backward(grad)
+    assert torch.allclose(grad @ own, x.grad, rtol=0, atol=1e-5)
+    total = torch.ones(6, 128)
+    assert torch.allclose(total.addmm_(grad.view(6, 32), own), 1 + x.grad.view(6, 128), rtol=0, atol=1e-5)
+
+
+def test_what_is_written_is_quantized_as_before_and_never_lost():
+    own, values = weight()
+    own.copy_(2 * values)
+    assert torch.allclose(own.dequantize(), 2 * values, rtol=0, atol=1e-6)
+    own[2:4].copy_(values[2:4])
+    assert torch.allclose(own.dequantize()[1:5], torch.cat([2 * values[1:2], values[2:4], 2 * values[4:5]]), atol=1e-6)
+    with pytest.raises(NotSupportedError, match="a write is lost"):
+        own[:, 64:].copy_(values[:, 64:])
+    with pytest.raises(NotSupportedError, match="would write into a weight of 4 bits"):
+        own.zero_()
+
+
+def test_a_cut_inside_of_a_block_is_refused():
+    own, _ = weight()
+    with pytest.raises(NotSupportedError, match=r"columns 0 to 96 begin or end inside of one.*multiples of 64"):
+        own[:, :96]
+    with pytest.raises(NotSupportedError, match=r"rows 1 to 6 .*multiples of 2"):
+        weight(columns=32)[0][1:]
