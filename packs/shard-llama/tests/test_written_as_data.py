@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from llama_cases import batch, build, compare_forward, policy, shard
 
 import shardcore
@@ -57,6 +58,7 @@ def test_the_same_plan(fields):
     assert _said(model, written, **fields) == _said(model, policy(model), **fields)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="its plans name layers without their model")
 def test_the_plan_of_transformers():
     """It is what ``model.tp_plan`` says, where transformers says the embedding too."""
     model = build()
