@@ -41,7 +41,7 @@ CLASSES = {
     "FalconForCausalLM": 0.5,  # one key/value head that all share is left whole, and with it attention
     "GPTBigCodeForCausalLM": 0.7,
     "GraniteForCausalLM": 0.9,
-    "LongT5ForConditionalGeneration": 0.3,  # attention within windows, a bias that the first block makes for all
+    "LongT5ForConditionalGeneration": 0.27,  # attention within windows, a bias that the first block makes for all
     "MptForCausalLM": 0.9,  # ALiBi, fused by projection
     "Olmo2ForCausalLM": 0.9,  # norms over all heads
     "OlmoeForCausalLM": 0.9,  # the same, and experts
