@@ -212,6 +212,45 @@ def test_a_fine_tuning_is_that_of_transformers_and_peft(pool, checkpoint, work, 
     pool.run(work, checkpoint, kind, dtype, options, world=2)
 
 
+def trained(folder: str) -> None:
+    """By the Trainer, and compiled."""
+    from shardcore_trainer import Trainer
+
+    both = Both(folder, "nf4", torch.float32, {"tp": 2})
+    rows = both.ids[:1].repeat(2, 1)
+    wanted = steps(both.theirs, rows)
+    arguments = transformers.TrainingArguments(
+        str(Path(folder, "trained")),
+        per_device_train_batch_size=2,
+        max_steps=3,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    row = {"input_ids": rows[0], "labels": rows[0]}
+    trainer = Trainer(model=both.mine, args=arguments, train_dataset=[row] * 6)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(wanted, abs=1e-4)
+    both.compare("trained")
+    eager = both.mine(input_ids=rows, labels=rows).loss
+    compiled = torch.compile(both.mine, backend="aot_eager")(input_ids=rows, labels=rows).loss
+    compiled.backward()
+    assert float(compiled) == pytest.approx(float(eager), rel=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("default")  # Dynamo's and the Trainer's
+def test_the_trainer_and_the_compiler_take_such_a_model(pool, checkpoint):
+    pytest.importorskip("accelerate")
+    pool.run(trained, checkpoint, world=2)
+
+
 def _refusals() -> None:
     narrow = quantized(base(**{**SIZES, "hidden_size": 64}))
     before = {path: type(module) for path, module in narrow.named_modules()}

@@ -52,33 +52,23 @@ class Unpacking(ModelPhase):
         modules: the linears, by their paths.
 
     Raises:
-        NotSupportedError: one was not quantized yet.
+        NotSupportedError: one was not quantized yet, or cannot be.
     """
 
     def __init__(self, modules: list[tuple[str, nn.Module]]) -> None:
         self._modules = dict(modules)
-        for path, module in modules:
-            if getattr(module.weight, "quant_state", None) is None and not module.weight.is_meta:
-                raise NotSupportedError(
-                    f"{path} is a {type(module).__name__} that is not quantized yet, which it is when it comes to its "
-                    "device: call model.to(device) before shard()"
-                )
+        self._weights = {path: _weight(path, module) for path, module in modules}
         self._before: list[tuple[type, dict[str, Any], nn.Parameter]] = []
 
     def begin(self) -> None:
         """Make them linears."""
-        for module in self._modules.values():
+        for path, module in self._modules.items():
             own: Any = module
-            if own.weight.is_meta:
-                weight = Weight4Bit.to_come(own.weight, own.compute_dtype)
-            else:
-                module.state_dict()  # brings what a CPU has packed for its kernels into the usual form
-                weight = Weight4Bit.of(own.weight, own.compute_dtype)
             self._before.append((type(module), dict(vars(module)), own.weight))
             for name in _OF_BITSANDBYTES:
                 vars(module).pop(name, None)
             module.__class__ = nn.Linear
-            own.weight = nn.Parameter(weight, requires_grad=False)
+            own.weight = nn.Parameter(self._weights[path], requires_grad=False)
 
     def check(self, plan: ShardPlan) -> None:
         """Refuse parts that would begin or end inside of a block.
@@ -87,9 +77,8 @@ class Unpacking(ModelPhase):
             NotSupportedError: one would.
         """
         ranks = plan.config.tensor_parallel_size or 1
-        weights: dict[str, Any] = {f"{path}.weight": module.weight for path, module in self._modules.items()}
         for parameter in plan.parameters:
-            weight = weights.get(parameter.name)
+            weight = self._weights.get(parameter.name.removesuffix(".weight"))
             if weight is None or parameter.layout is None:
                 continue
             whole = tuple(weight.shape)
@@ -110,6 +99,7 @@ class Unpacking(ModelPhase):
             vars(module).update(attributes)
             module._parameters["weight"] = weight
         self._before.clear()
+        self._weights.clear()
 
     def runs(self, context: ShardContext | None) -> bool:
         """Also where nothing was sharded: they become what they were."""
@@ -120,3 +110,16 @@ class Unpacking(ModelPhase):
         if context is None:
             self.give_up()
         self._before.clear()
+        self._weights.clear()
+
+
+def _weight(path: str, module: Any) -> Weight4Bit:
+    if module.weight.is_meta:
+        return Weight4Bit.to_come(module.weight, module.compute_dtype)
+    if getattr(module.weight, "quant_state", None) is None:
+        raise NotSupportedError(
+            f"{path} is a {type(module).__name__} that is not quantized yet, which it is when it comes to its device: "
+            "call model.to(device) before shard()"
+        )
+    module.state_dict()  # brings what a CPU has packed for its kernels into the usual form
+    return Weight4Bit.of(module.weight, module.compute_dtype)
