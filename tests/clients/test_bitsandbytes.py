@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import shardcore
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.errors import NotSupportedError
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore_testing.parity import whole
 
 pytest.importorskip("transformers")
@@ -192,6 +192,21 @@ def merged(folder: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) 
         both.compare(work)
 
 
+def from_packed_files(folder: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    both = Both(folder, kind, dtype, options)
+    place = str(Path(folder, "packed"))
+    if dist.get_rank() == 0:
+        both.native().save_pretrained(place)
+    dist.barrier()
+    cls = transformers.LlamaForCausalLM
+    with pytest.raises(ConfigError, match="quantized by bitsandbytes already"):
+        shardcore.from_pretrained(cls, place, **options)
+    model = shardcore.shard(cls.from_pretrained(place, device_map="cpu"), **options).train()
+    with torch.no_grad():
+        got, wanted = whole(model(input_ids=both.ids).logits), both.native().train()(input_ids=both.ids).logits
+    assert (got - wanted).float().norm() < both.near * wanted.float().norm()
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     base(**SIZES).float().save_pretrained(tmp_path)
@@ -207,7 +222,11 @@ def checkpoint(tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("work", [as_upstream, merged], ids=lambda work: work.__name__)
+@pytest.mark.parametrize(
+    "work",
+    [as_upstream, merged, pytest.param(from_packed_files, marks=pytest.mark.nightly)],
+    ids=lambda work: work.__name__,
+)
 def test_a_fine_tuning_is_that_of_transformers_and_peft(pool, checkpoint, work, kind, dtype, options):
     pool.run(work, checkpoint, kind, dtype, options, world=2)
 

@@ -40,7 +40,7 @@ from shardcore.weights.materialize import to_meta
 from shardcore.weights.recipes import Source, slices
 from shardcore.weights.weights import Weights
 from shardcore_transformers import _private
-from shardcore_transformers.quantizing import quantize_empty, quantizer_of
+from shardcore_transformers.quantizing import quantize_empty, quantizer_of, refuse_packed_files
 
 __all__ = ["from_pretrained"]
 
@@ -154,6 +154,7 @@ class _Skeleton:
         given = _named(model_class)
         _look_for_adapter(Path(self.folder) / self._subfolder, self.place, given.__name__)
         self.config = self._configuration(getattr(given, "config_class", None) or transformers.AutoConfig)
+        refuse_packed_files(self.config, self.place)
         self.cls = _chosen(given, self.config)
         self.files: Files | None = None
 

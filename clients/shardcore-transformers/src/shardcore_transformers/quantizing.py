@@ -13,7 +13,7 @@ from shardcore.clients import client_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plugins.unserved import installing
 
-__all__ = ["quantize_empty", "quantizer_of", "unpacking"]
+__all__ = ["quantize_empty", "quantizer_of", "refuse_packed_files", "unpacking"]
 
 _ONLY = "BitsAndBytesConfig(load_in_4bit=True) of transformers is known here"
 
@@ -38,6 +38,21 @@ def quantizer_of(config: Any) -> Any:
     except ImportError as error:
         raise ConfigError(f"shardcore.from_pretrained: quantization_config: {error}") from error
     return quantizer
+
+
+def refuse_packed_files(config: Any, place: str) -> None:
+    """Refuse a checkpoint that bitsandbytes has quantized: parts of its packed weights are not read.
+
+    Raises:
+        ConfigError: it has.
+    """
+    said = getattr(config, "quantization_config", None)
+    method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
+    if method == "bitsandbytes":
+        raise ConfigError(
+            f"{place} is quantized by bitsandbytes already. Load it by its class of transformers, model = Class."
+            f"from_pretrained({place!r}, device_map='cpu'), and give it to shardcore.shard(model, ...)"
+        )
 
 
 def unpacking(model: nn.Module) -> None:
