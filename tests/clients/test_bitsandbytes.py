@@ -42,6 +42,7 @@ SIZES = {
     "num_hidden_layers": 2,
 }
 DATA = {"tp": 1, "dp": 2}
+INNER = "base_model.model.model.layers.0.mlp.down_proj.base_layer"
 
 
 def packed(weight: Tensor, kind: str = "nf4") -> Any:
@@ -316,10 +317,50 @@ def trained(folder: str) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses == pytest.approx(wanted, abs=1e-4)
     both.compare("trained")
+    with pytest.raises(NotSupportedError, match=r"assignment to \.data"):
+        both.mine.get_submodule(INNER).weight.data = torch.zeros(128, 256)
     eager = both.mine(input_ids=rows, labels=rows).loss
     compiled = torch.compile(both.mine, backend="aot_eager")(input_ids=rows, labels=rows).loss
     compiled.backward()
     assert compiled.item() == pytest.approx(eager.item(), rel=1e-6)
+
+
+def by_trl(folder: str, given: bool) -> None:
+    """Adapters are in bfloat16, as TRL has them for QLoRA, whether they come before or by ``peft_config``."""
+    import datasets
+    import trl
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from shardcore_trainer import sharded
+
+    letters = Tokenizer(models.WordLevel({letter: at for at, letter in enumerate("_abcdefghij")}, unk_token="_"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="a", pad_token="_")
+    both = Both(folder, "nf4", torch.bfloat16, {"tp": 2})
+    model = both.mine if given else both.mine.unload()
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    trainer = sharded(trl.SFTTrainer)(
+        model=model,
+        args=trl.SFTConfig(folder, **settings, report_to=[], bf16=True, use_cpu=True, save_strategy="no", max_length=8),
+        train_dataset=datasets.Dataset.from_dict({"text": ["abcdefgh"] * 8}),
+        processing_class=tokenizer,
+        peft_config=None if given else lora(),
+    )
+    held = dict(trainer.model.named_parameters())
+    assert {p.dtype for name, p in held.items() if "lora_" in name} == {torch.bfloat16}
+    assert sum(isinstance(local_tensor(p), Weight4Bit) for p in held.values()) == 14
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("default")  # the trainers'
+@pytest.mark.parametrize("given", [True, False])
+def test_sft_takes_such_a_model(pool, checkpoint, given):
+    for library in ("accelerate", "datasets", "trl"):
+        pytest.importorskip(library)
+    pool.run(by_trl, checkpoint, given, world=2)
 
 
 @pytest.mark.nightly

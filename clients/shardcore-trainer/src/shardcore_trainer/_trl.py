@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -98,10 +99,23 @@ def made_ready(trainer: type[Any], given: Given) -> Callable[[Any], None]:
     if "peft_config" in given.names and given.get("peft_config") is not None and not _has_adapters(model):
         if given.get("ref_model") is not None and not getattr(args, "force_use_ref_model", True):
             return _complete  # TRL refuses both together
-        return _attach(given, args)
+        complete = _attach(given, args)
+        _cast_adapters(given.get("model"))
+        return complete
+    _cast_adapters(model)
     if "ref_model" in given.names and given.get("ref_model") is None and not _has_adapters(model):
         given.set("ref_model", _reference(model, args))
     return _complete
+
+
+def _cast_adapters(model: Any) -> None:
+    """Cast to bfloat16 what TRL casts for QLoRA by assignments to ``.data``, which DTensors ignore."""
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return
+    for path, module in model.named_modules():
+        trained = any(p is not None and p.requires_grad for p in module._parameters.values())
+        if trained and "lora_magnitude_vector" not in path:
+            module.to(torch.bfloat16)
 
 
 def _complete(trainer: Any) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "as_dtensor",
     "expect_dtensor",
     "gathered_part",
+    "in_memory",
     "is_packed",
     "local_tensor",
     "partial_spec",
@@ -67,6 +68,12 @@ def local_tensor(parameter: Tensor) -> Tensor:
 def is_packed(tensor: Tensor) -> bool:
     """Tell whether a tensor is, or has as its part, one of a client's class for packed (quantized) values."""
     return getattr(type(local_tensor(tensor)), "shardcore_packed", False)
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; of a packed one, what it is packed in: that has an address."""
+    local: Any = local_tensor(tensor)
+    return getattr(local, local.__tensor_flatten__()[0][0]) if is_packed(local) else local  # type: ignore[no-any-return]
 
 
 def gathered_part(parameter: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardcore._torch import FakeTensor
-from shardcore.comm.dtensor_params import local_tensor
+from shardcore.comm.dtensor_params import in_memory
 from shardcore.errors import NotSupportedError
 from shardcore.nn.handlers import Undo
 from shardcore.nn.living import owns
@@ -52,7 +52,8 @@ def _set(tensor: DTensor, value: Tensor) -> None:
 def _is_alias(tensor: DTensor, value: Tensor) -> bool:
     if not isinstance(value, DTensor):
         return False
-    one, other = local_tensor(tensor), local_tensor(value)
+    one, other = in_memory(tensor), in_memory(value)
     if one is other or any(part.is_meta or isinstance(part, FakeTensor) for part in (one, other)):
         return True
-    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()
+    same = one.data_ptr() == other.data_ptr() and tensor.dtype == value.dtype
+    return same and one.dtype == other.dtype and one.stride() == other.stride()

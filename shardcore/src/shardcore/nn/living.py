@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardcore._torch import FakeTensor
-from shardcore.comm.dtensor_params import local_tensor, spec_of
+from shardcore.comm.dtensor_params import in_memory, spec_of
 
 __all__ = ["add", "is_living", "lies_on_a_mesh", "owns"]
 
@@ -69,7 +69,7 @@ def _tensors() -> Iterator[DTensor]:
 
 def _memory(tensor: DTensor) -> object:
     """Return what tells the memory of this rank's part from others; without memory, the tensor from others."""
-    local: Tensor = local_tensor(tensor)
+    local = in_memory(tensor)
     if isinstance(local, FakeTensor):  # of a plan, beside which models may live
         return id(tensor)
     if address := local.untyped_storage().data_ptr():
