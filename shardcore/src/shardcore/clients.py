@@ -146,7 +146,11 @@ def policy_base(model: nn.Module) -> type[Policy]:
 
 
 def attached_to(model: nn.Module) -> Attached | None:
-    """Return what a library has attached to ``model`` whose client is installed, or None."""
+    """Return what a library has attached to ``model`` whose client is installed, or None.
+
+    Raises:
+        NotSupportedError: it is nothing that can be sharded.
+    """
     return next(_asked("attached_to", model), None)
 
 

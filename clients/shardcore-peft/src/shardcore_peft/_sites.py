@@ -62,6 +62,7 @@ def let_be_of_linears(layer: nn.Module) -> list[tuple[nn.Module, type[nn.Module]
         home = type(one).__module__
         if home.endswith(".bnb") and type(one).__name__ == "Linear4bit":
             changed.append((one, type(one)))
+            vars(one).setdefault("fan_in_fan_out", False)  # which IA3's layer for linears alone has
             one.__class__ = importlib.import_module(home.removesuffix("bnb") + "layer").Linear
     return changed
 

@@ -146,7 +146,7 @@ def _part(like: Tensor, local: Tensor, recipe: Recipe, device: torch.device) -> 
         part = Reader().kept(recipe, places[0][0])
         if part is not None and part.dtype == local.dtype and part.shape == local.shape:
             return _by_itself(part)
-    new = torch.empty_like(local, device=device)
+    new = torch.empty_like(local, device=device, memory_format=torch.contiguous_format)
     _write(recipe, like, new)
     return new
 
