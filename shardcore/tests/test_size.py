@@ -7,13 +7,13 @@ from packages import AROUND, files_of
 
 #: Room of the core -> the most lines. Files beside the rooms are "others".
 ROOMS = {
-    "agree": 800,
+    "agree": 810,
     "apply": 1150,
     "checkpoint": 2150,
     "comm": 2100,
     "compile": 1500,
     "config": 700,
-    "fsdp": 650,
+    "fsdp": 710,
     "hooks": 350,
     "mesh": 1050,
     "nn": 9550,
@@ -39,8 +39,8 @@ KITS = {
     "shardcore_scaffold": 3950,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 32210
-HOOKS = 21710
+CORE = 32310
+HOOKS = 21720
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 
 

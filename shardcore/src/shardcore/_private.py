@@ -237,7 +237,7 @@ _NAMES: tuple[PrivateName, ...] = (
         for name in ("_is_root", "_state_ctx", "_training_state")
     ),
     *(
-        PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", "one sum for a step", PIPELINES, since, until, True)
+        PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", _CALLS, DATA_PARALLEL, since, until, True)
         for name, since, until in (("_fsdp_param_group", "", "2.12"), ("_fsdp_param_groups", "2.12", ""))
     ),
     PrivateName(f"{_FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback", "one sum for a step", PIPELINES),

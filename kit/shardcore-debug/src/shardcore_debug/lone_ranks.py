@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.agree.store_barrier import StoreBarrier
-from shardcore.errors import ConfigError, MissingRanksError
+from shardcore.errors import ConfigError
 from shardcore.mesh import ShardContext, axis_name, context_of, is_alone
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
@@ -69,16 +69,13 @@ class Watched(ParallelMixin):
         super().compare_generation(args, kwargs)  # type: ignore[misc]  # of the mixin inside, which alone is asked
 
     def _meet(self) -> None:
-        try:
-            StoreBarrier.wait(self._watched_ranks, {}, "watched call", self._watched_seconds)
-        except MissingRanksError as error:
-            ranks, missing = (", ".join(map(str, each)) for each in (self._watched_ranks, error.missing))
-            raise MissingRanksError(
-                f"this {type(self).__name__} is called by ranks {ranks} together, and these did not come within "
-                f"{self._watched_seconds:g} s: {missing}. Look for an error on them, and call the model on all of its "
-                "ranks alike, outside of any `if rank == 0`. If they were merely late, give watch() more seconds.",
-                error.missing,
-            ) from error
+        lost = (
+            f"this {type(self).__name__} is called by ranks {', '.join(map(str, self._watched_ranks))} together, and "
+            f"these did not come within {self._watched_seconds:g} s: {{ranks}}. Look for an error on them, and call "
+            "the model on all of its ranks alike, outside of any `if rank == 0`. If they were merely late, give "
+            "watch() more seconds."
+        )
+        StoreBarrier.wait(self._watched_ranks, {}, "watched call", self._watched_seconds, lost)
 
 
 def _needed(context: ShardContext) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class StoreBarrier:
     Attributes:
         store: of the default process group.
         name: of this barrier, the prefix of its keys.
-        reports: what each global rank brought, in the order of the mesh; empty if all bring nothing.
+        reports: what each global rank brought, in the order of the mesh.
         others: how many ranks follow the writer.
         step: how often the writer has told the others to go on.
     """
@@ -54,10 +54,12 @@ class StoreBarrier:
         report: Mapping[str, Any],
         call: str = "save_pretrained",
         patience: float | None = None,
+        lost: str = "",
     ) -> StoreBarrier:
         """Wait until all ``ranks`` are here, in the same ``call``.
 
-        They are waited for as long as a collective would wait, or for ``patience`` in seconds.
+        They are waited for as long as a collective would wait, or for ``patience`` in seconds; ``lost`` is the error,
+        if something else is to be said than that they did not come to save: ``{ranks}`` there are those.
 
         Barriers of the same ranks are numbered in the store. A number ends when all have come or, for all at once, when
         the first rank runs out of patience; whoever comes later meets under the next number.
@@ -72,20 +74,16 @@ class StoreBarrier:
         end = begin + patience
         while True:
             name = f"{base}/{store.add(f'{base}/number', 0)}"
-            missing = _attend(store, base, name, ranks, json.dumps(report), end, call)
+            missing, brought = _attend(store, base, name, ranks, json.dumps(report), end, call)
             if not missing:
-                brought = ranks if report else ()  # each rank reads those of all others
-                reports = {rank: json.loads(store.get(f"{name}/{rank}")) for rank in brought}
+                reports = {rank: json.loads(text) for rank, text in zip(ranks, brought, strict=True)}
                 return cls(store, name, reports, len(ranks) - 1)
             if dist.get_rank() not in missing:
-                names = ", ".join(map(str, missing))
-                waited = time.monotonic() - begin
-                raise MissingRanksError(
-                    f"{call} has to be called by all {len(ranks)} ranks of the model, and these did not come: {names} "
-                    f"(this one has waited for {waited:.0f} s; the timeout of the process group is {patience:g} s). "
-                    "Nothing was written. Call it on every rank (outside any `if rank == 0`).",
-                    missing,
+                ranks_lost, waited = ", ".join(map(str, missing)) or "another one", time.monotonic() - begin
+                text = (lost or _LOST).format(
+                    ranks=ranks_lost, call=call, all=len(ranks), waited=waited, limit=patience
                 )
+                raise MissingRanksError(text, missing)
 
     def proceed(self) -> None:
         """On the writer: tell the others to go on."""
@@ -154,6 +152,12 @@ class StoreBarrier:
             raise AgreementError(f"rank {writer} failed to save the model. Its error: {error}")
 
 
+_LOST = (
+    "{call} has to be called by all {all} ranks of the model, and these did not come: {ranks} (this one has waited "
+    "for {waited:.0f} s; the timeout of the process group is {limit:g} s). Nothing was written. Call it on every rank "
+    "(outside any `if rank == 0`)."
+)
+
 _GONE = (
     "rank {writer}, which writes the model for all, has given no sign of life for {seconds:g} s (the timeout of the "
     "process group): it was killed or stopped, or cannot be reached. The folder holds the earlier checkpoint, or the "
@@ -167,13 +171,18 @@ def _timeout() -> float:
     return default_pg_timeout.total_seconds() if limit is None else limit.total_seconds()
 
 
-def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: str, end: float, call: str) -> list[int]:
-    """Come to the barrier ``name`` and return who was missing when it was decided."""
+def _attend(
+    store: Store, base: str, name: str, ranks: Sequence[int], report: str, end: float, call: str
+) -> tuple[list[int], list[str]]:
+    """Come to the barrier ``name`` and return who was missing when it was decided, or what all have brought."""
     outcome = f"{name}/outcome"
     store.set(f"{name}/{dist.get_rank()}", report)
-    if store.add(f"{name}/count", 1) == len(ranks) and _decide(store, base, name, []):
-        # All are here, so that nobody is in the barrier before this one any more.
-        _forget(store, f"{base}/{int(name.rpartition('/')[2]) - 1}", ranks)
+    if store.add(f"{name}/count", 1) == len(ranks):
+        # The last one reads for all, and what is the same is told once: many ranks may meet.
+        brought = [store.get(f"{name}/{rank}").decode() for rank in ranks]
+        if _decide(store, base, name, [], brought[:1] if len(set(brought)) == 1 else brought):
+            # All are here, so that nobody is in the barrier before this one any more.
+            _forget(store, f"{base}/{int(name.rpartition('/')[2]) - 1}", ranks)
     came = False
     try:
         came = _wait(store, outcome, end)
@@ -182,17 +191,17 @@ def _attend(store: Store, base: str, name: str, ranks: Sequence[int], report: st
             _decide(store, base, name, [rank for rank in ranks if not store.check([f"{name}/{rank}"])])
     if not came and not _wait(store, outcome, time.monotonic() + _timeout()):
         raise MissingRanksError(f"{call}: a rank was lost while the ranks met. Nothing was written.")
-    missing: list[int] = json.loads(store.get(outcome))
-    return missing
+    absent, told = json.loads(store.get(outcome))
+    return absent, told * len(ranks) if len(told) == 1 else told
 
 
-def _decide(store: Store, base: str, name: str, missing: list[int]) -> bool:
-    """Say who was missing, unless another rank has; return whether this one did."""
+def _decide(store: Store, base: str, name: str, missing: list[int], brought: Sequence[str] = ()) -> bool:
+    """Say who was missing, or what they brought, unless another rank has; return whether this one did."""
     # The first rank to add decides for all. The number moves on before the outcome can be seen, so that whoever has
     # seen it does not come here again.
     if first := store.add(f"{name}/decided", 1) == 1:
         store.add(f"{base}/number", 1)
-        store.set(f"{name}/outcome", json.dumps(missing))
+        store.set(f"{name}/outcome", json.dumps([missing, brought]))
     return first
 
 

@@ -12,12 +12,18 @@ from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.apply.lone_pickles import tell_of_lone_pickles
-from shardcore.errors import AgreementError, MissingRanksError
+from shardcore.errors import AgreementError
 from shardcore.mesh import ShardContext, Sizes, axis_name, host_group
 from shardcore.nn import VocabEmbedding
 from shardcore.nn.same_inputs import ALIKE, KIND, Brought, compare_inputs
 
 __all__ = ["compare_calls", "follow_seeds"]
+
+
+_LOST = (
+    "this MODEL was called on some of the ranks that share it, and these did not come: {ranks}. Look for an error on "
+    "them, and call the model on all of its ranks alike, outside of any `if rank == 0`."
+)
 
 
 def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
@@ -61,15 +67,7 @@ def _ranks(context: ShardContext) -> tuple[int, ...]:
 
 
 def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
-    try:
-        barrier = StoreBarrier.wait(ranks, {"brought": brought}, "call")
-    except MissingRanksError as error:
-        names = ", ".join(map(str, error.missing)) or "another one"
-        raise MissingRanksError(
-            f"this {model} was called on some of the ranks that share it, and these did not come: {names}. Look for "
-            "an error on them, and call the model on all of its ranks alike, outside of any `if rank == 0`.",
-            error.missing,
-        ) from error
+    barrier = StoreBarrier.wait(ranks, {"brought": brought}, "call", lost=_LOST.replace("MODEL", model))
     first, *others = ranks
     for other in others:
         if told := _difference(*(barrier.reports[rank]["brought"] for rank in (first, other))):

@@ -122,7 +122,7 @@ class _LeaveToSequence(Function):
         return all_gather_tokens(grads[0], ctx.channel.of_gradients, ctx.length), None
 
 
-class _ScatterSequence(Function):
+class _ScatterSequence(_LeaveToSequence):
     flow = ENTERS
 
     @staticmethod
@@ -130,19 +130,9 @@ class _ScatterSequence(Function):
         ctx.channel, ctx.length = channel, x.size(1)
         return own_tokens(x, channel)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        refuse_double_backward()
-        return all_gather_tokens(grads[0], ctx.channel.of_gradients, ctx.length), None
 
-
-class _GatherSequence(Function):
+class _GatherSequence(_EnterFromSequence):
     flow = LEAVES
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: Channel, length: int) -> Tensor:
-        ctx.channel = channel
-        return all_gather_tokens(x, channel, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

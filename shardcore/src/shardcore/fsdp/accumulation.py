@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "parameter_groups"]
 
 
 class Accumulation:
@@ -45,7 +45,7 @@ class Accumulation:
         root = self._fsdp._get_fsdp_state()
         # What a backward does at the end of each unit, and at its own: torch's pipelines do the same.
         for state in root._state_ctx.all_states:
-            for group in _parameter_groups(state):
+            for group in parameter_groups(state):
                 group.post_backward()
         root._root_post_backward_final_callback()
         self._divide()
@@ -76,7 +76,7 @@ class Accumulation:
         return (module for module in self._model.modules() if isinstance(module, FSDPModule))
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def parameter_groups(state: Any) -> list[Any]:
     """Return the parameters that a unit gathers at once, in one group or, since torch 2.12, in several."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from shardcore.agree.agreement import is_alone
 from shardcore.comm.dtensor_params import is_packed
 from shardcore.comm.strided import fsdp_placement
 from shardcore.errors import NotSupportedError, Problem
+from shardcore.fsdp.same_units import SameUnits
 from shardcore.fsdp.scalars import replicate_scalars
 from shardcore.mesh import ShardContext, Sizes, axis_name
 from shardcore.nn import SegmentedLayout
@@ -48,7 +50,8 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     mesh = context.parameters[axes]
     ignored = (*replicate_scalars(model, context, axes), *filter(is_packed, model.parameters()))
     options["ignored_params"] = {*(options.get("ignored_params") or ()), *ignored}
-    wrap: Callable[..., Any] = _replicate if wide == ("dp_replicate",) else fully_shard
+    gathers = wide != ("dp_replicate",)
+    wrap: Callable[..., Any] = fully_shard if gathers else _replicate
     if wrap is fully_shard and any(fsdp_placement(p) for p in model.parameters()):
         others = options.get("shard_placement_fn")
         options["shard_placement_fn"] = lambda p: fsdp_placement(p) or (None if others is None else others(p))
@@ -59,7 +62,8 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
         options.setdefault("reshard_after_forward", False)  # see `shardcore.fsdp.accumulation`
     reshards = options.get("reshard_after_forward") is not False
     experts = [module for module in model.modules() if isinstance(module, ExpertParallel)]
-    for unit in prepare_units(model, [*experts, *blocks], reshards=reshards):
+    meet = None if is_alone() or mesh.size() == 1 else SameUnits(model, mesh, gathers=gathers)
+    for unit in prepare_units(model, [*experts, *blocks], reshards=reshards, meet=meet):
         if isinstance(unit.module, ExpertParallel) and context.experts is not None:
             fully_shard(unit.module, mesh=context.experts[wide], **_of_experts(unit.module, options))
         else:

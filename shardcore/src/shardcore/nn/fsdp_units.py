@@ -4,19 +4,21 @@ FSDP2 gathers the parameters of a *unit* (a block, or the model with all that is
 that one module, and takes for the root whichever unit is called first. So by itself it works only for calls of the
 whole model. Here every module knows the unit that holds its parameters: called while the unit is not, it runs as if it
 were a method of the unit, with everything that FSDP2 does before and after a forward. The model is the root whatever
-is called first. Which collectives run follows from the calls alone, which are the same on all ranks.
+is called first. Which collectives run follows from the calls alone, which have to be the same on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils._pytree import tree_leaves
 
 from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
 from shardcore.comm.flow import PASSES
@@ -24,9 +26,12 @@ from shardcore.errors import NotSupportedError
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 
-__all__ = ["FSDPUnit", "prepare_units", "require_known_fsdp", "unit_of"]
+__all__ = ["FSDPUnit", "Meet", "prepare_units", "require_known_fsdp", "unit_of"]
 
 _UNIT = "_shardcore_unit"
+
+#: Called before something may be sent for a unit, in its "forward" or "backward".
+Meet: TypeAlias = "Callable[[FSDPUnit, str], None]"
 
 
 class FSDPUnit:
@@ -36,11 +41,15 @@ class FSDPUnit:
         module: the module that `fully_shard` (or ``replicate``) is applied to.
         root: the unit of the whole model; None if it is this one.
         reshards: whether what was gathered is let go after a call, as FSDP2 was told.
+        meet: see `prepare_units`.
     """
 
-    def __init__(self, module: nn.Module, root: FSDPUnit | None = None, *, reshards: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, root: FSDPUnit | None = None, *, reshards: bool = True, meet: Meet | None = None
+    ) -> None:
         self.module = module
         self.reshards = reshards
+        self._meet = meet
         self.root = root or self
         self._inside = False
         self._holds = 0
@@ -63,6 +72,8 @@ class FSDPUnit:
         state = self.root._state()
         if state._is_root is None:  # also decided already where a module of the user's holds the model, and is the root
             state._lazy_init()
+        if self._meet is not None:
+            self._meet(self, "forward")
 
     def call(
         self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,7 +129,10 @@ class FSDPUnit:
         def held(*args: Any, **kwargs: Any) -> Any:
             outer, self._inside = self._inside, True
             try:
-                return _no_views(function(*args, **kwargs))
+                out = _no_views(function(*args, **kwargs))
+                if self._meet is not None and torch.is_grad_enabled():
+                    self._follow(out, self._meet)
+                return out
             except BaseException:
                 self._give_up()
                 raise
@@ -126,6 +140,12 @@ class FSDPUnit:
                 self._inside = outer
 
         return held
+
+    def _follow(self, out: Any, meet: Meet) -> None:
+        # Before FSDP2's own hooks, which are hung on later.
+        computed = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if computed:
+            register_multi_grad_hook(computed, lambda _: meet(self, "backward"), mode="any")
 
     def _give_up(self) -> None:
         """Forget a forward that was cut short, which FSDP2 would believe to be running still."""
@@ -226,19 +246,22 @@ def require_known_fsdp() -> None:
         )
 
 
-def prepare_units(model: nn.Module, blocks: list[nn.Module], *, reshards: bool = True) -> list[FSDPUnit]:
+def prepare_units(
+    model: nn.Module, blocks: list[nn.Module], *, reshards: bool = True, meet: Meet | None = None
+) -> list[FSDPUnit]:
     """Turn ``model``, its ``blocks`` and all other modules with parameters into modules of units, in place.
 
     Args:
         model: what FSDP2 will be applied to last.
         blocks: what it will be applied to before.
         reshards: see `FSDPUnit`.
+        meet: is called before something may be sent for a unit.
 
     Returns:
         the units, that of the model last: `FSDPUnit.watch` each as soon as FSDP2 was applied to its module.
     """
-    root = FSDPUnit(model, reshards=reshards)
-    units = [*(FSDPUnit(block, root) for block in blocks), root]
+    root = FSDPUnit(model, reshards=reshards, meet=meet)
+    units = [*(FSDPUnit(block, root, meet=meet) for block in blocks), root]
     owned: set[nn.Module] = set()
     for unit in units:
         for module in _own(unit.module, owned):
