@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 import shardcore
 from shard_llama.policy import LlamaForCausalLMPolicy
+from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError
 from shardcore_testing.parity import assert_close, assert_same_gradients
 from shardcore_testing.subject import checkpointing
 
+CAPTURES = importlib.util.find_spec("transformers.utils.output_capturing") is not None
 CAPTURE = {"output_attentions": True, "output_hidden_states": True}
 
 
@@ -68,6 +71,22 @@ def _loss_over(tensors: list[Tensor]) -> Tensor:
 
 def _flat(values) -> list[Tensor]:
     return [t for value in values for t in (_flat(value) if isinstance(value, tuple) else [value])]
+
+
+@pytest.mark.skipif(not (CAN_PIPELINE and CAPTURES), reason="stages, and what they capture, are seen since then")
+def test_captured_outputs_of_stages(pool):
+    pool.run(_of_stages, world=2)
+
+
+def _of_stages() -> None:
+    """Each stands in the place of its layer; what earlier stages have captured is None."""
+    reference = build(attn_implementation="eager")
+    model = shardcore.shard(copy.deepcopy(reference), pp=2, num_microbatches=1)
+    with torch.no_grad():
+        wanted, got = (m(**batch(m), **CAPTURE, use_cache=False) for m in (reference, model))
+    assert len(got.attentions) == 2
+    assert got.attentions[0] is None
+    assert_close(wanted.attentions[1], got.attentions[1], "attentions of the second stage")
 
 
 def test_captured_outputs_with_checkpointing(pool):

@@ -12,6 +12,8 @@ An entry point has the name by which the library is imported, and names a module
 ``needs_of_optimizer(optimizer)``, ``OPTIMIZERS_AT_WHOLES``
     which of `shardcore.optimizers` has to step an optimizer of the library, or None, and the option that needs it; and
     the names of its classes that look at more than single elements
+``captured()``
+    the lists in which the library keeps, in the forward that is running, what hooks have seen inside of blocks
 ``INSTEAD_OF_CHANGING``
     what to do instead of putting modules of the library into a sharded model, in words
 ``POLICY``

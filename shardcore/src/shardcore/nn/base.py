@@ -80,11 +80,15 @@ class ParallelMixin(ParallelModule):
     #: Whether one rank alone on ``tp`` has no use for it.
     plan_needs_tp: ClassVar[bool] = True
 
+    #: Options that a module keeps as they are -> the attribute that has them.
+    kept_options: ClassVar[Mapping[str, str]] = {}
+
     #: The names of the options that `layouts` and `swap_class` understand.
     option_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.option_names = cls.option_names.union(cls.kept_options)
         name_in_tracebacks(cls)
 
     @classmethod
@@ -159,7 +163,8 @@ class ParallelMixin(ParallelModule):
         Its parameters are DTensors already. Precondition: `problem` returned None.
         """
         add_mixin(module, cls)
-        module.__dict__["_shard_context"] = context
+        kept = {name: options[option] for option, name in cls.kept_options.items() if option in options}
+        module.__dict__.update(_shard_context=context, **kept)
         return cast("Self", module)
 
     @classmethod

@@ -160,19 +160,10 @@ class StageAttentions(ParallelMixin):
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"sizes"})
+    kept_options: ClassVar[Mapping[str, str]] = {"sizes": "_sizes"}
 
-    _sizes: tuple[int, ...]
+    _sizes: tuple[int, ...] = ()
     _shard_context: ShardContext
-
-    @classmethod
-    @override
-    def swap_class(
-        cls, module: nn.Module, context: ShardContext, *, sizes: tuple[int, ...] = (), **options: Any
-    ) -> Self:
-        new = super().swap_class(module, context)
-        new._sizes = sizes
-        return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward and gather what it captured."""
@@ -195,18 +186,9 @@ class RefusesCaptured(ParallelMixin):
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"outputs"})
+    kept_options: ClassVar[Mapping[str, str]] = {"outputs": "_refused"}
 
-    _refused: tuple[tuple[str, str], ...]
-
-    @classmethod
-    @override
-    def swap_class(
-        cls, module: nn.Module, context: ShardContext, *, outputs: tuple[tuple[str, str], ...] = (), **options: Any
-    ) -> Self:
-        new = super().swap_class(module, context)
-        new._refused = outputs
-        return new
+    _refused: tuple[tuple[str, str], ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward.

@@ -205,6 +205,7 @@ class LossCalls(TorchFunctionMode):
                 torch.set_grad_enabled(True)  # within what has turned it off, if not until the end
                 out = out.detach().requires_grad_()
             self.calls.append(LossCall(over=over, reduction=given["reduction"], numbers=numbers, made=out))
+            return out.clone()  # what is computed of it may be computed in its place
         return out
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from shardcore.nn.libraries import ask
 from shardcore.nn.loss.logits import VocabParallelLogits
 from shardcore.pipeline.losses import Reduction
 
-__all__ = ["PROBE", "Boundary", "StageMetadata", "TensorMeta", "described", "filled"]
+__all__ = ["PROBE", "Boundary", "StageMetadata", "TensorMeta", "answered", "captured", "described", "filled"]
 
 #: NaN stands for a value that another stage computes, wherever the forward asks for it: whatever it reaches shows it.
 PROBE = math.nan
@@ -71,6 +72,19 @@ def filled(description: Any, device: torch.device | str, number: float) -> Any:
     return tree_map_only((TensorMeta, SplitLogits), lambda meta: meta.filled(device, number), description)
 
 
+def captured() -> list[list[Any]]:
+    """Return the lists in which libraries keep what is inside of blocks, such as scores of routers, in this forward."""
+    return [values for ask_library in ask("", "captured") or () for values in ask_library()]
+
+
+def answered(description: Any, device: torch.device | str, number: float) -> Any:
+    """Return what a part returns, and keep what libraries would have captured inside of it; all are ``number``."""
+    out, inside = filled(description, device, number)
+    for values, more in zip(captured() if inside else (), inside, strict=True):
+        values.extend(more)
+    return out
+
+
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, VocabParallelLogits):
         return SplitLogits(leaf, TensorMeta.of(leaf.local))
@@ -81,9 +95,11 @@ def _described(leaf: Any) -> Any:
 class Boundary:
     """What crosses to a stage, the boundary activations: arguments with which its first block is called.
 
+    So does what was captured inside of earlier blocks, if the loss is made of it.
+
     Attributes:
         block: the name of that block.
-        places: where they are among all leaves of the call, positional arguments first.
+        places: where they are among all leaves of the call, positional arguments first, and of `captured`.
         values: what they are.
     """
 
@@ -103,7 +119,8 @@ class StageMetadata:
     """What all stages return and send for arguments of some shapes.
 
     Attributes:
-        outputs: what each part of the model returns, by its name: a tree of `TensorMeta` for each call of it.
+        outputs: what each part of the model returns, and what is `captured` inside of it, by its name: a tree of
+            `TensorMeta` for each call of it.
         boundaries: what crosses to stage 1, to stage 2, and so on.
         missing: which leaves of the model's output the last stage does not have: earlier stages compute them.
         loss: what the loss is, in float32 at least; None where nobody said how it is computed.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardcore.errors import NotSupportedError
-from shardcore.pipeline.metadata import PROBE, StageMetadata, filled
+from shardcore.pipeline.metadata import PROBE, StageMetadata, answered, captured
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune, tensors_below
 from shardcore.pipeline.tracing import BoundaryReached
 from shardcore.plan.cut import Cut
@@ -175,15 +175,17 @@ class _StageForward:
         if self._arrived:  # or else nothing stands for it
             if starts:
                 self._started = True
-                leaves, _ = tree_flatten((args, kwargs))
+                leaves, _ = tree_flatten((args, kwargs, captured()))
                 places = self._metadata.boundaries[self._stage.index - 1].places
                 for place, tensor in zip(places, self._arrived, strict=True):
                     setattr(leaves[place], _ARRIVED, tensor)
+                for values in captured():
+                    values[:] = _arrived(values)
             args, kwargs = _arrived((args, kwargs))
             if self._stage.splits and name in blocks and not ends:
                 args, kwargs = self._dependent(name, args, kwargs)
         if ends:
-            leaves, _ = tree_flatten((args, kwargs))
+            leaves, _ = tree_flatten((args, kwargs, captured()))
             self.leaving = tuple(leaves[place] for place in self._metadata.boundaries[self._stage.index].places)
             if self._stage.splits and self._arrived:
                 self.leaving = tuple(_join(t, self._arrived[0]) if t.requires_grad else t for t in self.leaving)
@@ -221,7 +223,7 @@ class _StageForward:
             return native(*args, **kwargs)
         outputs = self._metadata.outputs[name]
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        return filled(outputs[call % len(outputs)], self._stage.device, PROBE)
+        return answered(outputs[call % len(outputs)], self._stage.device, PROBE)
 
 
 class _OutsideOfStages:

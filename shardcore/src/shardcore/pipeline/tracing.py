@@ -24,7 +24,7 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
 from shardcore.nn.copies import meta_copy
 from shardcore.pipeline.losses import Loss, LossCalls, named, reductions_of, wide
-from shardcore.pipeline.metadata import PROBE, Boundary, StageMetadata, TensorMeta, described, filled
+from shardcore.pipeline.metadata import PROBE, Boundary, StageMetadata, TensorMeta, answered, captured, described
 from shardcore.pipeline.microbatches import shapes_of
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune
 from shardcore.plan.cut import Cut
@@ -118,24 +118,10 @@ class StageTracer:
                 raise self._inside(error) from error
         self._check_order(recorder.blocks)
         outputs = {name: tuple(trees) for name, trees in recorder.outputs.items()}
-        out, boundaries = None, []
-        for stage in range(len(self.cut)):
-            passing = _Passing(self, outputs, stage)
-            try:
-                out = self._run(passing, arguments, stage)
-            except ShardcoreError:
-                raise
-            except Exception as error:  # where all parts are there it ran
-                raise self._inside(error) from error
-            if passing.boundary is not None:
-                boundaries.append(passing.boundary)
-            elif stage:
-                raise NotSupportedError(
-                    f"{self.cut.blocks[self.cut.bounds[stage]]} begins stage {stage}, and was not called; "
-                    f"{type(self._model).__name__} does not run its blocks in the order of its Stages"
-                )
-        missing = tuple(place for place, leaf in enumerate(tree_flatten(out)[0]) if _is_probe(leaf))
-        found = StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=missing)
+        found, out = self._passed(arguments, outputs, crosses=False)
+        if any(_is_probe(leaf) and not leaf.ndim for leaf in tree_flatten(out)[0]):
+            # A loss is made of what is inside of earlier blocks, such as the scores of routers.
+            found, out = self._passed(arguments, outputs, crosses=True)
         if loss is None:
             return found
         with LossCalls(arguments, traced=True) as outside:
@@ -151,6 +137,29 @@ class StageTracer:
             raise self._inside("the loss is made of it")
         reductions = reductions_of(whole, value, inside.calls, outside.calls, arguments)
         return dataclasses.replace(found, loss=TensorMeta.of(wide(value)), reductions=reductions)
+
+    def _passed(
+        self, arguments: Mapping[str, Any], outputs: Mapping[str, tuple[Any, ...]], *, crosses: bool
+    ) -> tuple[StageMetadata, Any]:
+        """Return what is known of stages, and what the last one returns; ``crosses`` says whether `captured` does."""
+        out, boundaries = None, []
+        for stage in range(len(self.cut)):
+            passing = _Passing(self, outputs, stage, crosses=crosses)
+            try:
+                out = self._run(passing, arguments, stage)
+            except ShardcoreError:
+                raise
+            except Exception as error:  # where all parts are there it ran
+                raise self._inside(error) from error
+            if passing.boundary is not None:
+                boundaries.append(passing.boundary)
+            elif stage:
+                raise NotSupportedError(
+                    f"{self.cut.blocks[self.cut.bounds[stage]]} begins stage {stage}, and was not called; "
+                    f"{type(self._model).__name__} does not run its blocks in the order of its Stages"
+                )
+        missing = tuple(place for place, leaf in enumerate(tree_flatten(out)[0]) if _is_probe(leaf))
+        return StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=missing), out
 
     def resized(self, metadata: StageMetadata, arguments: Mapping[str, Any]) -> StageMetadata:
         """Return what is known of arguments of other sizes, without a number: nothing of their size is allocated.
@@ -245,15 +254,16 @@ class _Recorder:
     def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             inner = native(*args, **kwargs)
-            self.outputs.setdefault(name, []).append(described(inner))
+            self.outputs.setdefault(name, []).append((described(inner), []))
             return inner
         self._inside = True
+        kept = [(values, len(values)) for values in captured()]
         try:
             with self._tracer.on_meta(), _OnMeta():  # type: ignore[no-untyped-call]
                 args, kwargs = _on_meta(args), _on_meta(kwargs)
                 if name in self._tracer.cut.blocks:
                     args, kwargs = self._tracer.cast(args), self._tracer.cast(kwargs)
-                out = described(native(*args, **kwargs))
+                out = described((native(*args, **kwargs), [values[before:] for values, before in kept]))
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise NotSupportedError(
                 f"{name} cannot be called on meta, which tells a pipeline what it returns: {error}; use "
@@ -261,8 +271,10 @@ class _Recorder:
             ) from error
         finally:
             self._inside = False
+            for values, before in kept:
+                del values[before:]
         self.outputs.setdefault(name, []).append(out)
-        return filled(out, self._device, _HELD)
+        return answered(out, self._device, _HELD)
 
 
 class _Sizing(_Recorder):
@@ -276,15 +288,17 @@ class _Sizing(_Recorder):
     @override
     def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if name in self._places and name not in self.boundaries:
-            self.boundaries[name] = Boundary.of(name, self._places[name], tree_flatten((args, kwargs))[0])
+            self.boundaries[name] = Boundary.of(name, self._places[name], tree_flatten((args, kwargs, captured()))[0])
         return args, kwargs
 
 
 class _Passing:
     """Runs the forward as one stage does: what others hold returns NaN, as does what depends on it."""
 
-    def __init__(self, tracer: StageTracer, outputs: Mapping[str, tuple[Any, ...]], stage: int) -> None:
-        self._tracer, self._outputs, self._stage = tracer, outputs, stage
+    def __init__(
+        self, tracer: StageTracer, outputs: Mapping[str, tuple[Any, ...]], stage: int, *, crosses: bool
+    ) -> None:
+        self._tracer, self._outputs, self._stage, self._crosses = tracer, outputs, stage, crosses
         self._calls: dict[str, int] = {}
         self._arrived: dict[int, Tensor] = {}  # what crossed, by the id of what stands for it, which it keeps alive
         self.boundary: Boundary | None = None
@@ -296,8 +310,14 @@ class _Passing:
         leaves, _ = tree_flatten((args, kwargs))
         probes = [place for place, leaf in enumerate(leaves) if _is_probe(leaf)]
         if index is not None and index == start and index and self.boundary is None:  # the first call of several
-            self.boundary = Boundary.of(name, probes, leaves)
             self._arrived = {id(leaves[place]): leaves[place] for place in probes}
+            if self._crosses:
+                inside, _ = tree_flatten(captured())
+                probes += [place for place, leaf in enumerate(inside, len(leaves)) if _is_probe(leaf)]
+                leaves += inside
+                for values in captured():
+                    values[:] = [torch.full_like(v, _HELD) if _is_probe(v) else v for v in values]
+            self.boundary = Boundary.of(name, probes, leaves)
         elif self._tracer.holds(self._stage, name) or index == end:
             loose = [leaves[place] for place in probes if id(leaves[place]) not in self._arrived]
             if loose:
@@ -314,7 +334,7 @@ class _Passing:
         outputs = self._outputs[name]
         call = self._calls[name] = self._calls.get(name, -1) + 1
         number = _HELD if self._tracer.holds(self._stage, name) else PROBE
-        return filled(outputs[call % len(outputs)], self._tracer.device, number)
+        return answered(outputs[call % len(outputs)], self._tracer.device, number)
 
 
 class _OnMeta(TorchDispatchMode):

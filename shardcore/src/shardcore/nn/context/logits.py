@@ -9,15 +9,15 @@ labels that count, ``num_items_in_batch``) is computed alike by all ranks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from shardcore.comm.collectives import gather_from_tp
-from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.context.places import Places, sum_of_ranks
 from shardcore.nn.context.shard import ContextShard
@@ -154,15 +154,9 @@ class ContextHead(ParallelMixin):
     """
 
     keeps_name: ClassVar[bool] = True
+    kept_options: ClassVar[Mapping[str, str]] = {"shard": "_context"}
 
     _context: ContextShard
-
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        new = super().swap_class(module, context)
-        new.__dict__["_context"] = options["shard"]
-        return new
 
     def __call__(self, input: Tensor) -> Any:  # noqa: A002  # the native argument name is part of the interface
         """Return the logits of what it is given, or `DividedLogits`."""

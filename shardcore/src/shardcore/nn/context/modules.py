@@ -38,6 +38,7 @@ class _ContextModule(ParallelMixin):
     """
 
     keeps_name: ClassVar[bool] = True
+    kept_options: ClassVar[Mapping[str, str]] = {"shard": "_context"}
 
     _context: ContextShard
     _context_names: tuple[str, ...]  # of the arguments of its forward
@@ -46,8 +47,8 @@ class _ContextModule(ParallelMixin):
     @override
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         names = tuple(inspect.signature(module.forward).parameters)
-        new = super().swap_class(module, context)
-        new.__dict__.update(_context=options["shard"], _context_names=names)
+        new = super().swap_class(module, context, **options)
+        new.__dict__["_context_names"] = names
         return new
 
 
@@ -211,14 +212,9 @@ class ContextModel(_ContextModule):
         shard: the `ContextShard`.
     """
 
-    _context_keeps: bool
+    kept_options: ClassVar[Mapping[str, str]] = {"shard": "_context", "keeps": "_context_keeps"}
 
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        new = super().swap_class(module, context, **options)
-        new.__dict__["_context_keeps"] = options["keeps"]
-        return new
+    _context_keeps: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward.

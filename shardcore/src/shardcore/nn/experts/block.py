@@ -11,6 +11,7 @@ computes in full: that gradient is divided by the number of ranks before it join
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -85,17 +86,10 @@ class RouterLogits(ParallelMixin):
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"captured"})
+    kept_options: ClassVar[Mapping[str, str]] = {"captured": "_router_captured"}
 
-    _router_captured: int
+    _router_captured: int = 0
     _shard_context: ShardContext
-
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, *, captured: int = 0, **options: Any) -> Self:
-        new = super().swap_class(module, context)
-        new.__dict__["_router_captured"] = captured
-        return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, and let the captured logits carry a whole gradient."""

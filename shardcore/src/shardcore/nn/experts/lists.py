@@ -8,13 +8,13 @@ An expert that nobody has called stays without one, so that optimizers skip it, 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from typing_extensions import override
 
 from shardcore.comm.experts import touch_elsewhere
 from shardcore.mesh import ShardContext
@@ -34,17 +34,10 @@ class ListedExperts(ParallelMixin):
 
     keeps_name: ClassVar[bool] = True
     plan_needs_tp: ClassVar[bool] = False
-    option_names: ClassVar[frozenset[str]] = frozenset({"weights"})
+    kept_options: ClassVar[Mapping[str, str]] = {"weights": "_experts_list"}
 
-    _experts_list: str
+    _experts_list: str = ""
     _shard_context: ShardContext
-
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, *, weights: str = "", **options: Any) -> Self:
-        new = super().swap_class(module, context)
-        new.__dict__["_experts_list"] = weights
-        return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, and see to the gradients of experts that only other replicas have called."""

@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError, VocabParallelLogitsError
-from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.linear.functional import can_look_at, flat
 from shardcore.nn.linear.parallel import ColumnLinear
@@ -310,19 +309,15 @@ class VocabParallelLossModel(ParallelMixin):
     """
 
     keeps_name: ClassVar[bool] = True
+    kept_options: ClassVar[Mapping[str, str]] = {
+        "labels": "_split_labels",
+        "heads": "_split_heads",
+        "chunk": "_split_chunk",
+    }
 
     _split_labels: tuple[str, int]
     _split_heads: tuple[nn.Module, ...]
     _split_chunk: int | None
-
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        new = super().swap_class(module, context)
-        new.__dict__["_split_labels"] = options["labels"]
-        new.__dict__["_split_heads"] = tuple(options["heads"])
-        new.__dict__["_split_chunk"] = options["chunk"]
-        return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward; with labels, its logits are DTensors split over the vocabulary."""

@@ -6,6 +6,7 @@ block later, perhaps after another call, recomputes it for the same number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -35,15 +36,9 @@ class SequenceModule(ParallelMixin):
     """
 
     keeps_name: ClassVar[bool] = True
+    kept_options: ClassVar[Mapping[str, str]] = {"tokens": "_tokens"}
 
     _tokens: SequenceShard
-
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        new = super().swap_class(module, context)
-        new.__dict__["_tokens"] = options["tokens"]
-        return new
 
 
 class SequenceStack(SequenceModule):

@@ -203,7 +203,7 @@ class KeepLogitsSharded(Step):
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
         model = ctx.model
-        heads = [model.get_submodule(path) for path in self.heads]
+        heads = tuple(model.get_submodule(path) for path in self.heads)
         options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}
         return functools.partial(
             VocabParallelLossModel.swap_class, model.get_submodule(self.path), ctx.shared, **options
