@@ -58,4 +58,4 @@ def test_a_command_of_this_project_that_is_not_installed_is_named_with_its_line(
     assert done.exit_code == 2
     assert "'plan' is a command of shardcore-planner, which is not installed" in done.output
     assert "pip install" in done.output
-    assert "No such command 'plam'" in run("plam").output
+    assert "No such command 'plam'. Did you mean 'plan'?" in run("plam").output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 import click
@@ -50,6 +51,16 @@ class _Group(click.Group):
                 f"{cmd_name!r} is a command of {home}, which is not installed{installing(*folders_of('kit'))}", ctx
             )
         return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if near := difflib.get_close_matches(args[0], {*self.list_commands(ctx), *_HOMES}, n=1):
+                raise click.UsageError(f"{error.format_message()} Did you mean {near[0]!r}?", ctx) from error
+            raise
 
     def invoke(self, ctx: click.Context) -> object:
         try:
