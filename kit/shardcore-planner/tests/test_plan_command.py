@@ -282,9 +282,12 @@ def explained(*options):
 
 def test_numbers_are_in_the_dtype_of_the_configuration(tmp_path):
     pytest.importorskip("shard_llama")
-    lines = explained(_saved(tmp_path, "LlamaConfig", "LlamaForCausalLM", dtype="float16"), "--tp", "2").splitlines()
+    saved = _saved(tmp_path, "LlamaConfig", "LlamaForCausalLM", dtype="float16")
+    lines = explained(saved, "--tp", "2").splitlines()
     assert any(line.startswith("parameters per rank: ") and line.endswith(", in float16") for line in lines)
     assert "all in fp16, with adamw" in lines[-1]
+    for options, dtype in (((), "fp16"), (("--dtype", "fp32"), "fp32")):
+        assert json.loads(run(saved, "--tp", "2", "--json", *options).output)["workload"]["dtype"] == dtype
 
 
 def test_the_stages_of_a_pipeline(small):

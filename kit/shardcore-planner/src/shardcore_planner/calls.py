@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardcore.errors import ConfigError
-from shardcore_planner.workload import DTYPES, Call, Workload
+from shardcore_planner.workload import Call, Workload
 
 __all__ = ["call_of", "labels_of"]
 
@@ -75,7 +75,7 @@ def _timm(model: nn.Module, workload: Workload) -> Call:
         )
     size = (size[0], *getattr(patches, "img_size", size[1:]))
     return Call(
-        inputs=lambda: {"": torch.ones(workload.batch, *size, dtype=DTYPES[workload.dtype])},
+        inputs=lambda: {"": torch.ones(workload.batch, *size, dtype=workload.torch_dtype)},
         loss=lambda out: functional.cross_entropy(out, torch.zeros(out.size(0), dtype=torch.long)),
     )
 
@@ -101,7 +101,7 @@ def _tokens(model: nn.Module, config: Any, workload: Workload) -> int:
 
 
 def _inputs(model: nn.Module, config: Any, main: str, workload: Workload, seq: int) -> Iterator[tuple[str, Any]]:
-    rows, name, dtype = workload.batch, type(model).__name__, DTYPES[workload.dtype]
+    rows, name, dtype = workload.batch, type(model).__name__, workload.torch_dtype
     ids = torch.ones(rows, seq, dtype=torch.long)
     if main == "pixel_values":
         size = config.image_size

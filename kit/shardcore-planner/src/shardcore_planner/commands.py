@@ -138,7 +138,11 @@ def explain(
 @click.option("--sp", is_flag=True, help="Split activations along the sequence (sequence parallelism).")
 @click.option("--batch", type=click.IntRange(1), help=_BATCH_HELP)
 @click.option("--seq", type=click.IntRange(1), help="Tokens of a sample [default: the model's most, up to 4096].")
-@click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]))
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
+    help="[default: what the configuration says, or else bf16]",
+)
 @click.option(
     "--optimizer",
     default="adamw",

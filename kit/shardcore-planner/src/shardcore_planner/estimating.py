@@ -28,7 +28,7 @@ from shardcore_planner.simulation import Certain, simulated_ranks
 from shardcore_planner.stages import parameter_bytes_by_stage
 from shardcore_planner.step import by_axis, run_step, still, to_fake
 from shardcore_planner.watch import KINDS, Numbers, Watch
-from shardcore_planner.workload import DTYPES, Call, Stepper, Workload
+from shardcore_planner.workload import Call, Stepper, Workload
 
 __all__ = ["KINDS", "estimate", "least"]
 
@@ -57,6 +57,7 @@ def estimate(
         PlanError: it cannot be sharded so; lists every problem.
     """
     require(PLANNING)
+    workload = workload.of(model)
     config = configured(config, workload)
     if (config.pipeline_parallel_size or 1) > 1:
         return estimate_pipeline(model, config, workload, call, policy=policy)
@@ -71,7 +72,7 @@ def estimate(
 
     def trace(more: Kind | None = None) -> Numbers:
         keep = kept(kinds, more)
-        few = truncated(model, keep).to(DTYPES[workload.dtype])
+        few = truncated(model, keep).to(workload.torch_dtype)
         fewer = recomputing(config, keep, names)
         with simulated_ranks(ranks, rank):
             shardcore.shard(few, fewer, policy=policy)
@@ -87,9 +88,10 @@ def least(model: nn.Module, config: ShardConfig, workload: Workload, *, policy: 
     Raises:
         ShardcoreError: what `estimate` raises.
     """
+    workload = workload.of(model)
     config = configured(config, workload)
     plan = planned(model, config, policy)
-    dtype = DTYPES[workload.dtype]
+    dtype = workload.torch_dtype
     if (config.pipeline_parallel_size or 1) > 1:
         held = max(map(max, parameter_bytes_by_stage(plan, Cut.by(plan.config, model, plan.stages), dtype)))
     else:

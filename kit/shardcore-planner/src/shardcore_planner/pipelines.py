@@ -32,7 +32,7 @@ from shardcore_planner.simulation import simulated_ranks
 from shardcore_planner.stages import parameter_bytes_by_stage, placed
 from shardcore_planner.timeline import bubble, forwards, orders, slots
 from shardcore_planner.watch import Numbers
-from shardcore_planner.workload import DTYPES, Call, Workload
+from shardcore_planner.workload import Call, Workload
 
 __all__ = ["estimate_pipeline"]
 
@@ -179,7 +179,7 @@ class _Pipeline:
         kinds = [blocks.kind for blocks in self._blocks]
         here = [blocks.kind for blocks in own]
         keep = kept(kinds, None if more is None else more.kind, here)
-        few = truncated(self._model, keep).to(DTYPES[self.workload.dtype])
+        few = truncated(self._model, keep).to(self.workload.torch_dtype)
         fewer = ShardConfig.of(recomputing(self._config, keep, self._recomputed), pipeline_bounds=self._bounds(keep))
         held = self._held[rank]
         first = self._config.ranks // self.size * rank  # the first axis of a mesh is pp, and the last one tp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class Workload:
     Attributes:
         batch: samples.
         seq: tokens of a sample; None takes what the model is made for.
-        dtype: of parameters, gradients, activations and optimizer state: a key of `DTYPES`.
+        dtype: of parameters, gradients, activations and optimizer state: a key of `DTYPES`. None takes what the
+            configuration of the model says, or else bf16.
         optimizer: a key of `OPTIMIZERS`; ``"none"`` is inference, a forward without gradients.
         master_weights: the optimizer has a copy of this rank's parameters in float32, and its state is in float32 too.
         foreach: the optimizer steps all parameters together, as torch does by default on CUDA: faster, with temporary
@@ -50,20 +51,31 @@ class Workload:
 
     batch: int = 1
     seq: int | None = None
-    dtype: str = "bf16"
+    dtype: str | None = None
     optimizer: str = "adamw"
     master_weights: bool = False
     foreach: bool = True
 
     def __post_init__(self) -> None:
         for name, value, known in (("dtype", self.dtype, DTYPES), ("optimizer", self.optimizer, OPTIMIZERS)):
-            if value not in known:
+            if value is not None and value not in known:
                 raise ConfigError(f"Workload.{name} must be one of {', '.join(known)}; got {value!r}")
         for name, size in (("batch", self.batch), ("seq", self.seq)):
             if size is not None and (type(size) is not int or size < 1):
                 raise ConfigError(f"Workload.{name} must be a positive integer, got {size!r}")
         if self.master_weights and self.optimizer == "none":
             raise ConfigError("Workload.master_weights are an optimizer's, and optimizer is 'none'; leave one of them")
+
+    def of(self, model: nn.Module) -> Workload:
+        """Return the same with the dtype of a model, where none is given."""
+        said = getattr(getattr(model, "config", None), "dtype", None)
+        found = next((name for name, known in DTYPES.items() if known == said), "bf16")
+        return self if self.dtype else replace(self, dtype=found)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """That of torch."""
+        return DTYPES[self.dtype or "bf16"]
 
     @property
     def trains(self) -> bool:
@@ -75,7 +87,7 @@ class Workload:
         """How many times the bytes of the parameters the gradients, optimizer state and they take, at least."""
         if not self.trains:
             return 1
-        wide = torch.float32.itemsize / DTYPES[self.dtype].itemsize if self.master_weights else 1
+        wide = torch.float32.itemsize / self.torch_dtype.itemsize if self.master_weights else 1
         return 2 + _MOMENTS[self.optimizer] * wide + (wide if self.master_weights else 0)
 
 

@@ -296,7 +296,7 @@ def headline(model: str, found: Estimate, *, mesh: bool = True) -> str:
     ]
     if found.pipeline is not None:
         parts += [f"{found.pipeline.schedule} of {found.pipeline.micro_batches} micro-batches"]
-    parts += [work.dtype, "inference" if not work.trains else work.optimizer]
+    parts += [str(work.dtype), "inference" if not work.trains else work.optimizer]
     parts += ["float32 master weights"] if work.master_weights else []
     parts += ["sequence parallel"] if config.enable_sequence_parallelism else []
     parts += ["recomputed blocks"] if config.gradient_checkpoint_config else []

@@ -19,7 +19,6 @@ from shardcore_cli.tables import in_words
 from shardcore_planner import Collective, Estimate, Workload, estimate
 from shardcore_planner.calls import call_of
 from shardcore_planner.memory import bytes_on
-from shardcore_planner.workload import DTYPES
 
 __all__ = ["Share", "batch_of", "shares", "step_of", "summary"]
 
@@ -79,10 +78,8 @@ def batch_of(config: ShardConfig, given: int | None) -> int:
 
 def step_of(native: nn.Module, config: ShardConfig, policy: type[Policy] | None = None) -> Estimate | str:
     """Return what a step takes, in the dtype that the model's configuration says, or why that is not known."""
-    said = getattr(getattr(native, "config", None), "dtype", None)
-    dtype = next((name for name, known in DTYPES.items() if known == said), Workload().dtype)
     optimizer = "none" if config.inference_only else "adamw"
-    workload = Workload(batch=batch_of(config, None), dtype=dtype, optimizer=optimizer)
+    workload = Workload(batch=batch_of(config, None), optimizer=optimizer)
     try:
         return estimate(native, config, workload, call_of, policy=policy)
     except ShardcoreError as error:
