@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from needs import PIPELINES
 from tiny import TinyPolicy, build
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
 from shardcore._torch import CAN_TRACE
@@ -18,6 +19,7 @@ from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError, PlanError
 from shardcore.mesh import Sizes
 from shardcore_planner import Call, Workload, estimate, layers, simulated_ranks
+from shardcore_planner.calls import call_of
 from shardcore_planner.estimating import least
 from shardcore_planner.results import Traffic
 from shardcore_planner.search import cost, meshes, ordered, search
@@ -300,6 +302,50 @@ def test_the_least_of_a_pipeline_is_that_of_its_ranks():
     work, config = Workload(batch=4, dtype="fp32", optimizer="sgd"), ShardConfig.of(pp=2, tp=1, num_microbatches=4)
     found = pipelined(meta(5), batch=4, optimizer="sgd")
     assert least(meta(5), config, work, policy=TinyPolicy) == max(sum(r.held.values()) for r in found.pipeline.ranks)
+
+
+def _operations(attention):
+    """Return what torch counts in a step of a Llama, forward and backward, and the model on meta."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("shard_llama")
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": attention}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    ids = torch.ones(2, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as forward:
+        loss = model(input_ids=ids, labels=ids).loss
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return model.to("meta"), {"forward": forward.get_total_flops(), "backward": backward.get_total_flops()}
+
+
+def test_operations_are_those_that_torch_counts_of_the_unsharded_model():
+    model, counted = _operations("eager")
+    work = Workload(batch=2, seq=16, foreach=False)
+    for tp in (1, 2):
+        found = estimate(model, ShardConfig.of(tp=tp), work, call_of)
+        assert {phase: tp * count for phase, count in found.operations.items()} == counted
+    recomputes = GradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+    again = estimate(model, ShardConfig.of(tp=1, gradient_checkpoint_config=recomputes), work, call_of).operations
+    # Neither the head nor what a block ends with is computed again: no gradient needs it.
+    once = 2 * (2 * 16) * (32 * 96 + 5 * 64 * 32)
+    assert again == {"forward": counted["forward"], "backward": counted["backward"] + counted["forward"] - once}
+
+
+def test_attention_on_cpus_is_counted_too():
+    (_, eager), (model, _) = _operations("eager"), _operations("sdpa")
+    found = estimate(model, ShardConfig.of(tp=2), Workload(batch=2, seq=16, foreach=False), call_of).operations
+    assert 2 * found["forward"] == eager["forward"]
+    scores = 5 * 2 * 4 * 2 * 16 * 16 * 8  # layers, rows, heads: computed again in the backward
+    assert 2 * found["backward"] == eager["backward"] + scores
+
+
+@PIPELINES
+def test_the_operations_of_a_pipeline_are_those_of_all_its_stages():
+    model, counted = _operations("eager")
+    config = ShardConfig.of(pp=2, tp=1, num_microbatches=2)
+    ranks = estimate(model, config, Workload(batch=2, seq=16, foreach=False), call_of).pipeline.ranks
+    assert {phase: sum(rank.operations[phase] for rank in ranks) for phase in counted} == counted
 
 
 def test_a_copy_of_few_blocks_leaves_the_hooks_of_the_model():

@@ -195,6 +195,7 @@ def test_what_may_help_was_not_asked_for_and_takes_from_the_peak(phase, work, fi
         peak_phase=phase,
         at_peak={"temporaries": 1},
         traffic=(),
+        operations={},
     )
     assert advice([plan.alone(estimate)], "more") == said
 

@@ -144,4 +144,5 @@ def _estimate(config: ShardConfig, workload: Workload, numbers: Numbers) -> Esti
         peak_phase=phase,
         at_peak={kind: numbers["peak", phase, place, kind] for kind in KINDS},
         traffic=traffic_of(numbers),
+        operations={key[1]: count for key, count in numbers.items() if key[0] == "operations"},
     )

@@ -66,6 +66,7 @@ def estimate_pipeline(
         peak_phase=most.peak_phase,
         at_peak=most.at_peak,
         traffic=most.traffic,
+        operations=most.operations,
         pipeline=PipelineEstimate(
             schedule=config.pipeline_schedule or "1f1b",
             micro_batches=pipeline.number,

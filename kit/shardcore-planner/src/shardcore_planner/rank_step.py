@@ -49,9 +49,9 @@ def run_rank(model: Any, workload: Workload, call: Make, rows: int, places: Plac
         Bytes by ``("held", kind)``; ``("base", kind)``, of what lives before the step without buffers; by
         ``("change", action, kind)``, of what an action leaves alive, and ``("rise", action, place, kind)``, of what it
         takes at most; ``("arrives" or "leaves", position, "count" or "bytes")`` of a micro-batch, by the position of a
-        stage among those of the rank; and ``("sent", action, operation, axis, ranks, "count" or "bytes")``. Actions are
-        ``"begin"``, ``"F0 0"`` (the forward of micro-batch 0 in the first stage of the rank) and the like, ``"finish"``
-        and ``"optimizer"``.
+        stage among those of the rank; ``("sent", action, operation, axis, ranks, "count" or "bytes")``; and
+        ``("operations", action)``. Actions are ``"begin"``, ``"F0 0"`` (the forward of micro-batch 0 in the first stage
+        of the rank) and the like, ``"finish"`` and ``"optimizer"``.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -157,6 +157,7 @@ class _Run:
             for handle in handles:
                 handle.remove()
         found.update({("sent", *key): size for key, size in watch.sent.items()})
+        found.update({("operations", action): count for action, count in watch.operations.items()})
         return found
 
     def _step(self, act: Callable[[str, Callable[[], None]], None]) -> None:

@@ -61,6 +61,7 @@ class RankEstimate:
         peak_phase: when that is.
         at_peak: the bytes of that moment by `KINDS`; buffers are among the activations.
         traffic: the collectives, and what it sends along ``pp``.
+        operations: as of `Estimate`.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class RankEstimate:
     peak_phase: str
     at_peak: dict[str, int]
     traffic: tuple[Traffic, ...]
+    operations: dict[str, int]
 
     @property
     def sent(self) -> int:
@@ -134,6 +136,8 @@ class Estimate:
         at_peak: the bytes of that moment by `KINDS`; temporaries are those of the optimizer's step, and activations all
             the rest, gathered weights too.
         traffic: the collectives.
+        operations: by phase, additions and multiplications of products, convolutions and attention on this rank (of
+            causal attention all), with what is computed again.
         pipeline: of a pipeline, what each of its ranks takes; ``kept`` is then what is in flight at most.
     """
 
@@ -145,6 +149,7 @@ class Estimate:
     peak_phase: str
     at_peak: dict[str, int]
     traffic: tuple[Traffic, ...]
+    operations: dict[str, int]
     pipeline: PipelineEstimate | None = None
 
     @property

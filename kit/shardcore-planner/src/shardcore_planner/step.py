@@ -39,8 +39,8 @@ def run_step(
 
     Returns:
         Bytes by ``("held", kind)``, of what lives from step to step and of gradients; ``("kept",)``, of what the
-        forward leaves alive; ``("peak", phase, place, kind)``; and ``("sent", phase, operation, group, "bytes" or
-        "count")``.
+        forward leaves alive; ``("peak", phase, place, kind)``; ``("sent", phase, operation, group, "bytes" or
+        "count")``; and ``("operations", phase)``.
     """
     inputs = call.inputs()
     with torch.set_grad_enabled(workload.trains):
@@ -77,6 +77,7 @@ def run_step(
         found["held", kind] = alive[kind]
     found.update({("peak", *key): size for key, size in watch.peaks.items()})
     found.update({("sent", *key): size for key, size in watch.sent.items()})
+    found.update({("operations", phase): count for phase, count in watch.operations.items()})
     return found
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from shardcore._torch import FakeTensor
 
@@ -34,11 +35,31 @@ OPERATIONS = {
 #: What sends nothing: the other end of a send, and what accompanies a functional collective.
 _BESIDES = ("recv", "wait_tensor", "_wrap_tensor_autograd")
 
+_ATEN = torch.ops.aten
+
+
+def _of_groups(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+#: What torch counts operations of, and what it does not: products in place, attention on CPUs, and grouped products.
+_COUNTED: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
+    _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+    _ATEN._grouped_mm: _of_groups,
+}
+
 Numbers = Counter[tuple[str, ...]]
 
 
 class Watch(TorchDispatchMode):
-    """Notes the memory that tensors take while it is active, and the collectives that run.
+    """Notes the memory that tensors take while it is active, the collectives that run, and how much is computed.
 
     The memory is that of all storages which an operation has seen and which are still alive, after each operation;
     what a kernel takes and gives back inside is not seen. Kinds are ``parameters``, ``gradients``, ``optimizer`` (its
@@ -55,6 +76,8 @@ class Watch(TorchDispatchMode):
         peaks: the most bytes at once, by (phase, place, kind), of the moment with the most altogether (``"all"``).
         sent: by (phase, operation, group, ``"count"`` or ``"bytes"``); bytes are of the whole tensor that is reduced,
             gathered or scattered.
+        operations: multiplications and additions of products, convolutions and attention, by phase, as
+            `torch.utils.flop_counter` counts them: of causal attention all.
     """
 
     def __init__(self, fake: Any = None) -> None:
@@ -62,6 +85,7 @@ class Watch(TorchDispatchMode):
         self.phase, self.place = "forward", ""
         self.peaks: Numbers = Counter()
         self.sent: Numbers = Counter()
+        self.operations: Counter[str] = Counter()
         self._fake = fake
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: Bytes of each, when it was last looked at: what FSDP2 makes empty is not seen at once.
@@ -98,6 +122,8 @@ class Watch(TorchDispatchMode):
         for tensor in _tensors((args, kwargs, out)):
             self._see(tensor)
         self._note_peak()
+        if (count := _COUNTED.get(func.overloadpacket)) is not None:
+            self.operations[self.phase] += count(*args, **(kwargs or {}), out_val=out)
         namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0].strip("_")
         if namespace in ("c10d", "_c10d_functional") and name not in _BESIDES:

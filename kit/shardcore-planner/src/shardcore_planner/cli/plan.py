@@ -120,6 +120,7 @@ def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
         "memory": memory,
         "fits": found.fits(memory),
         "collectives": traffic_to_json(found.traffic),
+        "operations": found.operations,
         "sent": found.sent,
         "sent_per_sample": found.sent / found.samples,
         **({"pipeline": pipeline_to_json(found.pipeline)} if found.pipeline is not None else {}),
@@ -316,6 +317,9 @@ def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
     each = f" ({in_words(found.sent / found.samples)} for each sample of the step)" if found.samples > 1 else ""
     sender = "each rank" if found.pipeline is None else "that rank"
     yield f"{sender} sends {in_words(found.sent)} in a step{each}"
+    computes = "each rank" if found.pipeline is None else "that rank"
+    parts = ", ".join(f"{phase} {count / 1e12:.3g}" for phase, count in found.operations.items())
+    yield f"{computes} computes {sum(found.operations.values()) / 1e12:.3g} TFLOP in a step ({parts})"
     if found.pipeline is not None:
         yield f"bubble: ranks of the pipeline wait {found.pipeline.bubble:.1%} of the time for each other, at least"
 
