@@ -12,6 +12,7 @@ import shardcore
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import AgreementError
 from shardcore.mesh import context_of
+from shardcore.nn.fsdp_units import unit_of
 
 
 def _made(**sizes):
@@ -72,6 +73,7 @@ def only_what_is_sent_is_compared():
             model(ids, labels=ids).backward()
         blocks = ["what is in no block", "model.layers.1", "model.layers.0"]
         assert met == [f"the backward of {block}" for block in blocks] * 2
+        assert unit_of(model).meet is None  # nothing is left of it in later steps
     finally:
         StoreBarrier.wait = wait
 

@@ -52,6 +52,9 @@ class SameUnits:
         if self._compared[unit.module, way] == _COMPARED or not self._sends(unit, way):
             return
         self._compared[unit.module, way] += 1
+        ways = ("forward", "backward") if self._gathers else ("backward",)
+        if all(self._compared[unit.module, each] == _COMPARED for each in ways):
+            unit.meet = None
         about = f"the {way} of {self._names[unit.module]}"
         lost = f"this replica of {self._model} is about to run {about}, and these ranks did not come to it: {{ranks}}. "
         reports = StoreBarrier.wait(self._ranks, {"about": about}, "block", lost=lost + _TODO).reports

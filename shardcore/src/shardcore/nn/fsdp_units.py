@@ -41,7 +41,7 @@ class FSDPUnit:
         module: the module that `fully_shard` (or ``replicate``) is applied to.
         root: the unit of the whole model; None if it is this one.
         reshards: whether what was gathered is let go after a call, as FSDP2 was told.
-        meet: see `prepare_units`.
+        meet: see `prepare_units`; None as soon as it has nothing to compare any more.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FSDPUnit:
     ) -> None:
         self.module = module
         self.reshards = reshards
-        self._meet = meet
+        self.meet = meet
         self.root = root or self
         self._inside = False
         self._holds = 0
@@ -72,8 +72,8 @@ class FSDPUnit:
         state = self.root._state()
         if state._is_root is None:  # also decided already where a module of the user's holds the model, and is the root
             state._lazy_init()
-        if self._meet is not None:
-            self._meet(self, "forward")
+        if self.meet is not None:
+            self.meet(self, "forward")
 
     def call(
         self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,8 +130,8 @@ class FSDPUnit:
             outer, self._inside = self._inside, True
             try:
                 out = _no_views(function(*args, **kwargs))
-                if self._meet is not None and torch.is_grad_enabled():
-                    self._follow(out, self._meet)
+                if self.meet is not None and torch.is_grad_enabled():
+                    self._follow(out, self.meet)
                 return out
             except BaseException:
                 self._give_up()
