@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import shardcore
 from shard_mistral.cases import build, inputs
 from shardcore._torch import CAN_PIPELINE
+from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 from shardcore_testing.subject import checkpointing
@@ -121,6 +122,20 @@ def balanced_in_a_pipeline(count, fields):
 )
 def test_the_balancing_loss_of_a_pipeline(pool, count, fields, world):
     pool.run(balanced_in_a_pipeline, count, fields, world=world)
+
+
+def refused_in_a_pipeline():
+    model = shardcore.shard(build("MixtralForCausalLM", **BALANCED).double(), pp=2, num_microbatches=1)
+    batch = inputs(model, 0)
+    with pytest.raises(NotSupportedError, match="pipeline_parallel_size=1"):
+        model.train_step({**batch, "output_router_logits": True})
+    model.train_step(batch)
+
+
+@pytest.mark.skipif(not CAN_PIPELINE, reason="pipelines need torch 2.13")
+@pytest.mark.skipif(CAPTURES, reason="served since transformers 5.2")
+def test_the_balancing_loss_of_a_pipeline_is_refused(pool):
+    pool.run(refused_in_a_pipeline)
 
 
 def replicas(fields, shape):
