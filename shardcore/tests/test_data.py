@@ -70,6 +70,15 @@ def test_a_pass_that_was_left_begins_anew():
     assert _values(loader) == whole
 
 
+def test_one_of_several_ranks_has_to_know_the_replicas(monkeypatch):
+    """Else all replicas would see the same samples."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"of one of 2 ranks .* use ShardedDataLoader.of\(model, dataset"):
+        ShardedDataLoader(Numbers(), batch_size=4)
+    assert len(_values(ShardedDataLoader(Numbers(), batch_size=4, replicas=1))) == 5
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_position_is_taken_up_again(workers, shuffle):

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from shardcore._env import torchrun
 from shardcore.agree.agreement import Report, agreement
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import Sizes, context_of, group_of, is_alone, replica_on, unwrapped
@@ -50,7 +51,7 @@ class ShardedDataLoader(DataLoader[Item]):
 
     Args:
         dataset: a map-style dataset.
-        replicas: the number of replicas.
+        replicas: the number of replicas; 1 if this is the only process.
         replica: which one this rank belongs to.
         batch_size: samples of one batch on one replica.
         shuffle: draw a new order in every epoch.
@@ -60,6 +61,7 @@ class ShardedDataLoader(DataLoader[Item]):
         **options: of `torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``, ``pin_memory``, ...).
 
     Raises:
+        ConfigError: there are several ranks, and nothing says which of them are replicas: use `of`.
         NotSupportedError: the dataset is an `IterableDataset`, which has no order that could be divided.
     """
 
@@ -69,7 +71,7 @@ class ShardedDataLoader(DataLoader[Item]):
         self,
         dataset: Dataset[Item],
         *,
-        replicas: int = 1,
+        replicas: int | None = None,
         replica: int = 0,
         batch_size: int = 1,
         shuffle: bool = False,
@@ -77,6 +79,13 @@ class ShardedDataLoader(DataLoader[Item]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
+        if replicas is None and (ranks := _ranks_of_job()) > 1:
+            raise ConfigError(
+                f"a ShardedDataLoader of one of {ranks} ranks has to know which of them are replicas: use "
+                "ShardedDataLoader.of(model, dataset, ...), or give replicas= and replica= (1 and 0 where all ranks "
+                "get the same batches)"
+            )
+        replicas = replicas or 1
         if isinstance(dataset, IterableDataset):
             raise NotSupportedError(
                 f"{type(dataset).__name__} is an IterableDataset, which only its own code can divide: let it skip the "
@@ -223,6 +232,10 @@ class ShardedDataLoader(DataLoader[Item]):
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
+
+
+def _ranks_of_job() -> int:
+    return dist.get_world_size() if dist.is_initialized() else getattr(torchrun(), "world_size", 1)
 
 
 def _mesh_of(place: nn.Module | DeviceMesh | None) -> DeviceMesh | None:

@@ -222,3 +222,30 @@ def test_processes_of_srun_find_each_other():
     finally:
         for process in started:
             process.kill()
+
+
+_SCRIPT = """
+import atexit, sys
+import torch.distributed as dist
+import shardcore
+
+atexit.register(lambda: print("left:", dist.is_initialized()))
+shardcore.launch_from_torch()
+assert dist.is_initialized()
+if len(sys.argv) > 1:
+    raise SystemError("mine")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_that_was_started_here_ends_with_the_script(monkeypatch, fails):
+    """gloo's threads may abort a process that leaves it; whoever has failed waits for nobody."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    arguments = [sys.executable, "-c", _SCRIPT, *(["fails"] if fails else [])]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is not fails, done.stderr
+    assert f"left: {fails}" in done.stdout

@@ -171,7 +171,7 @@ def test_a_tie_names_both_packs(target):
         f"several modules replace Plain for {__name__}.Renamed, all for natives.Norm with priority 0:",
         "  shard_one.norms:Fused of pack one (shard-one 1.0)",
         "  shard_two.norms:Fused of pack two (shard-two 1.0)",
-        "  way out in Python: pass policy= (a Policy class or an instance)",
+        "  way out in Python: pass policy= (a Policy class, an instance or a mapping)",
         "  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS=shard-one:one or shard-two:two",
     ]
 

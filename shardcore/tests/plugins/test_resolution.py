@@ -32,7 +32,7 @@ def test_a_tie_is_an_error_when_that_model_is_sharded(site: Site, monkeypatch: p
         "several policies serve user.Mine, all for models.Model with priority 0:",
         "  shard_one.policy:ModelPolicy of pack one (shard-one 1.1)",
         "  shard_two.policy:ModelPolicy of pack two (shard-two 2.2)",
-        "  way out in Python: pass policy= (a Policy class or an instance)",
+        "  way out in Python: pass policy= (a Policy class, an instance or a mapping)",
         "  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS=shard-one:one or shard-two:two",
     ]
     monkeypatch.setenv("SHARDCORE_DISABLE_PACKS", "shard-one:one")
@@ -106,7 +106,7 @@ def test_no_policy_says_what_was_left_out(site: Site) -> None:
     assert str(caught.value).splitlines() == [
         "no installed pack serves user.Mine.",
         "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
-        "  way out in Python: pass policy= (a Policy class or an instance), which needs no pack",
+        "  way out in Python: pass policy= (a Policy class, an instance or a mapping), which needs no pack",
         "  left out: shard_new.policy:ModelPolicy of pack new (shard-new 1.0) requires some-library>=2 (here: 1.5)",
         "  left out: shard_off.policy:ModelPolicy of pack off (shard-off 1.0) requires absent (here: not installed)",
         "  looked for: user.Mine, models.Model",
@@ -121,7 +121,7 @@ def test_no_policy_without_any_pack() -> None:
     assert str(caught.value).splitlines() == [
         "no installed pack serves user.Mine.",
         "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function",
-        "  way out in Python: pass policy= (a Policy class or an instance), which needs no pack",
+        "  way out in Python: pass policy= (a Policy class, an instance or a mapping), which needs no pack",
         "  looked for: user.Mine",
         "  installed packs: none",
     ]

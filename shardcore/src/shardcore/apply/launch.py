@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,16 @@ def _start(env: TorchrunEnv, backend: str | None) -> None:
         device = torch.get_device_module(kind)
         device.set_device(device_index(env, device.device_count()))
     dist.init_process_group(backend, **meeting)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """End the process group where a script did not: the threads of gloo may abort a process that has done its work.
+
+    NCCL would wait for ranks that have failed; so would no other rank for one that fails.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo" and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _meeting(env: TorchrunEnv) -> dict[str, Any]:

@@ -180,8 +180,8 @@ class ShardConfig:
             if target not in known:
                 names = sorted(known | SHORT_NAMES.keys())
                 near = difflib.get_close_matches(name, names, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown configuration field {name!r}.{hint} The fields are {', '.join(names)}")
+                told = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(names)}"
+                raise ConfigError(f"unknown configuration field {name!r}. {told}")
             if target in full:
                 raise ConfigError(f"{name!r} and another name for {target} were both given; give one of them")
             full[target] = value

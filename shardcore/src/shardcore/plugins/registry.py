@@ -286,7 +286,7 @@ def _ambiguous(what: str, cls: type, offers: list[tuple[PolicySpec | ParallelMod
     lines = [f"several {what} {full_name(cls)}, all for {target} with priority {priority}:"]
     lines += [f"  {reference} of pack {pack}" for _, reference, pack in offers]
     names = list(dict.fromkeys(_switch(pack) for _, _, pack in offers))
-    lines.append("  way out in Python: pass policy= (a Policy class or an instance)")
+    lines.append("  way out in Python: pass policy= (a Policy class, an instance or a mapping)")
     if len(names) > 1:
         lines.append(f"  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS={' or '.join(names)}")
     return "\n".join(lines)

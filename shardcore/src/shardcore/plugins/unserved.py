@@ -64,7 +64,7 @@ def unserved(
     names = [full_name(base) for base in cls.__mro__ if base is not object]
     yield f"no installed pack serves {names[0]}."
     yield from _ways_out(names, packs)
-    yield f"{_IN_PYTHON}pass policy= (a Policy class or an instance), which needs no pack"
+    yield f"{_IN_PYTHON}pass policy= (a Policy class, an instance or a mapping), which needs no pack"
     for spec, pack in (offer for name in names for offer in offers.get(name, ())):
         if spec.requires is not None:
             have = installed(Requirement(spec.requires).name) or "not installed"
