@@ -291,6 +291,12 @@ def test_numbers_are_in_the_dtype_of_the_configuration(tmp_path):
         assert json.loads(run(saved, "--tp", "2", "--json", *options).output)["workload"]["dtype"] == dtype
 
 
+def test_what_both_commands_have_is_said_alike(small):
+    wished = ("--set", "enable_sequence_parallelism=true")
+    assert explained(small, "--tp", "2", "--sp", "--json") == explained(small, "--tp", "2", *wished, "--json")
+    assert run(small, "--tp", "2", "--sp", "--memory", "80GiB").output.splitlines()[-1].endswith("fits into 80.0 GiB")
+
+
 def test_the_stages_of_a_pipeline(small):
     lines = explained(small, "--tp", "2", "--pp", "2").splitlines()
     start = lines.index(next(line for line in lines if line.startswith("stage\t")))

@@ -202,6 +202,8 @@ def test_a_pack_goes_through_every_section(pack):
     assert [job.section for job in verify.jobs_for("shard-kit", 2)] == [job.section for job in jobs]
     with pytest.raises(ConfigError, match=r"no case of pack kit .* supports --tp 3"):
         verify.jobs_for("kit", 3)
+    with pytest.raises(ConfigError, match=r"no pack 'shard-kti' is installed. Did you mean 'shard-kit'"):
+        verify.jobs_for("shard-kti", 2)
 
 
 def test_a_case_that_no_rank_can_be_sent(pack):

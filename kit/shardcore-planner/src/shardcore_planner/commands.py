@@ -38,6 +38,7 @@ _DEVICE_HELP = "Device the optimizer runs on; on cuda all but a fused one update
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
+@click.option("--sp", is_flag=True, help="Split activations along the sequence (sequence parallelism).")
 @click.option("--policy", type=click.Choice(["infer"]), help=_POLICY_HELP)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Where it would run [default: what is here].")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON (save it for --diff).")
@@ -57,6 +58,7 @@ def explain(
     pp: int,
     cp: int,
     settings: tuple[str, ...],
+    sp: bool,
     policy: str | None,
     device: str | None,
     as_json: bool,
@@ -100,7 +102,7 @@ def explain(
             dp=dp,
             pp=pp,
             cp=cp,
-            settings=settings,
+            settings=(*settings, *(("enable_sequence_parallelism=true",) if sp else ())),
             device=device,
             infer=policy is not None,
             step=html is not None or not as_json,

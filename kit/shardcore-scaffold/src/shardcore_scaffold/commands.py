@@ -16,7 +16,8 @@ __all__ = ["new_pack"]
 @click.option("--model", help="The model class it is for: of transformers, a folder with a config.json, or that file.")
 @click.option(
     "--example",
-    help="For any other class: package.module:function that returns a small model and the keyword arguments of a call.",
+    help="For any other class: package.module:function(seed, **options), which returns a small model and the arguments "
+    "of a call by name.",
 )
 @click.option(
     "--into",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import sys
@@ -56,9 +57,13 @@ def jobs_for(source: str, tp: int) -> list[Job]:
         ConfigError: there is no such pack or model, no pack says how to call it, or it does not fit into memory.
         NoPolicyError: no installed pack serves it.
     """
-    for pack in default_registry().packs:
+    packs = default_registry().packs
+    for pack in packs:
         if source in (pack.name, pack.distribution):
             return _of_pack(pack, tp)
+    near = difflib.get_close_matches(source, [name for pack in packs for name in (pack.name, pack.distribution)], n=1)
+    if near and not Path(source).exists():
+        raise ConfigError(f"no pack {source!r} is installed. Did you mean {near[0]!r}?")
     subject = Subject(case=_given(source, tp), tp=tp)
     return [Job(subject=subject, section=name) for name in _OF_A_MODEL if name in sections_for(tp)]
 

@@ -158,9 +158,9 @@ def show(model: str, found: Estimate, memory: int | None) -> None:
     if found.pipeline is not None:
         show_pipeline(found.pipeline)
         click.echo()
-    peak, *rest = _summary(found, memory)
-    say(peak, "" if memory is None else "yes" if found.fits(memory) else "no")
+    *rest, peak = _summary(found, memory)
     say("\n".join(rest))
+    say(peak, "" if memory is None else "yes" if found.fits(memory) else "no")
     if found.fits(memory) is False:
         say(f"to make it fit, try {advice([alone(found)], 'more ranks (--tp, --dp, --pp)')}")
 
@@ -311,9 +311,6 @@ def _sent(found: Estimate) -> Iterator[tuple[str, ...]]:
 
 
 def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
-    fits = found.fits(memory)
-    limit = "" if memory is None else f": {'fits' if fits else 'does not fit'} into {in_words(memory)}"
-    yield f"peak {in_words(found.peak)} in the {found.peak_phase}{limit}"
     each = f" ({in_words(found.sent / found.samples)} for each sample of the step)" if found.samples > 1 else ""
     sender = "each rank" if found.pipeline is None else "that rank"
     yield f"{sender} sends {in_words(found.sent)} in a step{each}"
@@ -322,6 +319,8 @@ def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
     yield f"{computes} computes {sum(found.operations.values()) / 1e12:.3g} TFLOP in a step ({parts})"
     if found.pipeline is not None:
         yield f"bubble: ranks of the pipeline wait {found.pipeline.bubble:.1%} of the time for each other, at least"
+    limit = "" if memory is None else f": {'fits' if found.fits(memory) else 'does not fit'} into {in_words(memory)}"
+    yield f"peak {in_words(found.peak)} in the {found.peak_phase}{limit}"
 
 
 def _end_of(path: str) -> str:
