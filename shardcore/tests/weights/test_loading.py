@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardcore
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import AgreementError, ConfigError, PartlyShardedError, ShardcoreWarning
 from shardcore.weights.files import Files
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
@@ -71,6 +72,9 @@ def equal(folder, options, fields):
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         assert torch.equal(whole, dict(reference.named_parameters())[name]), name
         assert parameter.requires_grad == parameters[name].requires_grad
+        if fields.keys() <= {"tp"}:  # FSDP2 has parts of its own
+            part = local_tensor(parameter)
+            assert part.untyped_storage().nbytes() == part.nbytes, name  # which is what a pickle writes
     assert (model.head.weight is model.model.embed.weight) == bool(options.get("tied"))
     own = torch.optim.AdamW(reference.parameters(), lr=0.1, eps=1e-4)
     for seed in (0, 1):
