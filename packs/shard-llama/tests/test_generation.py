@@ -168,12 +168,14 @@ def _in_time() -> list[int]:
     return found
 
 
-def test_two_threads_at_once(pool):
-    pool.run(_threads, world=2)
+@pytest.mark.parametrize("every", [100, 0], ids=["inputs are compared", "they are not"])
+def test_two_threads_at_once(pool, every):
+    pool.run(_threads, every, world=2)
 
 
-def _threads() -> None:
-    _, model = _twins()
+def _threads(every: int) -> None:
+    model = shard(build().eval(), check_inputs_every=every)
+    model.generation_config.pad_token_id = 0
     prompt = _prompt(padded=False)
     errors: list[Any] = []
 
