@@ -163,7 +163,9 @@ class _ForkedRanks:
             if not server.exists():
                 return spawn(process, theirs)
             file = [theirs.fileno()]
-            return Forked(server, _rank, process.rank, str(process.stacks), *process._place, files=file, path=sys.path)
+            env = {**os.environ, "PYTHONHASHSEED": str(process.rank + 1)}  # with which the server was started
+            place = (process.rank, str(process.stacks), *process._place)
+            return Forked(server, _rank, *place, files=file, path=sys.path, env=env)
 
         WorkerProcess._start = start  # type: ignore[method-assign]
 
