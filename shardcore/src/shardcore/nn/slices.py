@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardcore._private import SLICES, missing
-from shardcore._torch import FakeTensor, backward_task
+from shardcore._torch import FakeTensor
 from shardcore.comm.dtensor_params import as_dtensor, local_tensor, spec_of
 from shardcore.errors import NotSupportedError
 from shardcore.nn.handlers import Undo, handle, natively
@@ -67,8 +67,8 @@ def _set(tensor: DTensor, index: Any, value: Any) -> None:
 def _view(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     result = natively(operation, args, kwargs)
-    # What a backward cuts out of a gradient becomes another gradient, which may be written.
-    if backward_task() == -1 and not torch.compiler.is_compiling():
+    # What a backward cuts out of a gradient is no sharded model's, and may be written.
+    if not torch.compiler.is_compiling():
         for view in _tensors(result):
             if isinstance(source, _Gathered) or (_is_apart(view, source) and owns(source)):
                 _mark(view)
