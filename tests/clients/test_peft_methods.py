@@ -162,6 +162,22 @@ def classifies(kind: str, **more: Any) -> Any:
 BERT = ("bert", "sequence_classification")
 LLAMA = ("llama", "sequence_classification")
 
+
+def prompts_of_peft_itself():
+    ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(0))
+    for config in PROMPTS.values():
+        model = peft.get_peft_model(shardcore.shard(base(), tp=2), config)
+        with pytest.raises(shardcore.NotSupportedError, match=r"PEFT itself has put prompts .*shardcore_peft.get_peft"):
+            model(input_ids=ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers: PEFT calls by an older name
+            peft.get_peft_model(base(), config)(input_ids=ids)  # another model is as ever
+
+
+def test_prompts_that_peft_itself_puts_around_a_sharded_model_are_refused(pool):
+    pool.run(prompts_of_peft_itself, world=2)
+
+
 #: Prompts beside a head that is trained: (settings, options of shard, family, case)
 BESIDE = {
     "prompts": (classifies("PromptTuningConfig"), {"tp": 2}, *BERT),

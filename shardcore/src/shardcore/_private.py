@@ -268,8 +268,8 @@ _NAMES: tuple[PrivateName, ...] = (
         "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "telling all ranks of an inf", SCALING
     ),
     *(
-        PrivateName(f"torch.ops.aten._scaled_dot_product_flash_attention_for_cpu{way}", "blocks of attention", CONTEXT)
-        for way in ("", "_backward")
+        PrivateName(f"torch.ops.aten._scaled_dot_product_flash_attention{way}", "attention, and counting it", CONTEXT)
+        for way in ("", "_backward", "_for_cpu", "_for_cpu_backward")
     ),
     PrivateName("torch.ops.aten._local_scalar_dense.default", "seeing where they are taken", NUMBERS),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "the timeout of the process group"),

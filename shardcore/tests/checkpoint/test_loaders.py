@@ -14,7 +14,7 @@ from shardcore.mesh import context_of
 
 def loader_of(training, **options):
     context = context_of(training.model)
-    place = {} if context is None else {"replicas": context.sizes.replicas, "replica": context.replica}
+    place = {"replicas": 1} if context is None else {"replicas": context.sizes.replicas, "replica": context.replica}
     return shardcore.ShardedDataLoader(torch.arange(48), shuffle=True, **{"batch_size": 2, **place, **options})
 
 

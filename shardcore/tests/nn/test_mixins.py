@@ -209,7 +209,16 @@ def test_a_mixin_that_inherits_its_forward_skips_none():
 
 def test_names_for_planning_hide_none_of_a_model():
     """They stand before those of the native class."""
-    known = {"from_native_module", "keeps_name", "layouts", "native_classes", "option_names", "problem", "swap_class"}
+    known = {
+        "from_native_module",
+        "keeps_name",
+        "kept_options",
+        "layouts",
+        "native_classes",
+        "option_names",
+        "problem",
+        "swap_class",
+    }
     public = {name for name in vars(ParallelMixin) if not name.startswith(("_", "plan_"))}
     assert public <= {*known, "refusal"}
 

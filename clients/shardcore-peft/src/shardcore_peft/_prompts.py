@@ -5,6 +5,7 @@ They are plain, but for those that are trained beside a part of the model.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,14 +19,15 @@ from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.errors import NotSupportedError
 from shardcore.fsdp.data_parallel import data_axes
 from shardcore.fsdp.scalars import on_replicas
-from shardcore.mesh import ShardContext
+from shardcore.mesh import ShardContext, context_of
 from shardcore.nn import ParallelMixin, Replicated, ReplicatedLayout
+from shardcore.nn.handlers import Undo
 from shardcore.nn.layout import distribute
 from shardcore.nn.loading import take_full_tensors
 from shardcore.policy import HeadCounts
 from shardcore_peft._checks import trains_beside
 
-__all__ = ["keep_own_heads", "place_prompts"]
+__all__ = ["keep_own_heads", "place_prompts", "refuse_foreign_prompts"]
 
 #: Where configurations of transformers have the number of heads that queries have; of a decoder before an encoder.
 _QUERIES = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
@@ -95,6 +97,34 @@ def place_prompts(model: PeftModel, context: ShardContext) -> None:
         Prompts.take(encoder, context, of_heads=config.peft_type == PeftType.PREFIX_TUNING, beside=beside)
         if beside:
             _join(encoder, context)
+
+
+def refuse_foreign_prompts(instead: str) -> Undo | None:
+    """Refuse prompts that PEFT's own function has put around a sharded model; None while nobody has imported PEFT.
+
+    Prefixes would have the keys and values of all heads, and gradients would be those of one replica.
+    """
+    native = PeftModel.get_prompt
+
+    @functools.wraps(native)
+    def get_prompt(self: PeftModel, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.prompt_encoder[self.active_adapter], Prompts):
+            for module in self.modules():
+                context = context_of(module)
+                if context is not None and (context.size > 1 or context.replica_groups):
+                    raise NotSupportedError(
+                        f"PEFT itself has put prompts around this {type(module).__name__}, which is sharded: they have "
+                        f"what all ranks use, and gradients of one replica. {instead}"
+                    )
+        return native(self, *args, **kwargs)
+
+    PeftModel.get_prompt = get_prompt
+
+    def undo() -> None:
+        if vars(PeftModel)["get_prompt"] is get_prompt:  # else somebody has replaced it since
+            PeftModel.get_prompt = native
+
+    return undo
 
 
 def _join(encoder: nn.Module, context: ShardContext) -> None:

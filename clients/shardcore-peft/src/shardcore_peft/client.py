@@ -8,6 +8,7 @@ from typing import Any
 from shardcore.nn.mixin import add_mixin
 from shardcore.nn.process import Change
 from shardcore_peft._models import ShardedPeft, adding, load_into, refuse_unplaced
+from shardcore_peft._prompts import refuse_foreign_prompts
 from shardcore_peft._saving import save_adapters
 from shardcore_peft.attaching import attached_to
 from shardcore_transformers.holders import let_save
@@ -43,4 +44,7 @@ def needs_of_optimizer(optimizer: Any) -> tuple[str | None, str]:
     return ("WholeTensors" if type(optimizer).__name__ == "LoraFAOptimizer" else None), ""
 
 
-CHANGES: tuple[Change, ...] = (functools.partial(let_save, "peft.peft_model", "PeftModel", _save_adapters),)
+CHANGES: tuple[Change, ...] = (
+    functools.partial(let_save, "peft.peft_model", "PeftModel", _save_adapters),
+    functools.partial(refuse_foreign_prompts, INSTEAD_OF_CHANGING),
+)

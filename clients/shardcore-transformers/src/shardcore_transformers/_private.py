@@ -50,6 +50,9 @@ _OF_TRANSFORMERS = (
     ),
     PrivateName("transformers.AutoModel._model_mapping", "the class that an Auto class takes", "loading"),
     PrivateName("transformers.PretrainedConfig._attn_implementation", "the attention in use", "flash attention"),
+    PrivateName(
+        "transformers.utils.output_capturing._active_collector", "what is captured in blocks", "pipelines", since="5.2"
+    ),
     PrivateName("transformers.PretrainedConfig._experts_implementation", "how experts compute", "testing", since="5"),
     PrivateName(f"{_MODEL}._supports_sdpa", "the attention that a model has by itself", "drafts"),
     PrivateName(f"{_MODEL}._can_set_attn_implementation", "whether it can be set at all", "flash attention"),
