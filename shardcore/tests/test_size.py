@@ -39,8 +39,8 @@ KITS = {
     "shardcore_scaffold": 3950,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 32331
-HOOKS = 21685
+CORE = 32330
+HOOKS = 21684
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 
 

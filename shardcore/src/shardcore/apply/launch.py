@@ -96,7 +96,7 @@ def _start(env: TorchrunEnv, backend: str | None) -> None:
 def _end() -> None:
     """End the process group where a script did not: the threads of gloo may abort a process that has done its work.
 
-    NCCL would wait for ranks that have failed; so would no other rank for one that fails.
+    Not with NCCL, which may wait here for a rank that has failed, nor where this rank has failed.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo" and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -178,8 +178,7 @@ class ShardConfig:
         for name, value in fields.items():
             target = SHORT_NAMES.get(name, name)
             if target not in known:
-                names = sorted(known | SHORT_NAMES.keys())
-                near = difflib.get_close_matches(name, names, n=1)
+                near = difflib.get_close_matches(name, names := sorted(known | SHORT_NAMES.keys()), n=1)
                 told = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(names)}"
                 raise ConfigError(f"unknown configuration field {name!r}. {told}")
             if target in full:
