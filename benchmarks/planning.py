@@ -47,7 +47,7 @@ SIZES = {
     "vocab_size": 8192,
     "use_cache": False,
 }
-WORK = Workload(batch=4, seq=256, dtype="fp32", foreach=False)
+WORK = Workload(batch=4, seq=256, dtype="fp32", device="cpu")
 MESHES: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
     "tp 2, sequence": {"tp": 2, "enable_sequence_parallelism": True},

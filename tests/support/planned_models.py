@@ -30,7 +30,7 @@ OPERATIONS = {
     "c10d::send": "send",
     "c10d::broadcast_": "broadcast",  # the number from which a call that drops out starts its random stream
 }
-WORKLOAD = Workload(batch=3, seq=7, dtype="fp32", foreach=False)
+WORKLOAD = Workload(batch=3, seq=7, dtype="fp32", device="cpu")
 
 _SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": LAYERS, "intermediate_size": 45}
 _TEXT = {**_SMALL, "vocab_size": 101, "pad_token_id": 0, "max_position_embeddings": 24}

@@ -18,7 +18,7 @@ from shardcore_planner.step import groups_of
 from shardcore_planner.watch import KINDS, Watch
 from shardcore_planner.workload import Stepper
 
-WORKLOAD = Workload(batch=8, seq=7, dtype="fp32", foreach=False)
+WORKLOAD = Workload(batch=8, seq=7, dtype="fp32", device="cpu")
 
 
 def ran(name: str, **fields: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from needs import PIPELINES
 from tiny import TinyPolicy, build
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
@@ -23,10 +22,10 @@ from shardcore_planner.calls import call_of
 from shardcore_planner.estimating import least
 from shardcore_planner.results import Traffic
 from shardcore_planner.search import cost, meshes, ordered, search
-from shardcore_planner.simulation import Certain
+from shardcore_planner.simulation import holding_nothing
 from shardcore_planner.watch import Watch
 
-WORK = Workload(batch=3, dtype="fp32", foreach=False)
+WORK = Workload(batch=3, dtype="fp32", device="cpu")
 
 
 def call(model, workload):
@@ -83,7 +82,7 @@ def test_blocks_of_different_kinds_are_told_apart(monkeypatch):
 
 @pytest.mark.nightly
 def test_blocks_of_different_kinds_take_turns(monkeypatch):
-    model, work = meta(13), Workload(dtype="fp32", foreach=False)
+    model, work = meta(13), Workload(dtype="fp32", device="cpu")
     for index in (3, 7, 11):
         model.model.layers[index].mlp.drop.p = 0.1
     found = plan(model, work, tp=2)
@@ -218,7 +217,7 @@ def test_partly_recomputed_blocks_are_planned():
 
 
 def test_experts_in_a_dtype_for_which_torch_tells_no_shapes():
-    with FakeTensorMode(), Certain():
+    with holding_nothing("cpu"):
         rows, experts = torch.empty(6, 4, requires_grad=True), torch.empty(2, 4, 8, requires_grad=True)
         out = F.grouped_mm(rows, experts, offs=torch.empty(2, dtype=torch.int32))
         out.sum().backward()
@@ -244,6 +243,7 @@ def test_a_watch_sees_what_comes_and_goes():
         ({"dtype": "int8"}, "Workload.dtype"),
         ({"optimizer": "lion"}, "Workload.optimizer"),
         ({"batch": 0}, "Workload.batch"),
+        ({"device": "tpu"}, "Workload.device"),
         ({"optimizer": "none", "master_weights": True}, "master_weights"),
     ],
 )
@@ -257,7 +257,7 @@ def pipelined(model, batch=8, optimizer="adamw", **fields):
         ids = torch.ones(workload.batch, 7, dtype=torch.long, device="cpu")
         return Call(inputs=lambda: {"": torch.ones_like(ids)}, loss=lambda out: out.float().sum(), seq=7)
 
-    work = Workload(batch=batch, dtype="fp32", foreach=False, optimizer=optimizer)
+    work = Workload(batch=batch, dtype="fp32", device="cpu", optimizer=optimizer)
     settings = {"pp": 2, "tp": 1, "dp": 1, "num_microbatches": 4, **fields}
     return estimate(model, ShardConfig.of(**settings), work, by_name, policy=TinyPolicy)
 
@@ -321,7 +321,7 @@ def _operations(attention):
 
 def test_operations_are_those_that_torch_counts_of_the_unsharded_model():
     model, counted = _operations("eager")
-    work = Workload(batch=2, seq=16, foreach=False)
+    work = Workload(batch=2, seq=16, device="cpu")
     for tp in (1, 2):
         found = estimate(model, ShardConfig.of(tp=tp), work, call_of)
         assert {phase: tp * count for phase, count in found.operations.items()} == counted
@@ -334,7 +334,7 @@ def test_operations_are_those_that_torch_counts_of_the_unsharded_model():
 
 def test_attention_on_cpus_is_counted_too():
     (_, eager), (model, _) = _operations("eager"), _operations("sdpa")
-    found = estimate(model, ShardConfig.of(tp=2), Workload(batch=2, seq=16, foreach=False), call_of).operations
+    found = estimate(model, ShardConfig.of(tp=2), Workload(batch=2, seq=16, device="cpu"), call_of).operations
     assert 2 * found["forward"] == eager["forward"]
     scores = 5 * 2 * 4 * 2 * 16 * 16 * 8  # layers, rows, heads: computed again in the backward
     assert 2 * found["backward"] == eager["backward"] + scores
@@ -344,7 +344,7 @@ def test_attention_on_cpus_is_counted_too():
 def test_the_operations_of_a_pipeline_are_those_of_all_its_stages():
     model, counted = _operations("eager")
     config = ShardConfig.of(pp=2, tp=1, num_microbatches=2)
-    ranks = estimate(model, config, Workload(batch=2, seq=16, foreach=False), call_of).pipeline.ranks
+    ranks = estimate(model, config, Workload(batch=2, seq=16, device="cpu"), call_of).pipeline.ranks
     assert {phase: sum(rank.operations[phase] for rank in ranks) for phase in counted} == counted
 
 

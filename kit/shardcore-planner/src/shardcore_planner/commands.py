@@ -219,7 +219,7 @@ def plan(
         "microbatch_size": microbatch_size,
     }
     config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes, **pipeline)
-    workload = Workload(foreach=device == "cuda", batch=batch_of(config, batch), **work)
+    workload = Workload(device=device, batch=batch_of(config, batch), **work)
     with answer_only():
         inferred = command.drafted(model) if policy else None
         if search:

@@ -24,7 +24,7 @@ from shardcore_planner.memory import parameter_bytes
 from shardcore_planner.pipelines import estimate_pipeline
 from shardcore_planner.preparing import configured, planned, recomputed, recomputing
 from shardcore_planner.results import Estimate, traffic_of
-from shardcore_planner.simulation import Certain, simulated_ranks
+from shardcore_planner.simulation import holding_nothing, simulated_ranks
 from shardcore_planner.stages import parameter_bytes_by_stage
 from shardcore_planner.step import by_axis, run_step, still, to_fake
 from shardcore_planner.watch import KINDS, Numbers, Watch
@@ -101,8 +101,6 @@ def least(model: nn.Module, config: ShardConfig, workload: Workload, *, policy: 
 
 def _trace(model: Any, workload: Workload, call: Call, kinds: list[Kind], keep: dict[str, list[int]]) -> Numbers:
     """Run a step of the sharded few blocks on tensors that hold nothing."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     context = context_of(model)
     if context is not None:
         still(context)
@@ -112,8 +110,7 @@ def _trace(model: Any, workload: Workload, call: Call, kinds: list[Kind], keep: 
         for name, indices in keep.items()
         for number, index in enumerate(indices)
     ]
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, Certain():
+    with holding_nothing(workload.device) as fake:
         to_fake(model)
         stepper = Stepper(model, workload)
         found = run_step(model, call, stepper, workload, Watch(fake), places)

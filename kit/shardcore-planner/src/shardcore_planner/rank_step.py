@@ -22,7 +22,7 @@ from shardcore.mesh import context_of
 from shardcore.pipeline import Pipeline, Stage, StageMetadata, TensorMeta, micro_batches
 from shardcore.pipeline.engine import pipeline_of
 from shardcore.pipeline.torch_stage import StageModule
-from shardcore_planner.simulation import Certain
+from shardcore_planner.simulation import Certain, holding_nothing
 from shardcore_planner.step import Places, by_axis, follow, still, sum_partial, to_fake
 from shardcore_planner.watch import KINDS, Numbers, Watch
 from shardcore_planner.workload import Call, Stepper, Workload
@@ -53,8 +53,6 @@ def run_rank(model: Any, workload: Workload, call: Make, rows: int, places: Plac
         ``("operations", action)``. Actions are ``"begin"``, ``"F0 0"`` (the forward of micro-batch 0 in the first stage
         of the rank) and the like, ``"finish"`` and ``"optimizer"``.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     engine = pipeline_of(model)
     assert engine is not None  # the caller sharded it so
     context = context_of(model)
@@ -62,8 +60,7 @@ def run_rank(model: Any, workload: Workload, call: Make, rows: int, places: Plac
         still(context)
     model.train(workload.trains)
     metadata = metadata_of(model, workload, call, rows)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, Certain():
+    with holding_nothing(workload.device) as fake:
         to_fake(model)
         run = _Run(model, engine, metadata, workload, call(model, workload))
         watch = Watch(fake)

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.errors import ConfigError
 from shardcore.pipeline.tracing import GROUPED, grouped
+from shardcore_planner.kernels import OneKernel
 
-__all__ = ["Certain", "simulated_ranks"]
+__all__ = ["Certain", "holding_nothing", "simulated_ranks"]
 
 
 @contextlib.contextmanager
@@ -38,6 +39,31 @@ def simulated_ranks(count: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def holding_nothing(device: str) -> Iterator[Any]:
+    """Compute with tensors that have no values, and keep what a ``device`` keeps: ``"cuda"`` or ``"cpu"``."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kernels = OneKernel() if device == "cuda" else contextlib.nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Certain(), kernels, _without_masks():
+        yield fake
+
+
+@contextlib.contextmanager
+def _without_masks() -> Iterator[None]:
+    """Have transformers leave the masks of full sequences out, as in a step; it takes fake tensors for an export."""
+    masks = sys.modules.get("transformers.masking_utils")
+    asks = getattr(masks, "is_tracing", None)
+    if asks is None:
+        yield
+        return
+    masks.is_tracing = lambda *_: False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        masks.is_tracing = asks  # type: ignore[union-attr]
 
 
 class Certain(TorchDispatchMode):

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
 from shardcore.plugins.isolation import in_one_line
 
-__all__ = ["DTYPES", "OPTIMIZERS", "Call", "Stepper", "Workload"]
+__all__ = ["DEVICES", "DTYPES", "OPTIMIZERS", "Call", "Stepper", "Workload"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 Make = Callable[..., Optimizer]
+#: What a step can be planned for.
+DEVICES = ("cuda", "cpu")
 _MOMENTUM = 0.9
 
 #: What makes each optimizer, from parameters and ``foreach``; None for inference.
@@ -41,9 +43,9 @@ class Workload:
             configuration of the model says, or else bf16.
         optimizer: a key of `OPTIMIZERS`; ``"none"`` is inference, a forward without gradients.
         master_weights: the optimizer has a copy of this rank's parameters in float32, and its state is in float32 too.
-        foreach: the optimizer steps all parameters together, as torch does by default on CUDA: faster, with temporary
-            tensors as large as all parameters of the rank. False: one after the other, as on the CPU. A fused optimizer
-            does neither.
+        device: what computes, ``"cuda"`` or ``"cpu"``. On CUDA some operations are one kernel that keeps less, and the
+            optimizer steps all parameters together, as torch does there by default: with temporary tensors as large as
+            all parameters of the rank. On the CPU it steps one after the other; a fused optimizer does neither.
 
     Raises:
         ConfigError: a value is none of these.
@@ -54,10 +56,15 @@ class Workload:
     dtype: str | None = None
     optimizer: str = "adamw"
     master_weights: bool = False
-    foreach: bool = True
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
-        for name, value, known in (("dtype", self.dtype, DTYPES), ("optimizer", self.optimizer, OPTIMIZERS)):
+        words = (
+            ("dtype", self.dtype, DTYPES),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("device", self.device, DEVICES),
+        )
+        for name, value, known in words:
             if value is not None and value not in known:
                 raise ConfigError(f"Workload.{name} must be one of {', '.join(known)}; got {value!r}")
         for name, size in (("batch", self.batch), ("seq", self.seq)):
@@ -141,7 +148,7 @@ class Stepper:
         masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.parameters]
         self._masters = masters if workload.master_weights else []
         stepped = self._masters or self.parameters
-        self._optimizer = make(stepped, foreach=workload.foreach) if make and stepped else None
+        self._optimizer = make(stepped, foreach=workload.device == "cuda") if make and stepped else None
 
     def state(self) -> Iterator[Tensor]:
         """Yield what the optimizer holds on this rank."""
