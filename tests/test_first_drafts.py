@@ -30,7 +30,7 @@ from shardcore_scaffold.draft import source  # noqa: E402
 from shardcore_scaffold.drafts import unseen  # noqa: E402
 from shardcore_scaffold.guess import guess  # noqa: E402
 from shardcore_scaffold.infer import build, loss_of  # noqa: E402
-from shardcore_scaffold.small import config_of, small_model  # noqa: E402
+from shardcore_scaffold.small import small_model  # noqa: E402
 
 #: Classes that no pack of this project was written for, and some whose layouts are unusual, with the least share of
 #: their parameters that a draft splits.
@@ -134,62 +134,6 @@ def test_the_case_of_a_head_compares_what_it_returns() -> None:
     assert 'outputs=("start_logits", "end_logits")' in text
 
 
-def test_widths_are_equal_where_they_are_in_the_configuration() -> None:
-    small = small_model(transformers.ElectraForMaskedLM)
-    assert small.settings["embedding_size"] != small.settings["hidden_size"]
-    assert any(name.endswith("embeddings_project") for name, _ in small.model.named_modules())
-    equal = transformers.ElectraConfig(embedding_size=256, hidden_size=256)
-    small = small_model(transformers.ElectraForMaskedLM, equal)
-    assert small.settings["embedding_size"] == small.settings["hidden_size"]
-    assert not any(name.endswith("embeddings_project") for name, _ in small.model.named_modules())
-
-
-@pytest.mark.parametrize("name", ["EsmForMaskedLM", "HunYuanDenseV1ForCausalLM", "NemotronForCausalLM"])
-def test_what_the_configuration_leaves_open_is_chosen(name: str) -> None:
-    small = small_model(getattr(transformers, name))  # without a number of words, of heads, or a token that pads
-    assert torch.isfinite(small.model(**small.inputs)["loss"])
-
-
-def test_every_switch_of_the_configuration_is_in_the_small_copy() -> None:
-    kinds = [*["linear_attention"] * 3, "full_attention"] * 2
-    given = transformers.Qwen3NextConfig(num_hidden_layers=8, layer_types=kinds, mlp_only_layers=[0])
-    config = small_model(transformers.Qwen3NextForCausalLM, given).model.config
-    assert config.layer_types == ["linear_attention", "full_attention"]
-    assert config.mlp_only_layers == [0]
-    assert config.num_attention_heads > 2 * config.num_key_value_heads  # a gate beside queries is no key and value
-
-
-def test_infinities_come_back_as_they_went() -> None:
-    config = transformers.Mamba2Config()
-    again = config_of(transformers.Mamba2ForCausalLM, config.to_json_string(use_diff=False))
-    assert again.time_step_limit[1] == float("inf") == config.time_step_limit[1]
-
-
-def test_a_text_has_as_many_tokens_as_its_images_have_features() -> None:
-    vision = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 14}
-    given = transformers.LlavaConfig(vision_config=vision, text_config={"model_type": "llama"})
-    small = small_model(transformers.LlavaForConditionalGeneration, given)
-    ids, image = small.inputs["input_ids"], small.model.config.image_token_id
-    (features,) = {len(each) for each in small.model.get_image_features(small.inputs["pixel_values"]).pooler_output}
-    assert ((ids == image).sum(1) == features).all()
-    other = like(small.inputs, small.model, seed=1)
-    assert ((other["input_ids"] == image) == (ids == image)).all()
-    assert not torch.equal(other["input_ids"], ids)
-    assert not torch.equal(other["pixel_values"], small.inputs["pixel_values"])
-
-
-def test_a_class_that_translates_learns_from_tokens() -> None:
-    small = small_model(transformers.MarianMTModel)
-    assert small.inputs["labels"].shape == small.inputs["input_ids"].shape
-
-
-def test_a_class_that_generates_is_a_decoder() -> None:
-    given = transformers.ElectraConfig()
-    assert small_model(transformers.ElectraForCausalLM, given, generating=True).settings["is_decoder"] is True
-    assert "is_decoder" not in small_model(transformers.ElectraForMaskedLM, given, generating=True).settings
-    assert small_model(transformers.ElectraForCausalLM, given).model.config.is_decoder is False  # as it was given
-
-
 def test_every_dropout_is_named_once() -> None:
     given = transformers.ElectraConfig.from_dict({"transformers_version": "5.0.0", "classifier_dropout": None})
     small = small_model(transformers.ElectraForTokenClassification, given)
@@ -219,12 +163,6 @@ def test_a_model_may_keep_what_it_computed() -> None:
     small.model.lm_head.register_forward_hook(keep)
     found = guess(small.model, lambda model: model(**small.inputs))
     assert found.regions == draft("StableLmForCausalLM")[1].regions
-
-
-@pytest.mark.nightly
-def test_a_small_model_was_never_called() -> None:
-    model = small_model(transformers.LevitModel).model  # keeps the biases of its attention that it looked up
-    assert not any(module.attention_bias_cache for module in model.modules() if hasattr(module, "attention_bias_cache"))
 
 
 def test_what_cannot_be_split_is_said() -> None:

@@ -87,7 +87,8 @@ than those of the model that is compared.
 
 {totals}
 
-* **way**: the pack that serves the class, or `inferred`.
+* **way**: the pack that serves the class, or `inferred`; *text* where the class takes images or sounds too, and no call
+  with them is known to the tool: what only they reach is whole on each rank.
 * **error**: the largest difference, relative to the largest gradient, or to the loss.
 * **split**: the share of the small model's parameters of which a rank holds a part; **attention**: the same of those
   that attention modules hold. Tables are large in small models: these shares say little of a large one.
@@ -150,6 +151,7 @@ def measure(name: str) -> dict[str, Any]:
         except ShardcoreError as error:
             return {**found, "state": "refused", "reason": str(error)}
         found["doubts"] = list(dict.fromkeys(told["doubts"]))
+        found["way"] += ", text" if small.left_out else ""
         policy = policy_from(name, told["source"])
     reference = copy.deepcopy(model)
     wanted = _loss(reference(**inputs))
@@ -295,7 +297,7 @@ def totals(results: Mapping[str, Mapping[str, Any]], missing: int) -> str:
     attending = [result for result in exact if result["attention"] is not None]
     split = sum(result["attention"] > _MOST for result in attending)
     said = [f"{counts[state]} {words}" for state, words in _STATES.items() if counts[state] or state == "differs"]
-    inferred = sum(result["way"] == "inferred" for result in exact)
+    inferred = sum(result["way"].startswith("inferred") for result in exact)
     return (
         f"Of {len(results) + missing} classes {len(results)} were measured: {', '.join(said)}; {missing} were not "
         f"reached. Of the {len(exact)} exact ones {inferred} have no pack; of the {len(attending)} with attention "

@@ -1,4 +1,4 @@
-"""What a backward computes while something is sent: the order in which collectives start, products run, and ranks wait."""
+"""What a backward computes while something is sent."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ class Order(TorchDispatchMode):
         self.seen, self.names = [], []
         made = iter("abcdefghijklmnopqrstuvwxyz")
 
-        class Pending(channel.Pending):
-            def __init__(pending, *args):
-                super().__init__(*args)
-                pending.name = next(made)
-                self.names.append(pending.name)
-                self.seen.append(f"start {pending.name}")
+        seen, names = self.seen, self.names
 
-            def wait(pending):
-                self.seen.append(f"wait {pending.name}")
+        class Pending(channel.Pending):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.name = next(made)
+                names.append(self.name)
+                seen.append(f"start {self.name}")
+
+            def wait(self):
+                seen.append(f"wait {self.name}")
                 return super().wait()
 
         monkeypatch.setattr(channel, "Pending", Pending)

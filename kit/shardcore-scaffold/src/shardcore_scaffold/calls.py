@@ -12,7 +12,7 @@ from torch import Tensor
 from shardcore.errors import ConfigError
 from shardcore_planner.calls import labels_of
 
-__all__ = ["FIRST_WORD", "LABELS", "calls", "like"]
+__all__ = ["FIRST_WORD", "LABELS", "calls", "like", "media_of"]
 
 #: Classes of a head.
 LABELS = 3
@@ -22,10 +22,11 @@ _WORDS, _ROWS, _TOKENS, _CHOICES = 97, 2, 9, 2
 _FRAMES = 64  # of a spectrogram
 
 
-def calls(model: Any, seed: int = 0) -> Iterator[dict[str, Any]]:
+def calls(model: Any, seed: int = 0, *, media: bool = True) -> Iterator[dict[str, Any]]:
     """Yield arguments of calls that a model may take, the likeliest first.
 
-    Images and sounds come with as many tokens in the text as the model makes features of them.
+    Images and sounds come with as many tokens in the text as the model makes features of them; without ``media`` there
+    is text alone, and nothing for a model that takes no text.
 
     Raises:
         ConfigError: it takes something that is not known.
@@ -34,12 +35,21 @@ def calls(model: Any, seed: int = 0) -> Iterator[dict[str, Any]]:
     makes = _Calls(model, seed)
     if main not in {"input_ids", "pixel_values", "input_values", "input_features", "pixel_values_videos"}:
         raise ConfigError(f"{type(model).__name__} takes {main!r}, and it is not known how to make that")
+    if not media:
+        yield from makes.with_text({}, True) if main == "input_ids" else ()
+        return
     # Without its images, a model of images is another one.
-    for media in list(makes.media()) or [dict[str, Any]()]:
+    for found in list(makes.media()) or [dict[str, Any]()]:
         for texts in (
-            (True, False) if media and main != "input_ids" and "input_ids" in takes else (main == "input_ids",)
+            (True, False) if found and main != "input_ids" and "input_ids" in takes else (main == "input_ids",)
         ):
-            yield from makes.with_text({**media}, texts)
+            yield from makes.with_text({**found}, texts)
+
+
+def media_of(model: Any) -> list[str]:
+    """Return the arguments by which a model takes images, videos and sounds."""
+    takes = inspect.signature(model.forward).parameters
+    return [name for name in ("pixel_values", "pixel_values_videos", "input_features", "input_values") if name in takes]
 
 
 def like(inputs: Mapping[str, Any], model: Any, seed: int) -> dict[str, Any]:

@@ -57,8 +57,18 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     def call(model: nn.Module) -> Any:
         return model(**small.inputs)
 
+    def guessed(**options: bool) -> Draft:
+        draft = guess(small.model, call, **options)
+        if small.left_out:
+            draft.stages = {}
+            draft.doubts.append(
+                "compared with text alone, since no call is known with "
+                f"{small.left_out}: what only those reach is whole, and there are no stages of a pipeline"
+            )
+        return draft
+
     try:
-        draft = guess(small.model, call)
+        draft = guessed()
     except ShardcoreError:
         raise
     except Exception as error:
@@ -72,7 +82,7 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     if proved:
         proof, problems = _proof(module, name, config, draft, small.inputs)
         if problems:  # the same without what differs
-            draft = guess(small.model, call, **{_LEFT_OUT[section][0]: False for section in problems})
+            draft = guessed(**{_LEFT_OUT[section][0]: False for section in problems})
             draft.doubts += [f"{_LEFT_OUT[section][1]}: {problem}" for section, problem in problems.items()]
     found = share(type(small.model), config, split)
     return {"source": source(type(small.model), draft), "doubts": draft.doubts, "split": found, "proof": proof}

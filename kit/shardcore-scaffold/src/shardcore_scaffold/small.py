@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls
+from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, media_of
+from shardcore_scaffold.follows import following, with_sections
 from shardcore_scaffold.layers import Layers
 
 __all__ = ["Small", "config_of", "small_model"]
@@ -73,15 +75,6 @@ _STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"(\w+_)?hidden_sizes|embed_dims|encoder_hidden_sizes|dims", (16, 32, 48, 64, 80, 96)),
     (r"depths", (2, 1, 2, 1, 1, 1)),
 )
-#: Heads of a state space, and what they times their size come to: the width times the number of ``expand``.
-_STATES = (
-    ("num_heads", "head_dim", "expand"),
-    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
-    ("mamba_num_heads", "mamba_head_dim", "expand"),
-    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
-)
-#: Widths that are larger are no accidental factors of other sizes, which may be so many times the width.
-_NO_WIDTH, _TIMES = 64, 4
 _TOKENS_OF = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 2, "cls": 1, "sep": 2, "forced_eos": 2, "forced_bos": 1}
 _NOT_TAKEN = {"transformers_version", "architectures", "dtype", "id2label", "label2id", "quantization_config", "name"}
 
@@ -95,12 +88,15 @@ class Small:
         inputs: the keyword arguments of one call, random and the same in every process.
         settings: the fields of its configuration that differ from the default of its class.
         dropouts: the fields that are dropouts.
+        left_out: what it takes besides text, by the names of arguments, where no call with them is known; with the
+            reason.
     """
 
     model: nn.Module
     inputs: Mapping[str, Any]
     settings: Mapping[str, Any]
     dropouts: Sequence[str]
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,22 +174,25 @@ def small_model(
     except Exception:  # sizes may be missing, which a small copy is given
         whole = set()
     reasons = dict[str, None]()
-    for way in _ways(sizes or {}):
+    for media, way in itertools.product((True, False), _ways(sizes or {})):
         try:
             settings, dropouts = _with_all_kinds(model_class, config, way, whole, generating)
             model = _built(model_class, config_class(**copy.deepcopy(settings)), seed)
-            inputs = _called(model, seed)
+            if not media and not media_of(model):
+                break  # all of this was tried
+            inputs = _called(model, seed, media=media)
         except Exception as error:
             reasons[f"{type(error).__name__}: {' '.join(str(error).split())}"] = None
         else:
-            return Small(model, inputs, _differing(settings, config_class()), dropouts)
+            left_out = "" if media else f"{', '.join(media_of(model))} ({next(iter(reasons))[:200]})"
+            return Small(model, inputs, _differing(settings, config_class()), dropouts, left_out)
     raise ConfigError(f"no small {model_class.__name__} could be built and called: {next(iter(reasons))[:300]}")
 
 
-def _called(model: nn.Module, seed: int) -> Mapping[str, Any]:
+def _called(model: nn.Module, seed: int, *, media: bool = True) -> Mapping[str, Any]:
     """Return the arguments of the first call that the model takes."""
     first: Exception | None = None
-    for inputs in calls(model, seed):
+    for inputs in calls(model, seed, media=media):
         try:
             with torch.random.fork_rng(devices=()):
                 copy.deepcopy(model)(**inputs)  # what it keeps of a call, the model does not have
@@ -201,8 +200,7 @@ def _called(model: nn.Module, seed: int) -> Mapping[str, Any]:
             first = first or error
         else:
             return inputs
-    assert first is not None  # `calls` raises where it knows none
-    raise first
+    raise first or ConfigError(f"{type(model).__name__} takes no text")
 
 
 def _on_meta(model_class: Any, config: Any) -> nn.Module:
@@ -229,6 +227,9 @@ def _with_all_kinds(
             settings |= _widths(config, settings, way.sizes["width"]) if way.apart else {}
             settings |= _of_head(model_class, settings, config, generating)
             model = _on_meta(model_class, type(config)(**copy.deepcopy(settings)))
+            if turned := with_sections(model, settings):
+                model = _on_meta(model_class, type(config)(**copy.deepcopy(turned)))
+                settings = turned
         except Exception as error:
             failed = error
             continue
@@ -303,7 +304,7 @@ def _settings(config: Any, way: _Way, count: int, tokens: dict[str, int]) -> tup
             found[name] = _small(name, value, way, vars(config))
             if isinstance(found[name], list) and len(value) == layers.of:
                 found[name] = found[name][: layers.count]
-    found |= _follow(found, vars(config))
+    found |= following(found, vars(config))
     if max(tokens.values(), default=0) >= FIRST_WORD:
         raise ConfigError(f"it has {len(tokens)} special tokens, which are more than a small vocabulary holds")
     if getattr(config, "is_encoder_decoder", False):
@@ -329,47 +330,6 @@ def _small(name: str, value: Any, way: _Way, fields: Mapping[str, Any]) -> Any:
     if size is not None and type(value) is int and value:
         return min(size, value)
     return size if value is None and way.unset else copy.deepcopy(value)
-
-
-def _follow(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes that follow from others.
-
-    Those are multiples of the width, heads of state spaces, and what turns by positions of a head.
-    """
-    more: dict[str, Any] = {}
-    whole = {name: value for name, value in given.items() if type(value) is int and value}
-    width = whole.get("hidden_size", 0)
-    for name, value in whole.items() if width > _NO_WIDTH else ():
-        named = re.fullmatch(r"\w+_(size|dim|width|channels)", name)
-        if named and found.get(name) == value and value % width == 0 and value // width <= _TIMES:
-            more[name] = value // width * found["hidden_size"]
-    for heads, size, expand in _STATES:
-        if whole.keys() >= {heads, size, expand} and whole[heads] * whole[size] == whole[expand] * width:
-            more[heads] = found[expand] * found["hidden_size"] // found[size]
-    if "mamba_d_ssm" in whole:
-        more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
-    if "head_dim" in whole and whole["head_dim"] == whole.get("qk_rope_head_dim"):
-        more["head_dim"] = found["qk_rope_head_dim"]  # the part of latent heads that turns
-    own = whole.get("head_dim") or width // whole.get("num_attention_heads", width + 1)
-    if own:
-        small = more.get("head_dim") or found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
-        for name in ("rope_parameters", "rope_scaling"):
-            if isinstance(given.get(name), Mapping):
-                more[name] = {key: _turned(key, value, small / own) for key, value in given[name].items()}
-    return more
-
-
-def _turned(key: str, value: Any, share: float) -> Any:
-    """Return what rotary embeddings need of a head with ``share`` of its features."""
-    if isinstance(value, Mapping):
-        return {name: _turned(name, each, share) for name, each in value.items()}
-    if isinstance(value, list) and key == "mrope_section":
-        total = max(round(sum(value) * share), 1)
-        rest = [total * each // sum(value) for each in value[1:]]
-        return [total - sum(rest), *rest]
-    if isinstance(value, list):
-        return value[: max(round(len(value) * share), 1)]
-    return value
 
 
 def _widths(config: Any, settings: Mapping[str, Any], small: int) -> dict[str, int]:

@@ -1,0 +1,93 @@
+"""Small models of classes of transformers, and calls that these take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from shardcore_scaffold import infer  # noqa: E402
+from shardcore_scaffold.calls import like  # noqa: E402
+from shardcore_scaffold.small import config_of, small_model  # noqa: E402
+
+
+def test_widths_are_equal_where_they_are_in_the_configuration() -> None:
+    small = small_model(transformers.ElectraForMaskedLM)
+    assert small.settings["embedding_size"] != small.settings["hidden_size"]
+    assert any(name.endswith("embeddings_project") for name, _ in small.model.named_modules())
+    equal = transformers.ElectraConfig(embedding_size=256, hidden_size=256)
+    small = small_model(transformers.ElectraForMaskedLM, equal)
+    assert small.settings["embedding_size"] == small.settings["hidden_size"]
+    assert not any(name.endswith("embeddings_project") for name, _ in small.model.named_modules())
+
+
+@pytest.mark.parametrize("name", ["EsmForMaskedLM", "HunYuanDenseV1ForCausalLM", "NemotronForCausalLM"])
+def test_what_the_configuration_leaves_open_is_chosen(name: str) -> None:
+    small = small_model(getattr(transformers, name))  # without a number of words, of heads, or a token that pads
+    assert torch.isfinite(small.model(**small.inputs)["loss"])
+
+
+def test_every_switch_of_the_configuration_is_in_the_small_copy() -> None:
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 2
+    given = transformers.Qwen3NextConfig(num_hidden_layers=8, layer_types=kinds, mlp_only_layers=[0])
+    config = small_model(transformers.Qwen3NextForCausalLM, given).model.config
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    assert config.mlp_only_layers == [0]
+    assert config.num_attention_heads > 2 * config.num_key_value_heads  # a gate beside queries is no key and value
+
+
+def test_infinities_come_back_as_they_went() -> None:
+    config = transformers.Mamba2Config()
+    again = config_of(transformers.Mamba2ForCausalLM, config.to_json_string(use_diff=False))
+    assert again.time_step_limit[1] == float("inf") == config.time_step_limit[1]
+
+
+def test_a_text_has_as_many_tokens_as_its_images_have_features() -> None:
+    vision = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 14}
+    given = transformers.LlavaConfig(vision_config=vision, text_config={"model_type": "llama"})
+    small = small_model(transformers.LlavaForConditionalGeneration, given)
+    ids, image = small.inputs["input_ids"], small.model.config.image_token_id
+    (features,) = {len(each) for each in small.model.get_image_features(small.inputs["pixel_values"]).pooler_output}
+    assert ((ids == image).sum(1) == features).all()
+    other = like(small.inputs, small.model, seed=1)
+    assert ((other["input_ids"] == image) == (ids == image)).all()
+    assert not torch.equal(other["input_ids"], ids)
+    assert not torch.equal(other["pixel_values"], small.inputs["pixel_values"])
+
+
+def test_a_class_that_translates_learns_from_tokens() -> None:
+    small = small_model(transformers.MarianMTModel)
+    assert small.inputs["labels"].shape == small.inputs["input_ids"].shape
+
+
+def test_a_class_that_generates_is_a_decoder() -> None:
+    given = transformers.ElectraConfig()
+    assert small_model(transformers.ElectraForCausalLM, given, generating=True).settings["is_decoder"] is True
+    assert "is_decoder" not in small_model(transformers.ElectraForMaskedLM, given, generating=True).settings
+    assert small_model(transformers.ElectraForCausalLM, given).model.config.is_decoder is False  # as it was given
+
+
+@pytest.mark.nightly
+def test_a_small_model_was_never_called() -> None:
+    model = small_model(transformers.LevitModel).model  # keeps the biases of its attention that it looked up
+    assert not any(module.attention_bias_cache for module in model.modules() if hasattr(module, "attention_bias_cache"))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "GlmOcrForConditionalGeneration"), reason="newer than this transformers")
+def test_heads_turn_by_parts_that_are_as_long_as_what_turns() -> None:
+    small = small_model(transformers.GlmOcrForConditionalGeneration)  # parts of [8, 12, 12], where no other are given
+    assert not small.left_out
+    assert small.settings["text_config"]["rope_parameters"]["mrope_section"] == [2, 1, 1]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "PaddleOCRVLForConditionalGeneration"), reason="newer than this")
+def test_a_model_whose_images_nobody_can_make_is_called_with_text() -> None:
+    cls = transformers.PaddleOCRVLForConditionalGeneration
+    small = small_model(cls)
+    assert "input_ids" in small.inputs
+    assert "pixel_values" not in small.inputs
+    assert small.left_out.startswith("pixel_values (")
+    told = infer.answer(cls.__module__, cls.__name__, small.model.config.to_json_string(use_diff=False), proved=False)
+    assert any("text alone" in doubt and "pixel_values" in doubt for doubt in told["doubts"])
+    assert "visual" not in told["source"]  # neither split nor cut
