@@ -37,6 +37,9 @@ def following(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     for heads, size, expand in _STATES:
         if whole.keys() >= {heads, size, expand} and whole[heads] * whole[size] == whole[expand] * width:
             more[heads] = found[expand] * found["hidden_size"] // found[size]
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")
+    if whole.keys() >= {"qk_head_dim", *parts} and whole["qk_head_dim"] == sum(whole[part] for part in parts):
+        more["qk_head_dim"] = sum(found[part] for part in parts)
     if "mamba_d_ssm" in whole:
         more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
     if "head_dim" in whole and whole["head_dim"] == whole.get("qk_rope_head_dim"):
