@@ -48,7 +48,10 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
         r"(en|de)coder_ffn_dim|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_ff|dim_ff|d_inner|mlp_dim|n_inner",
         "inner",
     ),
-    (r"(moe|shared_expert|expert|moe_shared_expert)_intermediate_size|(moe|expert)_ffn_hidden_size|moe_latent_size", 20),
+    (
+        r"(moe|shared_expert|expert|moe_shared_expert)_intermediate_size|(moe|expert)_ffn_hidden_size|moe_latent_size",
+        20,
+    ),
     (r"(num|n|moe_num)_(local_|routed_|moe_)?experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|zero_expert_num", 2),
     (r"n_group|num_expert_group|(mamba_)?n_groups", 2),
