@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # the workers of the pool inherit it
 
 import transformers
-from planned_models import CONFIGS, by_kind, by_operation, planned, ran
+from planned_models import CONFIGS, WORKLOAD, by_kind, by_operation, planned, ran
 
 from shardcore_planner import Workload
 from shardcore_planner.calls import call_of
@@ -50,8 +51,17 @@ CASES = [
 ]
 
 
-def _ran(name, fields):
-    return ran(name, **fields)
+def _ran(name, fields, workload=WORKLOAD):
+    return ran(name, workload, **fields)
+
+
+def _settled(pool, plan, *args, world):
+    """Return what was seen of a step, again while transfers on a busy machine kept what they send alive."""
+    for _ in range(3):
+        real, kit = pool.run(_ran, *args, world=world)[0]
+        if plan.kept == real["kept",]:
+            break
+    return real, kit
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=lambda value: str(value).replace(" ", "-"))
@@ -59,10 +69,7 @@ def test_a_step_sends_and_holds_what_was_planned(pool, name, mesh):
     fields = MESHES[mesh]
     ranks = math.prod(fields.get(size, 1) for size in ("tp", "cp", "dp_shard_size", "dp_replicate_size"))
     plan = planned(name, **fields)
-    for _ in range(3):
-        real, kit = pool.run(_ran, name, fields, world=ranks)[0]
-        if plan.kept == real["kept",]:
-            break  # else a transfer was not over yet on a busy machine, and kept what it sends alive
+    real, kit = _settled(pool, plan, name, fields, world=ranks)
     sent = Counter({key: size for key, size in real.items() if key[0] == "sent"})
     assert sent
     assert by_kind(plan) == sent
@@ -72,6 +79,18 @@ def test_a_step_sends_and_holds_what_was_planned(pool, name, mesh):
     # Here each transfer may keep what it sends alive for a moment longer.
     peak = max(size for key, size in real.items() if key[0] == "peak" and key[3] == "all")
     assert plan.peak == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize("mesh", ["tp", pytest.param("tp x sharded", marks=pytest.mark.nightly)])
+def test_a_step_of_adapters_sends_and_holds_what_was_planned(pool, mesh):
+    pytest.importorskip("peft")
+    work, fields = dataclasses.replace(WORKLOAD, lora=4), MESHES[mesh]
+    plan = planned("LlamaForCausalLM", work, **fields)
+    real, _ = _settled(pool, plan, "LlamaForCausalLM", fields, work, world=math.prod(fields.values()))
+    assert by_kind(plan) == Counter({key: size for key, size in real.items() if key[0] == "sent"})
+    assert plan.held == {kind: real["held", kind] for kind in plan.held}
+    assert plan.held["optimizer"] < plan.held["parameters"]
+    assert plan.kept == real["kept",]
 
 
 def test_models_of_timm(pool):

@@ -34,7 +34,7 @@ KITS = {
     "shardcore_trainer": 2050,
     "shardcore_cli": 900,
     "shardcore_debug": 150,
-    "shardcore_planner": 4160,
+    "shardcore_planner": 4220,
     "shardcore_testing": 5500,
     "shardcore_scaffold": 4000,
 }

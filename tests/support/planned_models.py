@@ -91,6 +91,10 @@ def ran(name: str, workload: Workload = WORKLOAD, **fields: Any) -> tuple[Counte
     """Run the step on this rank; return what was seen of it, and its collectives as the conformance kit counts them."""
     torch.manual_seed(0)
     model = build(name)
+    if workload.lora:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(r=workload.lora, target_modules="all-linear"), model)
     shardcore.shard(model, config_of(**fields))
     stepper = Stepper(model, workload)
     found = run_step(model, call_of(model, workload), stepper, workload, Watch())

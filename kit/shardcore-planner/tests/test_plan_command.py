@@ -291,6 +291,25 @@ def test_numbers_are_in_the_dtype_of_the_configuration(tmp_path):
         assert json.loads(run(saved, "--tp", "2", "--json", *options).output)["workload"]["dtype"] == dtype
 
 
+def test_what_is_quantized_is_not_planned_so_and_adapters_are(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("shard_llama")
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 97}
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, dtype="bfloat16")
+    text = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    options = ["plan", str(tmp_path), "--tp", "2", "--seq", "8", "--json"]
+    whole, some = (CliRunner().invoke(main, [*options, *more]) for more in ([], ["--lora", "4"]))
+    assert "quantization_config (bitsandbytes) is not planned: all weights are counted in bf16" in whole.stderr
+    held, adapters = (json.loads(result.stdout)["bytes"] for result in (whole, some))
+    assert adapters["parameters"] > held["parameters"] == held["gradients"]
+    assert adapters["gradients"] < held["gradients"]
+    refused = CliRunner().invoke(main, [*options, "--lora", "4", "--optimizer", "none"])
+    assert "Workload.lora trains adapters" in refused.output
+
+
 def test_what_both_commands_have_is_said_alike(small):
     wished = ("--set", "enable_sequence_parallelism=true")
     assert explained(small, "--tp", "2", "--sp", "--json") == explained(small, "--tp", "2", *wished, "--json")

@@ -23,7 +23,7 @@ _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each ran
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
 _CP_HELP = "Ranks that divide the tokens of each batch (context parallelism)."
 _POLICY_HELP = "Infer a policy from a small copy of the class, where no pack serves it."
-_DEVICE_HELP = "Device the optimizer runs on; on cuda all but a fused one update all parameters in one call."
+_DEVICE_HELP = "What computes; on cuda kernels keep less, and optimizers update all parameters at once."
 
 
 @click.command(
@@ -152,6 +152,7 @@ def explain(
     type=click.Choice(_OPTIMIZERS),
     help="What steps the parameters; none is inference.",
 )
+@click.option("--lora", type=click.IntRange(1), help="Train PEFT's adapters of this rank on all linears, and no more.")
 @click.option("--master-weights", is_flag=True, help="The optimizer keeps parameters and its state in float32.")
 @click.option("--checkpointing", is_flag=True, help="Recompute every block in the backward.")
 @click.option(

@@ -22,7 +22,7 @@ from shardcore.policy import Policy
 from shardcore_planner.layers import Kind, kept, kinds_of, label, truncated
 from shardcore_planner.memory import parameter_bytes
 from shardcore_planner.pipelines import estimate_pipeline
-from shardcore_planner.preparing import configured, planned, recomputed, recomputing
+from shardcore_planner.preparing import adapted, configured, planned, recomputed, recomputing
 from shardcore_planner.results import Estimate, traffic_of
 from shardcore_planner.simulation import holding_nothing, simulated_ranks
 from shardcore_planner.stages import parameter_bytes_by_stage
@@ -72,7 +72,7 @@ def estimate(
 
     def trace(more: Kind | None = None) -> Numbers:
         keep = kept(kinds, more)
-        few = truncated(model, keep).to(workload.torch_dtype)
+        few = adapted(truncated(model, keep).to(workload.torch_dtype), workload)
         fewer = recomputing(config, keep, names)
         with simulated_ranks(ranks, rank):
             shardcore.shard(few, fewer, policy=policy)

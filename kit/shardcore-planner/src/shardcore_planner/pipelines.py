@@ -25,7 +25,7 @@ from shardcore.plan.cut import Cut, shares
 from shardcore.policy import Policy
 from shardcore_planner.layers import LEAST, Kind, kept, kinds_of, label, truncated
 from shardcore_planner.levels import rank_estimate
-from shardcore_planner.preparing import planned, recomputed, recomputing
+from shardcore_planner.preparing import adapted, planned, recomputed, recomputing
 from shardcore_planner.rank_step import run_rank
 from shardcore_planner.results import Estimate, PipelineEstimate, RankEstimate
 from shardcore_planner.simulation import simulated_ranks
@@ -180,7 +180,7 @@ class _Pipeline:
         kinds = [blocks.kind for blocks in self._blocks]
         here = [blocks.kind for blocks in own]
         keep = kept(kinds, None if more is None else more.kind, here)
-        few = truncated(self._model, keep).to(self.workload.torch_dtype)
+        few = adapted(truncated(self._model, keep).to(self.workload.torch_dtype), self.workload)
         fewer = ShardConfig.of(recomputing(self._config, keep, self._recomputed), pipeline_bounds=self._bounds(keep))
         held = self._held[rank]
         first = self._config.ranks // self.size * rank  # the first axis of a mesh is pp, and the last one tp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 
 from shardcore.compile import compile_plan
@@ -15,7 +16,7 @@ from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
 from shardcore_planner.workload import Workload
 
-__all__ = ["configured", "planned", "recomputed", "recomputing"]
+__all__ = ["adapted", "configured", "planned", "recomputed", "recomputing"]
 
 
 def configured(config: ShardConfig, workload: Workload) -> ShardConfig:
@@ -35,6 +36,30 @@ def configured(config: ShardConfig, workload: Workload) -> ShardConfig:
             "parameters, gradients and optimizer state are the same per rank"
         )
     return config.resolve(config.ranks)
+
+
+def adapted(model: nn.Module, workload: Workload) -> nn.Module:
+    """Return ``model``, on meta, with the adapters that the workload trains and all else frozen; itself without any.
+
+    Raises:
+        ConfigError: PEFT is not installed, or takes no such model.
+    """
+    if workload.lora is None:
+        return model
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        settings = LoraConfig(r=workload.lora, target_modules="all-linear")
+        inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"adapters of a {type(model).__name__} are planned with PEFT, for models of transformers: {error}. From a "
+            "checkout: python -m pip install peft ./clients/shardcore-peft"
+        ) from error
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.itemsize < torch.float32.itemsize:
+            parameter.data = parameter.data.float()  # as get_peft_model does
+    return model
 
 
 def planned(

@@ -43,6 +43,7 @@ class Workload:
             configuration of the model says, or else bf16.
         optimizer: a key of `OPTIMIZERS`; ``"none"`` is inference, a forward without gradients.
         master_weights: the optimizer has a copy of this rank's parameters in float32, and its state is in float32 too.
+        lora: the rank of PEFT's adapters on all linears, which are all that is trained; None trains every parameter.
         device: what computes, ``"cuda"`` or ``"cpu"``. On CUDA some operations are one kernel that keeps less, and the
             optimizer steps all parameters together, as torch does there by default: with temporary tensors as large as
             all parameters of the rank. On the CPU it steps one after the other; a fused optimizer does neither.
@@ -56,6 +57,7 @@ class Workload:
     dtype: str | None = None
     optimizer: str = "adamw"
     master_weights: bool = False
+    lora: int | None = None
     device: str = "cuda"
 
     def __post_init__(self) -> None:
@@ -67,11 +69,13 @@ class Workload:
         for name, value, known in words:
             if value is not None and value not in known:
                 raise ConfigError(f"Workload.{name} must be one of {', '.join(known)}; got {value!r}")
-        for name, size in (("batch", self.batch), ("seq", self.seq)):
+        for name, size in (("batch", self.batch), ("seq", self.seq), ("lora", self.lora)):
             if size is not None and (type(size) is not int or size < 1):
                 raise ConfigError(f"Workload.{name} must be a positive integer, got {size!r}")
         if self.master_weights and self.optimizer == "none":
             raise ConfigError("Workload.master_weights are an optimizer's, and optimizer is 'none'; leave one of them")
+        if self.lora and self.optimizer == "none":
+            raise ConfigError("Workload.lora trains adapters, and optimizer 'none' is inference; leave one of them")
 
     def of(self, model: nn.Module) -> Workload:
         """Return the same with the dtype of a model, where none is given."""
@@ -92,7 +96,7 @@ class Workload:
     @property
     def copies(self) -> float:
         """How many times the bytes of the parameters the gradients, optimizer state and they take, at least."""
-        if not self.trains:
+        if not self.trains or self.lora:
             return 1
         wide = torch.float32.itemsize / self.torch_dtype.itemsize if self.master_weights else 1
         return 2 + _MOMENTS[self.optimizer] * wide + (wide if self.master_weights else 0)

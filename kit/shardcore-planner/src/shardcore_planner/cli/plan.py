@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
+from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
@@ -89,7 +90,21 @@ def plan(source: str, config: ShardConfig, workload: Workload, policy: type[Poli
     Raises:
         ShardcoreError: there is no such model, or it cannot be sharded or called so.
     """
-    return estimate(meta_model(source), config, workload, call_of, policy=policy)
+    return estimate(_said(meta_model(source), workload), config, workload, call_of, policy=policy)
+
+
+def _said(model: nn.Module, workload: Workload) -> nn.Module:
+    """Say that weights which the configuration quantizes are planned as if it did not."""
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantized is not None:
+        known = quantized if isinstance(quantized, dict) else vars(quantized)
+        kind, dtype = known.get("quant_method", "of an unknown kind"), workload.of(model).dtype
+        say(
+            f"note: quantization_config ({kind}) is not planned: all weights are counted in {dtype}, as if they were "
+            "not quantized",
+            err=True,
+        )
+    return model
 
 
 def drafted(source: str) -> type[Policy]:
@@ -192,7 +207,7 @@ def search(
             f"--search compares meshes without a pipeline, got pipeline_parallel_size={config.pipeline_parallel_size}; "
             "plan one such mesh at a time: shardcore plan MODEL --pp 2 --tp 4"
         )
-    model = meta_model(source)
+    model = _said(meta_model(source), workload)
     meshes = meshes_of(model, config, workload, call_of, ranks=ranks, max_tp=max_tp, memory=memory, policy=policy)
     found = list(meshes)
     return [*(fit := ordered(found, memory)), *(f for f in found if f not in fit)]
@@ -298,6 +313,7 @@ def headline(model: str, found: Estimate, *, mesh: bool = True) -> str:
     if found.pipeline is not None:
         parts += [f"{found.pipeline.schedule} of {found.pipeline.micro_batches} micro-batches"]
     parts += [str(work.dtype), "inference" if not work.trains else work.optimizer]
+    parts += [f"adapters of rank {work.lora}"] if work.lora else []
     parts += ["float32 master weights"] if work.master_weights else []
     parts += ["sequence parallel"] if config.enable_sequence_parallelism else []
     parts += ["recomputed blocks"] if config.gradient_checkpoint_config else []
