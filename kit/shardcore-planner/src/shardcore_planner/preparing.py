@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import nn
 
+from shardcore.clients import client_of
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
@@ -42,24 +42,18 @@ def adapted(model: nn.Module, workload: Workload) -> nn.Module:
     """Return ``model``, on meta, with the adapters that the workload trains and all else frozen; itself without any.
 
     Raises:
-        ConfigError: PEFT is not installed, or takes no such model.
+        ConfigError: no client for PEFT is installed, or PEFT takes no such model.
     """
     if workload.lora is None:
         return model
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-
-        settings = LoraConfig(r=workload.lora, target_modules="all-linear")
-        inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
-    except (ImportError, ValueError) as error:
+    client = client_of("peft")
+    if client is None:
         raise ConfigError(
-            f"adapters of a {type(model).__name__} are planned with PEFT, for models of transformers: {error}. From a "
-            "checkout: python -m pip install peft ./clients/shardcore-peft"
-        ) from error
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.itemsize < torch.float32.itemsize:
-            parameter.data = parameter.data.float()  # as get_peft_model does
-    return model
+            "adapters are planned with PEFT, whose client is not installed. From a checkout: python -m pip install "
+            "./clients/shardcore-peft"
+        )
+    found: nn.Module = client.with_adapters(model, workload.lora)
+    return found
 
 
 def planned(
