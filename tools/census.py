@@ -155,6 +155,8 @@ def measure(name: str) -> dict[str, Any]:
         policy = policy_from(name, told["source"])
     reference = copy.deepcopy(model)
     wanted = _loss(reference(**inputs))
+    if not torch.equal(wanted, _loss(copy.deepcopy(model)(**inputs))):
+        return {**found, "state": "not built", "reason": "two calls of the unsharded model differ: it draws numbers"}
     wanted.backward()
     if not all(torch.isfinite(p.grad).all() for p in reference.parameters() if p.grad is not None):
         return {**found, "state": "not built", "reason": "the unsharded model has gradients that are not finite"}

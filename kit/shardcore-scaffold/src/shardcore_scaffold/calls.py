@@ -85,7 +85,8 @@ class _Calls:
         """Yield images, videos and sounds in the forms that models take them."""
         config, main = self.config, self.model.main_input_name
         vision = getattr(config, "vision_config", None)
-        if "pixel_values" in self.takes and (vision is not None or main == "pixel_values"):
+        looks = vision is not None or main == "pixel_values" or hasattr(config, "image_size")
+        if "pixel_values" in self.takes and looks:
             yield from self._images(vision or config)
         if main == "input_values":
             yield {main: self._numbers(_ROWS, 1600)}
@@ -154,7 +155,7 @@ class _Calls:
         return rows
 
     def _images(self, vision: Any) -> Iterator[dict[str, Any]]:
-        size, patch = getattr(vision, "image_size", None) or 16, getattr(vision, "patch_size", None) or 4
+        size, patch = getattr(vision, "image_size", None) or 32, getattr(vision, "patch_size", None) or 4
         height, width = (size, size) if isinstance(size, int) else size
         side = patch if isinstance(patch, int) else patch[0]
         channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3

@@ -19,7 +19,7 @@ class Layers:
     """The layers of a configuration that its small copy has.
 
     A list with an entry for each layer says of which kind it is; so does a list of the places of some. The copy has a
-    layer of each kind, in their order.
+    layer of each kind, in their order. A configuration with the depths of its stages has no such lists.
 
     Args:
         fields: of the configuration.
@@ -32,6 +32,8 @@ class Layers:
     """
 
     def __init__(self, fields: Mapping[str, Any], count: int) -> None:
+        if isinstance(fields.get("depths"), list | tuple):
+            fields = {}  # lists are of stages
         numbers = {k: v for k, v in fields.items() if re.fullmatch(_NUMBERS, k) and type(v) is int and v}
         self.of = next(iter(numbers.values()), 0)
         lists = {name: list(value) for name, value in fields.items() if self._is_of_layers(value)}

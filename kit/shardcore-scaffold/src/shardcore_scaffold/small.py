@@ -22,7 +22,7 @@ from shardcore_scaffold.layers import Layers
 __all__ = ["Small", "config_of", "small_model"]
 
 #: Parameters of the largest model that is still small.
-_LARGEST = 20_000_000
+_LARGEST = 30_000_000
 
 #: Sizes of a small model. No two kinds of sizes are equal, where they can be told apart: what is read must say which of
 #: them it is. There are more than two heads to a key/value head: a gate beside the queries is no key and value.
@@ -77,6 +77,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
 _STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"(\w+_)?hidden_sizes|embed_dims|encoder_hidden_sizes|dims", (16, 32, 48, 64, 80, 96)),
     (r"depths", (2, 1, 2, 1, 1, 1)),
+    (r"num_(attention_)?heads", (2, 2, 4, 4, 4, 4)),
 )
 _TOKENS_OF = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 2, "cls": 1, "sep": 2, "forced_eos": 2, "forced_bos": 1}
 _NOT_TAKEN = {"transformers_version", "architectures", "dtype", "id2label", "label2id", "quantization_config", "name"}
