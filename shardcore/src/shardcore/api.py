@@ -61,10 +61,10 @@ def shard(
         model: any model that an installed pack serves (or any module at all, with ``policy``).
         config: the configuration; ``fields`` override it.
         policy: a policy or its class, used instead of looking for one among the installed packs; or a mapping of paths
-            to words, such as a ``tp_plan`` (`shardcore.compile.DataPolicy`). ``"infer"`` infers one
-            for a class that no pack serves, from what a small copy computes that is built from its configuration.
-        infer: with ``policy="infer"``: ``"proved"`` trains the small copy on two processes first, and raises unless
-            outputs, loss and gradients are those of the unsharded one; ``"drafted"`` does not.
+            to words, such as a ``tp_plan`` (`shardcore.compile.DataPolicy`). ``"infer"`` infers one for a class that no
+            pack serves, from what a small copy computes.
+        infer: ``"proved"`` trains that copy on two processes, and raises unless it is exact and half of the model's
+            parameters are split; ``"proved_in_part"`` splits what it can, and ``"drafted"`` proves nothing.
         optimizer: an optimizer made before this call and not stepped yet; its parameter groups are re-pointed in place.
             Its class, settings and groups have to be the same on every rank.
         wrap: apply FSDP2 over the data axes; False leaves that to the caller. A mapping has options of ``fully_shard``

@@ -16,8 +16,8 @@ from shardcore.policy import Policy
 
 __all__ = ["Inference", "inference"]
 
-#: How far an inferred policy is trusted: after a proof on a small copy of the class, or as it was drafted.
-Inference: TypeAlias = Literal["proved", "drafted"]
+#: How far an inferred policy is trusted: see `shardcore.shard`.
+Inference: TypeAlias = Literal["proved", "proved_in_part", "drafted"]
 
 _KIT = "shardcore_scaffold"
 
@@ -29,7 +29,7 @@ def inference() -> Callable[[nn.Module, Inference, ProcessGroup | None], type[Po
         ConfigError: it is not installed.
     """
     if importlib.util.find_spec(_KIT) is None:
-        name = _KIT.replace("_", "-")
-        raise ConfigError(f"policy='infer' is of {name}, which is not installed{installing(*folders_of('kit'))}")
+        where = installing(*folders_of("kit"))
+        raise ConfigError(f"policy='infer' is of shardcore-scaffold, which is not installed{where}")
     found = importlib.import_module(f"{_KIT}.inferred").inferred
     return cast("Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]", found)

@@ -2,7 +2,8 @@
 
 Standard input is an object of JSON: ``module`` and ``name`` of the class, the ``config`` as JSON text, and whether the
 policy is to be ``proved``. The last line of standard output is one too: ``source``, ``doubts``, ``split`` (the share of
-the parameters of a model of this configuration), ``proof`` (what was compared, in words), or ``error``.
+the parameters of a model of this configuration), ``whole`` (the largest parts that are not split, with their shares),
+``proof`` (what was compared, in words), or ``error``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from shardcore_testing.pool import WorkerPool
 from shardcore_testing.subject import Subject
 from shardcore_testing.tiny_models import weighted_mean
 
-__all__ = ["answer", "build", "loss_of", "share"]
+__all__ = ["answer", "build", "loss_of", "shares"]
 
 _RANKS = 2
 #: A section of the kit that a policy can do without -> the argument of `guess`, and what is left out, in words.
@@ -44,6 +46,8 @@ _LEFT_OUT = {
     "captured": ("captured", "attention weights and hidden states are refused"),
 }
 _LIMIT = 300  # seconds for the proof
+#: Parts that are whole: how many are named, and from which share of a model's parameters on.
+_NAMED, _WORTH_A_NAME = 3, 0.01
 
 
 def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, Any]:
@@ -84,8 +88,9 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
         if problems:  # the same without what differs
             draft = guessed(**{_LEFT_OUT[section][0]: False for section in problems})
             draft.doubts += [f"{_LEFT_OUT[section][1]}: {problem}" for section, problem in problems.items()]
-    found = share(type(small.model), config, split)
-    return {"source": source(type(small.model), draft), "doubts": draft.doubts, "split": found, "proof": proof}
+    found, whole = shares(type(small.model), config, split)
+    text = source(type(small.model), draft)
+    return {"source": text, "doubts": draft.doubts, "split": found, "whole": whole, "proof": proof}
 
 
 def build(module: str, name: str, config: str, **options: Any) -> nn.Module:
@@ -112,12 +117,20 @@ def _split(model: nn.Module, draft: Draft) -> set[str]:
     return {_alike(p.name) for p in plan.parameters if p.layout and not p.layout.placement.is_replicate()}
 
 
-def share(cls: Any, config: str, split: Collection[str]) -> float:
-    """Return the share of the parameters of the model itself, which is built without memory, that have these names."""
+def shares(cls: Any, config: str, split: Collection[str]) -> tuple[float, dict[str, float]]:
+    """Return the share of a model's parameters that have these names, and of which modules the largest others are.
+
+    The model of the configuration itself is built, without memory. Modules have ``N`` for all numbers.
+    """
     with torch.device("meta"):
         model: nn.Module = cls(config_of(cls, config))
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return sum(size for name, size in sizes.items() if _alike(name) in split) / sum(sizes.values())
+    total, whole = sum(sizes.values()), Counter[str]()
+    for name, size in sizes.items():
+        if _alike(name) not in split:
+            whole[_alike(name).rpartition(".")[0]] += size
+    largest = {module: size / total for module, size in whole.most_common(_NAMED) if size / total > _WORTH_A_NAME}
+    return 1 - whole.total() / total, largest
 
 
 def _alike(name: str) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -41,7 +41,8 @@ _OF_A_JOB_STEMS = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_")
 _PROGRAM = "shardcore_scaffold.infer"
 _LIMIT = 600.0  # seconds
 _SHARE = 0.8  # of the time that the other ranks wait, so that they hear of it
-_MUCH = 0.8  # of a model's parameters
+#: Of a model's parameters: to split less is worth a warning, and much less is nothing that was asked for.
+_MUCH, _LITTLE = 0.8, 0.5
 
 
 def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> type[Policy]:
@@ -59,9 +60,12 @@ def inferred(model: nn.Module, how: Inference, group: ProcessGroup | None) -> ty
     told = found[0]
     if "error" in told:
         raise ConfigError(told["error"] + _of_a_part(model))
+    name = type(model).__name__
+    if how == "proved" and told["split"] < _LITTLE:
+        raise ConfigError(f"{_little(name, told)}; or take it as it is: infer='proved_in_part'")
     if not together or dist.get_rank(group) == 0:
-        _say(type(model).__name__, told)
-    return policy_from(type(model).__name__, told["source"])
+        _say(name, told)
+    return policy_from(name, told["source"])
 
 
 def _limit(group: ProcessGroup | None) -> float:
@@ -73,8 +77,8 @@ def _limit(group: ProcessGroup | None) -> float:
 def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
     """Return what the process says, or an ``error``: nothing is raised on one rank alone."""
     cls, config = type(model), getattr(model, "config", None)
-    if how not in ("proved", "drafted"):
-        return {"error": f"infer= must be 'proved' or 'drafted'; got {how!r}"}
+    if how not in get_args(Inference):
+        return {"error": f"infer= must be one of {', '.join(map(repr, get_args(Inference)))}; got {how!r}"}
     if getattr(cls, "config_class", None) is None or config is None or "." in cls.__qualname__:
         return {
             "error": f"policy='infer' builds a small copy from a model's configuration, and {cls.__name__} has none. "
@@ -86,7 +90,7 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
             "the script that runs (__main__) defines it. Put it into a module, and import it from there"
         }
     try:
-        return _answer(cls, config, limit, proved=how == "proved")
+        return _answer(cls, config, limit, proved=how != "drafted")
     except subprocess.TimeoutExpired:
         why = f"it took more than {limit:.0f} s; draft it once with the command, and pass the policy"
     except Exception as error:
@@ -140,20 +144,29 @@ def _of_a_child(path: Iterable[str]) -> dict[str, str]:
 def _say(name: str, told: Mapping[str, Any]) -> None:
     proof = f"proved: {told['proof']}" if told["proof"] else "not proved"
     left = "".join(f"\n  - {doubt}" for doubt in dict.fromkeys(told["doubts"]))
-    share = f"{math.floor(100 * told['split'])}%"
+    share = _percent(told["split"])
     logging.getLogger("shardcore").warning(
         "no pack was asked for %s: its policy was inferred from a small copy of the class, and splits %s of this "
         "model's parameters; each rank holds the others whole (%s)%s\nTo keep it: shardcore new-pack NAME --model %s",
         *(name, share, proof, left, name),
     )
     if told["split"] < _MUCH:
-        warnings.warn(
-            f"the policy that was inferred for {name} splits only {share} of its parameters: each tensor-parallel rank "
-            "holds the others whole, as the log says. Write a policy from the draft (shardcore new-pack NAME --model "
-            f"{name}), or divide what is whole over replicas: dp=",
-            ShardcoreWarning,
-            stacklevel=4,  # where `shardcore.shard` was called
-        )
+        # Where `shardcore.shard` was called.
+        warnings.warn(_little(name, told), ShardcoreWarning, stacklevel=4)
+
+
+def _little(name: str, told: Mapping[str, Any]) -> str:
+    """Return that little is split, which parts are not, with their shares, and what can be done."""
+    parts = ", ".join(f"{module}: {_percent(share)}" for module, share in told["whole"].items())
+    return (
+        f"the policy that was inferred for {name} splits only {_percent(told['split'])} of its parameters: each "
+        f"tensor-parallel rank holds the others whole ({parts}), as the log says. Write a policy from the draft "
+        f"(shardcore new-pack NAME --model {name}), or divide what is whole over replicas: dp="
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{math.floor(100 * share)}%"
 
 
 def policy_from(name: str, text: str) -> type[Policy]:
