@@ -171,6 +171,13 @@ def test_what_cannot_be_split_is_said() -> None:
     assert "rel_attn" not in "".join(row for rows in found.rows.values() for row in rows if "region(" in row)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Ovis2ForConditionalGeneration"), reason="newer than this transformers")
+def test_a_vocabulary_that_cannot_be_split_leaves_the_blocks_split() -> None:
+    _, found = draft("Ovis2ForConditionalGeneration")  # its images are multiplied with the table of words
+    assert any("the vocabulary is left whole. Split, it fails: " in doubt for doubt in found.doubts)
+    assert {row for _, row in found.split} >= {"self_attn.o_proj", "mlp.down_proj"}
+
+
 def test_what_lies_in_one_parameter_is_said() -> None:
     _, found = draft("Qwen3NextForCausalLM")  # a convolution over channels
     assert any("linear_attn.conv1d is left whole: several matrices in one" in doubt for doubt in found.doubts)

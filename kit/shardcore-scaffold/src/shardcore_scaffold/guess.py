@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -60,22 +60,37 @@ _MIXED: tuple[int | Literal["whole"] | None, ...] = (None, 0, 1, 2, "whole")
 def _guess(facts: Facts, *, entered: bool = False) -> Draft:
     mixed = _MIXED if mixtures_of(facts) else _MIXED[-1:]
     problem = ""
-    for captured in mixed:
-        draft = _Drafting(facts, captured=captured, entered=entered).draft
-        fits = _misfit(facts, draft)
-        if not fits:
-            return draft
-        problem = problem or fits
-    for captured in mixed:
-        whole = frozenset(_Drafting(facts, captured=captured, entered=entered).draft.regions)
-        less = _Drafting(facts, whole, captured=captured, entered=entered).draft
-        if not _misfit(facts, less):
-            return _most(facts, less, whole, captured=captured, entered=entered)
+    for tables in (True, False):
+        found = _with_tables(facts, mixed, tables=tables, entered=entered)
+        if isinstance(found, Draft):
+            found.doubts += [] if tables else [f"the vocabulary is left whole. Split, it fails: {problem[:300]}"]
+            return found
+        problem = problem or found
+    whole = frozenset(_Drafting(facts, entered=entered).draft.regions)
     bare = _Drafting(facts, whole, tables=False).draft
     if last := _misfit(facts, bare):
         raise ConfigError(f"no policy for {type(facts.model).__name__} could be guessed: {last[:500]}")
     bare.doubts.append(f"neither blocks nor vocabulary are split: {problem[:300]}")
     return bare
+
+
+def _with_tables(
+    facts: Facts, mixed: Sequence[int | Literal["whole"] | None], *, tables: bool, entered: bool
+) -> Draft | str:
+    """Return a draft that fits with all regions, or else with some; or why none with these tables does."""
+    problem = ""
+    for captured in mixed:
+        draft = _Drafting(facts, captured=captured, entered=entered, tables=tables).draft
+        fits = _misfit(facts, draft)
+        if not fits:
+            return draft
+        problem = problem or fits
+    for captured in mixed:
+        whole = frozenset(_Drafting(facts, captured=captured, entered=entered, tables=tables).draft.regions)
+        less = _Drafting(facts, whole, captured=captured, entered=entered, tables=tables).draft
+        if not _misfit(facts, less):
+            return _most(facts, less, whole, captured=captured, entered=entered, tables=tables)
+    return problem
 
 
 def _most(facts: Facts, less: Draft, whole: frozenset[tuple[str, str]], **how: Any) -> Draft:
