@@ -36,7 +36,7 @@ KITS = {
     "shardcore_debug": 150,
     "shardcore_planner": 4220,
     "shardcore_testing": 5500,
-    "shardcore_scaffold": 4040,
+    "shardcore_scaffold": 4070,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
 CORE = 32330

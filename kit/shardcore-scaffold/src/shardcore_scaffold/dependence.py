@@ -8,6 +8,7 @@ gradient of each input feature of each linear is looked at: it is zero where the
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections import defaultdict
@@ -25,6 +26,9 @@ from typing_extensions import override
 from shardcore.nn.linear.alike import Product, product_of
 
 __all__ = ["Dependence", "Linear", "Source", "dependence_of"]
+
+
+_AT_ONCE = 16  # features that autograd is asked about
 
 
 @dataclass(eq=False)
@@ -101,15 +105,12 @@ class Dependence:
         for given in linear.inputs:
             if not given.requires_grad:
                 continue
-            flat = given.reshape(-1, size)
-            weights = torch.rand(flat.shape[0], dtype=flat.dtype) + 0.5
-            for feature in range(size):
-                grads = torch.autograd.grad(
-                    flat[:, feature] @ weights, [leaf for _, leaf in leaves], retain_graph=True, allow_unused=True
-                )
-                for (name, _), grad in zip(leaves, grads, strict=True):
-                    if grad is not None:
-                        _mark(found, name, feature, grad, is_linear=name in self.linears)
+            for (name, _), touched in zip(leaves, _touched(given, size, [leaf for _, leaf in leaves]), strict=True):
+                if touched is not None and name in self.linears:
+                    found[name, None] |= touched.reshape(size, -1, touched.shape[-1]).any(1)
+                elif touched is not None:
+                    for dim in range(touched.ndim - 1):
+                        found[name, dim] |= _over(touched, dim)
         return [Source(name, dim, pattern) for (name, dim), pattern in found.items()]
 
     def patterns(self, row: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -118,33 +119,39 @@ class Dependence:
         As `Source.pattern`.
         """
         size = self.linears[row].product.in_features
-        found: dict[tuple[str, int | None], Tensor] = {
-            ("", dim): torch.zeros(size, n, dtype=torch.bool) for dim, n in enumerate(tensors[0].shape)
-        }
+        found = [torch.zeros(size, n, dtype=torch.bool) for n in tensors[0].shape]
         for given in self.linears[row].inputs:
-            flat = given.reshape(-1, size)
-            weights = torch.rand(flat.shape[0], dtype=flat.dtype) + 0.5
-            for feature in range(size):
-                grads = torch.autograd.grad(
-                    flat[:, feature] @ weights, list(tensors), retain_graph=True, allow_unused=True
-                )
-                for grad in grads:
-                    if grad is not None:
-                        _mark(found, "", feature, grad, is_linear=False)
-        return list(found.values())
+            for touched in (each for each in _touched(given, size, tensors) if each is not None):
+                for dim in range(touched.ndim - 1):
+                    found[dim] |= _over(touched, dim)
+        return found
 
     def _leaves(self, name: str) -> Sequence[Tensor]:
         return self.linears[name].outputs if name in self.linears else [self._parameters[name]]
 
 
-def _mark(found: dict[tuple[str, int | None], Tensor], name: str, feature: int, grad: Tensor, is_linear: bool) -> None:
-    touched = grad != 0
-    if is_linear:
-        found[name, None][feature] |= touched.reshape(-1, touched.shape[-1]).any(0)
-        return
-    for dim in range(grad.ndim):
-        others = [other for other in range(grad.ndim) if other != dim]
-        found[name, dim][feature] |= touched.any(others) if others else touched
+def _touched(given: Tensor, size: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return which entries of ``leaves`` each of the ``size`` features of a tensor depends on: (size, ...), or None."""
+    flat = given.reshape(-1, size)
+    features = (torch.rand(flat.shape[0], dtype=flat.dtype) + 0.5) @ flat
+    ask = functools.partial(torch.autograd.grad, features, leaves, retain_graph=True, allow_unused=True)
+    asked: list[Sequence[Tensor | None]] = []
+    for some in torch.eye(size, dtype=flat.dtype).split(_AT_ONCE):
+        try:
+            asked.append(ask(grad_outputs=some, is_grads_batched=True))
+        except RuntimeError:  # a function that cannot do several at once
+            rows = [ask(grad_outputs=row) for row in some]
+            asked.append([None if grads[0] is None else torch.stack(grads) for grads in zip(*rows, strict=True)])
+    parts = zip(*asked, strict=True)
+    return [
+        torch.cat([grad != 0 for grad in some if grad is not None]) if some[0] is not None else None for some in parts
+    ]
+
+
+def _over(touched: Tensor, dim: int) -> Tensor:
+    """Return which entries of one dim of a parameter the features depend on: (features, entries)."""
+    others = [other for other in range(1, touched.ndim) if other != dim + 1]
+    return touched.any(others) if others else touched
 
 
 def dependence_of(model: nn.Module, call: Callable[[nn.Module], Any], *, passing: Collection[str] = ()) -> Dependence:

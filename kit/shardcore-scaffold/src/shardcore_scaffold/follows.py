@@ -40,6 +40,9 @@ def following(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")
     if whole.keys() >= {"qk_head_dim", *parts} and whole["qk_head_dim"] == sum(whole[part] for part in parts):
         more["qk_head_dim"] = sum(found[part] for part in parts)
+    side, smaller = (_image(config) for config in (given.get("vision_config"), found.get("vision_config")))
+    if side and smaller and given.get("image_grid_pinpoints"):  # pictures of several images
+        more["image_grid_pinpoints"] = [[n * smaller // side for n in pair] for pair in given["image_grid_pinpoints"]]
     if "mamba_d_ssm" in whole:
         more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
     if "head_dim" in whole and whole["head_dim"] == whole.get("qk_rope_head_dim"):
@@ -51,6 +54,11 @@ def following(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
             if isinstance(given.get(name), Mapping):
                 more[name] = {key: _turned(key, value, small / own) for key, value in given[name].items()}
     return more
+
+
+def _image(config: Any) -> int | None:
+    size = config.get("image_size") if isinstance(config, Mapping) else getattr(config, "image_size", None)
+    return size if type(size) is int else None
 
 
 def with_sections(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any] | None:
