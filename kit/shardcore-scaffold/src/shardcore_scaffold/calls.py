@@ -88,8 +88,10 @@ class _Calls:
         looks = vision is not None or main == "pixel_values" or hasattr(config, "image_size")
         if "pixel_values" in self.takes and looks:
             yield from self._images(vision or config)
+        if main == "pixel_values_videos":
+            yield from ({main: found["pixel_values"]} for found in self._images(vision or config))
         if main == "input_values":
-            yield {main: self._numbers(_ROWS, 1600)}
+            yield from ({main: self._numbers(_ROWS, samples)} for samples in (1600, 6400))
         if main == "input_features" or ("input_features" in self.takes and getattr(config, "audio_config", None)):
             yield from self._sounds()
 
@@ -123,8 +125,11 @@ class _Calls:
             yield found | decoder
 
     def _ids(self) -> Tensor:
-        words = _words(self.config)
-        return torch.randint(min(FIRST_WORD, words - 1), words, (_ROWS, _TOKENS), generator=self.generator)
+        words, end = _words(self.config), getattr(self.config, "eos_token_id", None)
+        rows = torch.randint(min(FIRST_WORD, words - 1), words, (_ROWS, _TOKENS), generator=self.generator)
+        if self.name.endswith("SequenceClassification") and type(end) is int and end < FIRST_WORD:
+            rows[:, -1] = end  # where some look for what they classify
+        return rows
 
     def _numbers(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)

@@ -354,7 +354,7 @@ def _widths(config: Any, settings: Mapping[str, Any], small: int) -> dict[str, i
 def _of_head(model_class: type[Any], settings: Mapping[str, Any], config: Any, generating: bool) -> dict[str, Any]:
     """Return what the head of a class, told by its name, needs its configuration to be."""
     name, found = model_class.__name__, dict[str, Any]()
-    if name.endswith("QuestionAnswering") and "num_labels" in settings:
+    if name.endswith(("QuestionAnswering", "QuestionAnsweringSimple")) and "num_labels" in settings:
         found["num_labels"] = 2  # start and end
     if name.endswith("SequenceClassification") and getattr(config, "pad_token_id", 0) is None:
         found["pad_token_id"] = _TOKENS_OF["pad"]  # the last token of a row is looked for
