@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
+
 import pytest
 import torch
 
+from shardcore_testing import Case, Supports
+from shardcore_testing.checks import examine
+from shardcore_testing.subject import Subject
+
 transformers = pytest.importorskip("transformers")
 
-from shardcore_scaffold import infer  # noqa: E402
+from shardcore_scaffold import infer, small  # noqa: E402
 from shardcore_scaffold.calls import like  # noqa: E402
 from shardcore_scaffold.small import config_of, small_model  # noqa: E402
 
@@ -91,3 +99,40 @@ def test_a_model_whose_images_nobody_can_make_is_called_with_text() -> None:
     told = infer.answer(cls.__module__, cls.__name__, small.model.config.to_json_string(use_diff=False), proved=False)
     assert any("text alone" in doubt and "pixel_values" in doubt for doubt in told["doubts"])
     assert "visual" not in told["source"]  # neither split nor cut
+
+
+def _text_alone(model, seed, *, media=True, _called=small._called):
+    if media:
+        raise TypeError("no image is known")
+    return _called(model, seed, media=False)
+
+
+def _look_in(folder: str) -> None:
+    sys.path.insert(0, folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration"])
+def test_what_was_inferred_from_text_alone_is_exact_with_images(pool, tmp_path, monkeypatch, name) -> None:
+    cls = getattr(transformers, name)
+    config = cls.config_class().to_json_string(use_diff=False)
+    with_images = small_model(cls, config_of(cls, config))
+    monkeypatch.setattr(small, "_called", _text_alone)
+    told = infer.answer(cls.__module__, name, config, proved=False)
+    monkeypatch.undo()
+    module = f"of_text_{name.lower()}"
+    (tmp_path / f"{module}.py").write_text(told["source"])
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(module)
+    case = Case(
+        name=name,
+        build=functools.partial(infer.build, cls.__module__, name, config),
+        inputs=functools.partial(like, with_images.inputs),
+        loss=infer.loss_of,
+        policy=f"{module}:{name}Policy",
+        supports=Supports(sequence=False, captured=False),
+    )
+    pool.run(_look_in, str(tmp_path), world=2)
+    findings = examine(pool, Subject(case=case, tp=2), "training")
+    assert "pixel_values" in with_images.inputs
+    assert [(f.check, f.message) for f in findings if f.state == "failed"] == []
