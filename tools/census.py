@@ -100,6 +100,7 @@ _STATES = {
     "differs": "differ",
     "refused": "are refused with a reason before anything is changed",
     "not built": "could not be built or called here",
+    "random": "draw numbers, so that two calls of the unsharded model differ",
     "failed": "ended otherwise, as the table says",
 }
 _SHORT = 240  # characters of a reason
@@ -156,7 +157,7 @@ def measure(name: str) -> dict[str, Any]:
     reference = copy.deepcopy(model)
     wanted = _loss(reference(**inputs))
     if not torch.equal(wanted, _loss(copy.deepcopy(model)(**inputs))):
-        return {**found, "state": "not built", "reason": "two calls of the unsharded model differ: it draws numbers"}
+        return {**found, "state": "random", "reason": "two calls of the unsharded model differ: it draws numbers"}
     wanted.backward()
     if not all(torch.isfinite(p.grad).all() for p in reference.parameters() if p.grad is not None):
         return {**found, "state": "not built", "reason": "the unsharded model has gradients that are not finite"}

@@ -302,7 +302,9 @@ def test_what_is_quantized_is_not_planned_so_and_adapters_are(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(text))
     options = ["plan", str(tmp_path), "--tp", "2", "--seq", "8", "--json"]
     whole, some = (CliRunner().invoke(main, [*options, *more]) for more in ([], ["--lora", "4"]))
-    assert "quantization_config (bitsandbytes) is not planned: all weights are counted in bf16" in whole.stderr
+    explained = CliRunner().invoke(main, ["explain", str(tmp_path), "--tp", "2"])
+    for result in (whole, explained):
+        assert "quantization_config (bitsandbytes) is not planned: weights are counted as if not" in result.stderr
     held, adapters = (json.loads(result.stdout)["bytes"] for result in (whole, some))
     assert adapters["parameters"] > held["parameters"] == held["gradients"]
     assert adapters["gradients"] < held["gradients"]

@@ -22,7 +22,7 @@ from shardcore.plan.shard_plan import heading, modules
 from shardcore_cli.tables import say
 from shardcore_planner import Collective, Estimate, StagePart, collectives, parameter_bytes, stage_parts
 from shardcore_planner.cli.pipelines import show_stages, stages_to_json
-from shardcore_planner.cli.summary import step_of, summary
+from shardcore_planner.cli.summary import step_of, summary, tell_quantized
 from shardcore_planner.preparing import planned
 from shardcore_planner.stages import parameter_bytes_by_stage
 from shardcore_transformers.models import meta_model
@@ -95,7 +95,7 @@ def explain(
         NoPolicyError: no installed pack serves it.
         PlanError: its policy does not fit at these sizes.
     """
-    native = meta_model(model)
+    native = tell_quantized(meta_model(model))
     policy = inference()(native, "drafted", None) if infer else None
     given = ShardConfig.of(**{"tp": tp, "dp": dp, "pp": pp, "cp": cp, **parse_settings(settings)})
     config = given.resolve(tp * dp * pp * cp)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
-from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
@@ -25,6 +24,7 @@ from shardcore_planner.cli.advice import advice
 from shardcore_planner.cli.bars import Bar, picture
 from shardcore_planner.cli.explain import parse_settings
 from shardcore_planner.cli.pipelines import pipeline_to_json, show_pipeline, traffic_to_json
+from shardcore_planner.cli.summary import tell_quantized
 from shardcore_planner.preparing import planned
 from shardcore_planner.search import Found, cost, ordered
 from shardcore_planner.search import search as meshes_of
@@ -90,21 +90,7 @@ def plan(source: str, config: ShardConfig, workload: Workload, policy: type[Poli
     Raises:
         ShardcoreError: there is no such model, or it cannot be sharded or called so.
     """
-    return estimate(_said(meta_model(source), workload), config, workload, call_of, policy=policy)
-
-
-def _said(model: nn.Module, workload: Workload) -> nn.Module:
-    """Say that weights which the configuration quantizes are planned as if it did not."""
-    quantized = getattr(getattr(model, "config", None), "quantization_config", None)
-    if quantized is not None:
-        known = quantized if isinstance(quantized, dict) else vars(quantized)
-        kind, dtype = known.get("quant_method", "of an unknown kind"), workload.of(model).dtype
-        say(
-            f"note: quantization_config ({kind}) is not planned: all weights are counted in {dtype}, as if they were "
-            "not quantized",
-            err=True,
-        )
-    return model
+    return estimate(tell_quantized(meta_model(source)), config, workload, call_of, policy=policy)
 
 
 def drafted(source: str) -> type[Policy]:
@@ -207,7 +193,7 @@ def search(
             f"--search compares meshes without a pipeline, got pipeline_parallel_size={config.pipeline_parallel_size}; "
             "plan one such mesh at a time: shardcore plan MODEL --pp 2 --tp 4"
         )
-    model = _said(meta_model(source), workload)
+    model = tell_quantized(meta_model(source))
     meshes = meshes_of(model, config, workload, call_of, ranks=ranks, max_tp=max_tp, memory=memory, policy=policy)
     found = list(meshes)
     return [*(fit := ordered(found, memory)), *(f for f in found if f not in fit)]

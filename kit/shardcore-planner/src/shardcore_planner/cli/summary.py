@@ -15,12 +15,22 @@ from shardcore.errors import ShardcoreError
 from shardcore.nn.layout import ReplicatedLayout
 from shardcore.plan import ParameterPlan, ShardPlan
 from shardcore.policy import Policy
-from shardcore_cli.tables import in_words
+from shardcore_cli.tables import in_words, say
 from shardcore_planner import Collective, Estimate, Workload, estimate
 from shardcore_planner.calls import call_of
 from shardcore_planner.memory import bytes_on
 
-__all__ = ["Share", "batch_of", "shares", "step_of", "summary"]
+__all__ = ["Share", "batch_of", "shares", "step_of", "summary", "tell_quantized"]
+
+
+def tell_quantized(model: nn.Module) -> nn.Module:
+    """Return ``model``; say first that weights which its configuration quantizes are counted as if it did not."""
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantized is not None:
+        known = quantized if isinstance(quantized, dict) else vars(quantized)
+        kind = known.get("quant_method", "of an unknown kind")
+        say(f"note: quantization_config ({kind}) is not planned: weights are counted as if not quantized", err=True)
+    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
