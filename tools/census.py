@@ -155,8 +155,8 @@ def measure(name: str) -> dict[str, Any]:
         found["way"] += ", text" if small.left_out else ""
         policy = policy_from(name, told["source"])
     reference = copy.deepcopy(model)
-    wanted = _loss(reference(**inputs))
-    if not torch.equal(wanted, _loss(copy.deepcopy(model)(**inputs))):
+    wanted = _loss(reference(**copy.deepcopy(inputs)))  # which some change
+    if not torch.equal(wanted, _loss(copy.deepcopy(model)(**copy.deepcopy(inputs)))):
         return {**found, "state": "random", "reason": "two calls of the unsharded model differ: it draws numbers"}
     wanted.backward()
     if not all(torch.isfinite(p.grad).all() for p in reference.parameters() if p.grad is not None):

@@ -8,6 +8,7 @@ the parameters of a model of this configuration), ``whole`` (the largest parts t
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import json
@@ -59,7 +60,7 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     small = _small(module, name, config)
 
     def call(model: nn.Module) -> Any:
-        return model(**small.inputs)
+        return model(**copy.deepcopy(small.inputs))  # which some change
 
     def guessed(**options: bool) -> Draft:
         draft = guess(small.model, call, **options)
