@@ -8,7 +8,6 @@ the parameters of a model of this configuration), ``whole`` (the largest parts t
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import json
@@ -60,7 +59,7 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     small = _small(module, name, config)
 
     def call(model: nn.Module) -> Any:
-        return model(**copy.deepcopy(small.inputs))  # which some change
+        return model(**small.inputs)
 
     def guessed(**options: bool) -> Draft:
         draft = guess(small.model, call, **options)
