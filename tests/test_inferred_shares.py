@@ -42,7 +42,7 @@ def test_less_than_a_half_is_taken_on_request(monkeypatch) -> None:
     told = {"proof": "all", "doubts": [], "split": 0.49, "whole": {"experts": 0.4}, "source": source}
     monkeypatch.setattr(inferred, "_asked", lambda *how: told)
     model = torch.nn.Linear(2, 2)
-    said = r"splits only 49% of its parameters: .* \(experts: 40%\), .*; or take it as it is: infer='proved_in_part'"
+    said = r"splits only 49% of its parameters: .* \(experts: 40%\)\. .*; or take it as it is: infer='proved_in_part'"
     with pytest.raises(ConfigError, match=said):
         inferred.inferred(model, "proved", None)
     with pytest.warns(ShardcoreWarning, match="splits only 49%"):

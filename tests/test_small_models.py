@@ -101,6 +101,20 @@ def test_a_model_whose_images_nobody_can_make_is_called_with_text() -> None:
     assert "visual" not in told["source"]  # neither split nor cut
 
 
+def test_a_proof_trains_models_that_draw_nothing() -> None:
+    config = transformers.Starcoder2Config().to_json_string(use_diff=False)
+    model = infer.build("transformers", "Starcoder2ForTokenClassification", config)
+    assert model.training
+    assert [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)] == [0.0]
+    assert small_model(transformers.HubertForCTC).settings["mask_time_prob"] == 0.0
+
+
+def test_other_tokens_are_tokens_where_the_input_is_sound() -> None:
+    found = small_model(transformers.Speech2TextForConditionalGeneration)
+    other = like(found.inputs, found.model, seed=1)
+    assert {name: value.dtype for name, value in other.items()} == {n: v.dtype for n, v in found.inputs.items()}
+
+
 def _text_alone(model, seed, *, media=True, _called=small._called):
     if media:
         raise TypeError("no image is known")

@@ -19,8 +19,6 @@ __all__ = ["Inference", "inference"]
 #: How far an inferred policy is trusted: see `shardcore.shard`.
 Inference: TypeAlias = Literal["proved", "proved_in_part", "drafted"]
 
-_KIT = "shardcore_scaffold"
-
 
 def inference() -> Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]:
     """Return what infers a policy for the class of a model: the first rank of a group does it for all.
@@ -28,8 +26,8 @@ def inference() -> Callable[[nn.Module, Inference, ProcessGroup | None], type[Po
     Raises:
         ConfigError: it is not installed.
     """
-    if importlib.util.find_spec(_KIT) is None:
+    if importlib.util.find_spec("shardcore_scaffold") is None:
         where = installing(*folders_of("kit"))
         raise ConfigError(f"policy='infer' is of shardcore-scaffold, which is not installed{where}")
-    found = importlib.import_module(f"{_KIT}.inferred").inferred
+    found = importlib.import_module("shardcore_scaffold.inferred").inferred
     return cast("Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]", found)

@@ -63,7 +63,8 @@ def like(inputs: Mapping[str, Any], model: Any, seed: int) -> dict[str, Any]:
         elif isinstance(value, Tensor) and name.endswith("input_ids"):
             other = torch.randint(min(FIRST_WORD, words - 1), words, value.shape, generator=generator)
             found[name] = torch.where(value < FIRST_WORD, value, other)
-    rows = found.get("input_ids", next(iter(found.values())))
+    tokens = [found[name] for name in ("input_ids", "decoder_input_ids", "labels") if name in found]
+    rows = (tokens or list(found.values()))[0]
     own = labels_of(type(model).__name__.removeprefix("FSDP"), len(rows), rows)
     return found | _fitting({key: value for key, value in own.items() if key in inputs}, model)
 

@@ -94,8 +94,12 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
 
 
 def build(module: str, name: str, config: str, **options: Any) -> nn.Module:
-    """Return the small model of a class, in the process of a rank."""
-    return _small(module, name, config).model.train()
+    """Return the small model of a class, in the process of a rank; it draws nothing in training."""
+    model = _small(module, name, config).model.train()
+    for inner in model.modules():
+        if isinstance(inner, nn.Dropout):
+            inner.p = 0.0  # of heads, whose configuration does not say it
+    return model
 
 
 def _small(module: str, name: str, config: str) -> Small:

@@ -160,7 +160,7 @@ def _little(name: str, told: Mapping[str, Any]) -> str:
     parts = ", ".join(f"{module}: {_percent(share)}" for module, share in told["whole"].items())
     return (
         f"the policy that was inferred for {name} splits only {_percent(told['split'])} of its parameters: each "
-        f"tensor-parallel rank holds the others whole ({parts}), as the log says. Write a policy from the draft "
+        f"tensor-parallel rank holds the others whole ({parts}). Write a policy from the draft "
         f"(shardcore new-pack NAME --model {name}), or divide what is whole over replicas: dp="
     )
 

@@ -295,7 +295,7 @@ def _settings(config: Any, way: _Way, count: int, tokens: dict[str, int]) -> tup
         elif (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout")):
             found[name] = 0.0
             dropouts.append(name)
-        elif isinstance(value, float) and ("jitter" in name or "noise" in name):
+        elif isinstance(value, float) and re.search(r"jitter|noise|^mask_\w+_prob$", name):
             found[name] = 0.0  # what is compared draws nothing
         elif token and (isinstance(value, int | list) or (way.unset and name == "pad_token_id")):
             stem = token[1]
