@@ -108,9 +108,7 @@ def shard(
     if policy == "infer":
         start_process_group(config)
         agree(group=config.group())  # with a rank on which something of the above has failed
-        # Where no tensor is split, it does not matter how many could be.
-        how: Inference = "proved_in_part" if infer == "proved" and config.tensor_parallel_size == 1 else infer
-        policy = inference()(inner, how, config.group())  # one rank for all
+        policy = inference()(inner, infer, config.group())  # one rank for all
     with failing_together(config, fields):
         sharder = ModelSharder(inner, policy, config, sync_from=sync_from, phases=phases)
     start_process_group(config)

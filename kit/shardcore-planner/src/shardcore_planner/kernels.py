@@ -50,7 +50,6 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        ctx.saved_tensors  # noqa: B018  # is let go of when it has been read, as a kernel's
         return torch.empty_like(gradient)
 
 
