@@ -79,7 +79,7 @@ class Draw:
         how: settings that only this kind has.
         odd: arguments that one rank alone passes, and that change nothing.
         must: why it has to be refused.
-        may: what the message says if it is refused, where that depends on the values of the batch.
+        may: what messages say if it is refused, where that depends on the values of the batch.
         dtype: in which it is computed.
     """
 
@@ -98,7 +98,7 @@ class Draw:
     how: Mapping[str, Any] = field(default_factory=dict)
     odd: Mapping[str, Any] = field(default_factory=dict)
     must: str = ""
-    may: str = ""
+    may: tuple[str, ...] = ()
     dtype: str = "float64"
 
     @property

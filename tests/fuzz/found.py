@@ -205,4 +205,17 @@ FOUND: Mapping[str, Draw] = {
         how=_ONE_STEP,
         must="a reentrant checkpoint",
     ),
+    "later stages trained blocks that reentrant checkpoints had left without gradients": _draw(
+        1_060_016,
+        "LlamaForQuestionAnswering",
+        "training",
+        kind="pipeline",
+        tp=1,
+        pp=2,
+        fields={"pipeline_schedule": "gpipe"},
+        batch={"rows": 4, "labels": "all", "embeds": True},
+        checkpointing="reentrant",
+        how=_ONE_STEP,
+        must="reentrant checkpoints of what needs no gradient",
+    ),
 }

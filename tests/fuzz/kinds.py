@@ -78,6 +78,8 @@ def _pipeline(dice: Dice) -> dict[str, Any]:
         found["checkpointing"] = dice.of("non-reentrant", "reentrant")
         if found["checkpointing"] == "reentrant" and found["fields"]["pipeline_schedule"] in _SPLIT:
             found["must"] = found["must"] or "a reentrant checkpoint"
+        # Embeddings that are given need no gradient.
+        found["may"] += ("reentrant checkpoints give none",)
     return found
 
 
@@ -93,7 +95,7 @@ def _booster(dice: Dice) -> dict[str, Any]:
         if how["zero_stage"] == 3 and looped in _SPLIT:
             how["zero_stage"] = 1
     else:
-        found["may"] = ""
+        found["may"] = ()
         # FSDP2 frees what it gathered after each backward, and a closure that comes in a step is that of its optimizer.
         how["closure"] = dice.often(0.3)
         if how["closure"] and (how["max_norm"] or found["fields"].get("partial_gradients") == "deferred"):
@@ -242,7 +244,7 @@ def _trained(dice: Dice, tp: int, dp: int, pp: int) -> dict[str, Any]:
         "frozen": dice.of(0.3, 0.7) if dice.often(0.2) else 0.0,
         "how": how,
         "must": "",
-        "may": "cannot be put together" if cls in _MIXED else "",
+        "may": ("cannot be put together",) if cls in _MIXED else (),
     }
 
 
@@ -267,7 +269,7 @@ def _division(dice: Dice, found: dict[str, Any]) -> dict[str, Any]:
     if stages == 4:
         fields["num_model_chunks"] = 2
         # Of as many as somebody asked for; where nobody did, fillers are run.
-        found["may"] = found["may"] or "micro-batches through 4 stages" * (fields.get("num_microbatches", 1) > 1)
+        found["may"] += ("micro-batches through 4 stages",) * (fields.get("num_microbatches", 1) > 1)
     model, fewer = found["model"], dice.often(0.05)
     names = ("num_hidden_layers", "depth", "encoder_layers", "decoder_layers")
     halves = 2 if found["cls"] == "WhisperForConditionalGeneration" else 1

@@ -139,10 +139,7 @@ class PrunedTensors:
     """
 
     def __init__(
-        self,
-        owners: Sequence[tuple[nn.Module, str]],
-        device: torch.device | str,
-        dtype: torch.dtype | None = None,
+        self, owners: Sequence[tuple[nn.Module, str]], device: torch.device | str, dtype: torch.dtype | None = None
     ) -> None:
         self._tensors: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for module, name in owners:

@@ -161,6 +161,7 @@ class _StageForward:
         self._started = False
         self.leaving: tuple[Tensor, ...] = ()
         self._records = torch.is_grad_enabled()
+        self._reentrant = False  # something ran in such a checkpoint
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         ends, blocks = name == self._next, self._stage.cut.blocks
@@ -187,6 +188,11 @@ class _StageForward:
         if ends:
             leaves, _ = tree_flatten((args, kwargs, captured()))
             self.leaving = tuple(leaves[place] for place in self._metadata.boundaries[self._stage.index].places)
+            if self._reentrant and not any(tensor.requires_grad for tensor in self.leaving):
+                raise NotSupportedError(
+                    f"nothing that enters the blocks of stage {self._stage.index} needs a gradient, so that reentrant "
+                    f"checkpoints give none to their parameters and later ones, as torch warns: {_OTHERWISE}"
+                )
             if self._stage.splits and self._arrived:
                 self.leaving = tuple(_join(t, self._arrived[0]) if t.requires_grad else t for t in self.leaving)
             raise BoundaryReached
@@ -210,12 +216,12 @@ class _StageForward:
             leaf = leaves[place]
             if id(leaf) not in depend and (leaf.requires_grad or place == places[0]):
                 leaves[place] = _join(leaf, self._arrived[0])
-        args, kwargs = tree_unflatten(leaves, tree)
-        return args, kwargs
+        return tree_unflatten(leaves, tree)  # type: ignore[no-any-return]
 
     def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self._stage.here:
-            if self._stage.splits and self._in_reentrant_checkpoint():
+            self._reentrant = self._reentrant or self._in_reentrant_checkpoint()
+            if self._stage.splits and self._reentrant:
                 raise NotSupportedError(
                     f"{name} has a reentrant checkpoint, whose backward computes gradients of inputs and of parameters "
                     f"at once, under a schedule that computes them apart: {_OTHERWISE}, or pipeline_schedule='1f1b'"
@@ -233,8 +239,7 @@ class _OutsideOfStages:
         self._here = here
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        args, kwargs = _arrived((args, kwargs))
-        return args, kwargs
+        return _arrived((args, kwargs))  # type: ignore[no-any-return]
 
     def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._here:
