@@ -25,7 +25,7 @@ def cost_of_one_rank(rounds: int, say: Callable[[str], None]) -> dict[str, dict[
     for size, shape in SHAPES.items():
         say(f"one rank: {size}")
         native = llama(**shape).train()
-        policy = shard_llama.policy.LlamaForCausalLMPolicy
+        policy = shard_llama.policy.LlamaPolicy
         models = {"unsharded": native, "shardcore, tp 1": shardcore.shard(copy.deepcopy(native), tp=1, policy=policy)}
         ids = torch.randint(0, shape["vocab_size"], BATCHES[size])
         times: dict[str, list[float]] = {name: [] for name in models}

@@ -75,7 +75,7 @@ class Shape:
 
 def shard_alone(model: Any, config: ShardConfig, context: ShardContext) -> None:
     """Shard as `shardcore.shard` does, without asking other ranks, which are not there."""
-    policy = getattr(shard_llama.policy, f"{type(model).__name__}Policy")
+    policy = shard_llama.policy.LlamaPolicy
     sharder = ModelSharder(model, policy, config)
     sharder.plan, sharder.context = sharder.compile(), context
     commits = prepared(model, sharder.plan, context)

@@ -46,7 +46,7 @@ def _shard(model: Any) -> Any:
     import shard_llama.policy
     import shardcore
 
-    return shardcore.shard(model, tp=dist.get_world_size(), policy=shard_llama.policy.LlamaForCausalLMPolicy)
+    return shardcore.shard(model, tp=dist.get_world_size(), policy=shard_llama.policy.LlamaPolicy)
 
 
 def measure_plan(repeats: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def measure_plan(repeats: int, say: Callable[[str], None]) -> list[dict[str, Any
             model = make()
             config = ShardConfig(tensor_parallel_size=dist.get_world_size())
             start = time.perf_counter()
-            ModelSharder(model, shard_llama.policy.LlamaForCausalLMPolicy, config).compile()
+            ModelSharder(model, shard_llama.policy.LlamaPolicy, config).compile()
             compiling.append(time.perf_counter() - start)
             dist.barrier()
             start = time.perf_counter()

@@ -148,7 +148,7 @@ def through_shardcore(size: Size, schedule: str, ids: Tensor) -> System:
         pipeline_schedule=schedule,
         num_model_chunks=way.chunks,
         pipeline_bounds=tuple(way.bounds(size.shape["num_hidden_layers"])),
-        policy=shard_llama.policy.LlamaForCausalLMPolicy,
+        policy=shard_llama.policy.LlamaPolicy,
     )
     return System(lambda: model.train_step({"input_ids": ids, "labels": ids}), model)
 

@@ -45,7 +45,7 @@ def _models(name: str) -> dict[str, Any]:
     import shardcore
 
     if name == "Llama":
-        policy, switches = shard_llama.policy.LlamaForCausalLMPolicy, list(_SWITCHES)
+        policy, switches = shard_llama.policy.LlamaPolicy, list(_SWITCHES)
     else:  # torch's own norms are fused
         policy, switches = shard_bert.heads.BertForMaskedLMPolicy, [WITHOUT, "enable_jit_fused"]
     models = {}

@@ -103,7 +103,7 @@ def _shardcore(folder: str, **fields: Any) -> nn.Module:
     import shard_llama.policy
     import shardcore
 
-    policy = shard_llama.policy.LlamaForCausalLMPolicy
+    policy = shard_llama.policy.LlamaPolicy
     sharded: nn.Module = shardcore.shard(_loaded(folder), tp=dist.get_world_size(), policy=policy, **fields)
     return sharded
 

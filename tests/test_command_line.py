@@ -23,7 +23,7 @@ def run(*arguments: str) -> str:
 
 def test_a_class_name() -> None:
     text = run("explain", "LlamaForCausalLM", "--tp", "4", "-v")
-    assert "LlamaForCausalLM by shard_llama.policy.LlamaForCausalLMPolicy (shard-llama " in text
+    assert "LlamaForCausalLM by shard_llama.policy.LlamaPolicy (shard-llama " in text
     assert "model.layers.{0-31}.self_attn.q_proj" in text
     assert "collectives per step: 65 all_reduce forward, 1 all_gather forward, 65 all_reduce backward" in text
 

@@ -162,9 +162,9 @@ def test_a_broken_pack_beside_them_hurts_no_other(target, plugin):
 
 LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM"
 POLICY = """
-from shard_llama.policy import LlamaForCausalLMPolicy
+from shard_llama.policy import LlamaPolicy
 
-class ModelPolicy(LlamaForCausalLMPolicy):
+class ModelPolicy(LlamaPolicy):
     pass
 """
 

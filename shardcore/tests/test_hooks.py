@@ -124,4 +124,4 @@ def test_the_plugin_in_the_manual_works() -> None:
     namespace: dict[str, object] = {}
     exec(inspect.cleandoc(example[0]), namespace)
     (spec,) = namespace["shardcore_policies"]()  # type: ignore[operator]  # a function that exec defined
-    assert spec.policy == "shard_llama.policy:LlamaForCausalLMPolicy"
+    assert spec.policy == "shard_llama.policy:LlamaPolicy"

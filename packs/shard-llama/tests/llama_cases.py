@@ -40,14 +40,9 @@ def build(name: str = "LlamaForCausalLM", *, seed: int = 0, dtype: torch.dtype =
     return model.to(dtype)
 
 
-def policy(model: nn.Module) -> Any:
-    """Return the pack's policy for the class of ``model``; packs are not installed while they are developed."""
-    return getattr(policies, f"{type(model).__name__}Policy")
-
-
 def shard(model: Any, **options: Any) -> Any:
     """Shard ``model`` by the pack's policy; over all ranks along ``tp`` unless told otherwise."""
-    return shardcore.shard(model, policy=policy(model), **(options or {"tp": dist.get_world_size()}))
+    return shardcore.shard(model, policy=policies.LlamaPolicy, **(options or {"tp": dist.get_world_size()}))
 
 
 def pair(name: str = "LlamaForCausalLM", *, tp: int | None = None, dp: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -156,7 +151,7 @@ def assert_no_empty_part(model: nn.Module) -> None:
         assert local_tensor(parameter).numel() > 0, f"{name} {tuple(parameter.shape)} has an empty part"
 
 
-class SavesTooLittle(policies.LlamaForCausalLMPolicy):
+class SavesTooLittle(policies.LlamaPolicy):
     """A policy that is wrong: what it shards saves itself without one tensor."""
 
     def postprocess(self) -> None:

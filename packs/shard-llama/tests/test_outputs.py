@@ -11,7 +11,7 @@ from llama_cases import batch, build, shard
 from torch import Tensor
 
 import shardcore
-from shard_llama.policy import LlamaForCausalLMPolicy
+from shard_llama.policy import LlamaPolicy
 from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError
 from shardcore_testing.parity import assert_close, assert_same_gradients
@@ -129,7 +129,7 @@ def _interface() -> None:
     assert isinstance(model.model.embed_tokens, torch.nn.Embedding)
 
 
-class GathersNothing(LlamaForCausalLMPolicy):
+class GathersNothing(LlamaPolicy):
     def decoder(self):
         return [rule for rule in super().decoder() if not str(rule).startswith("outputs(")]
 

@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from llama_cases import assert_no_empty_part, batch, build, compare_forward, pair, policy, shard, train_beside
+from llama_cases import assert_no_empty_part, batch, build, compare_forward, pair, shard, train_beside
 from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
+from shard_llama.policy import LlamaPolicy
 from shardcore_testing.parity import assert_same_gradients
 
 
@@ -163,7 +164,7 @@ def test_every_problem_is_in_one_error():
     model = build(num_attention_heads=6, hidden_size=48, num_key_value_heads=6)
     del model.model.layers[1].mlp.up_proj
     with pytest.raises(shardcore.PlanError) as caught:
-        shardcore.compile_plan(policy(model), model, shardcore.ShardConfig(tensor_parallel_size=4))
+        shardcore.compile_plan(LlamaPolicy, model, shardcore.ShardConfig(tensor_parallel_size=4))
     text = str(caught.value)
     assert "6 query heads" in text
     assert "model.layers.1: " in text  # H14: a row that matches nothing
@@ -177,7 +178,7 @@ def test_the_plan_of_a_meta_model_is_the_plan_of_the_model():
     with torch.device("meta"):
         empty = type(model)(model.config).double()
     config = shardcore.ShardConfig(tensor_parallel_size=4)
-    plans = [shardcore.compile_plan(policy(m), m, config) for m in (model, empty)]
+    plans = [shardcore.compile_plan(LlamaPolicy, m, config) for m in (model, empty)]
     assert plans[0] == plans[1]
     assert plans[0].digest == plans[1].digest
     assert plans[0].config.tensor_parallel_size == 4

@@ -10,15 +10,14 @@ from llama_cases import compare_forward
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shardcore
-from shard_llama.policy import LlamaForCausalLMPolicy
+from shard_llama.policy import LlamaPolicy
 from shardcore_testing.parity import assert_same_gradients
 
 
-class Qwen2Policy(LlamaForCausalLMPolicy):
+class Qwen2Policy(LlamaPolicy):
     """Llama's rows under the names of Qwen2's classes."""
 
-    def module_policy(self):
-        return {name.replace("Llama", "Qwen2"): rows for name, rows in super().module_policy().items()}
+    family = "Qwen2"
 
 
 def _mixed(tp, attention):

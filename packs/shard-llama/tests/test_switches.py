@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from llama_cases import batch, build, compare_forward, policy, shard
+from llama_cases import batch, build, compare_forward, shard
 
 import shardcore
+from shard_llama.policy import LlamaPolicy
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
@@ -24,7 +25,7 @@ from shardcore_transformers._checkpointing import RecomputeLayer
 
 
 def _plan(model, device="cuda", **fields):
-    return compile_plan(policy(model), model, ShardConfig.of(tp=2, **fields), device_type=device)
+    return compile_plan(LlamaPolicy, model, ShardConfig.of(tp=2, **fields), device_type=device)
 
 
 def _reason(model, device="cuda", asked=True):
@@ -188,7 +189,7 @@ def test_inference_only(pool, world):
 
 def test_all_optimizations_on_one_rank():
     reference = build(dtype=torch.float32)
-    model = shardcore.shard(copy.deepcopy(reference), policy=policy(reference), enable_all_optimization=True)
+    model = shardcore.shard(copy.deepcopy(reference), policy=LlamaPolicy, enable_all_optimization=True)
     assert isinstance(model.model.norm, FusedRMSNorm)
     assert model.config._attn_implementation == "sdpa"
     compare_forward(reference, model, batch(reference), 1e-5)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from llama_cases import batch, build, compare_forward, policy, shard
+from llama_cases import batch, build, compare_forward, shard
 
 import shardcore
+from shard_llama.policy import LlamaPolicy
 from shardcore.clients import policy_base
 from shardcore.compile import compile_plan, policy_of
 from shardcore.errors import AgreementError
@@ -55,7 +56,7 @@ def _said(model, given, **fields):
 def test_the_same_plan(fields):
     model = build()
     written = policy_of({**LLAMA, **BESIDES}, policy_base(model))
-    assert _said(model, written, **fields) == _said(model, policy(model), **fields)
+    assert _said(model, written, **fields) == _said(model, LlamaPolicy, **fields)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="its plans name layers without their model")

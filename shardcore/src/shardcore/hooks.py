@@ -16,7 +16,7 @@ A *pack* is an installed distribution that tells shardcore how to shard model cl
            return [
                PolicySpec(
                    target="transformers.models.llama.modeling_llama.LlamaForCausalLM",
-                   policy="shard_llama.policy:LlamaForCausalLMPolicy",
+                   policy="shard_llama.policy:LlamaPolicy",
                )
            ]
 

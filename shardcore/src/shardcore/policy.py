@@ -243,7 +243,7 @@ class Policy(ABC):
     #: Conditions on the configuration; all that fail are reported together.
     checks: ClassVar[tuple[Check, ...]] = ()
     #: Where the model can be cut into blocks and stages.
-    stages: ClassVar[Stages | None] = None
+    stages: Stages | None = None
     #: The policies of the submodules that its rules delegate, by path; compiling a plan sets them.
     parts: Mapping[str, Policy] = MappingProxyType({})
     #: The names in ``ShardConfig.extra_kwargs`` that the policy reads.

@@ -108,7 +108,13 @@ class _Alone:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        value = getattr(self._module, name)
+        if isinstance(value, Tensor):
+            raise NotSupportedError(
+                f"the attention of {type(self._module).__name__} reads {name}, of which context parallelism does not "
+                "know the heads and tokens: shard without context_parallel_size"
+            )
+        return value
 
 
 def _mask_function(inner: str) -> Callable[..., _Mask]:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shard_llama.policy import (
-    LlamaForCausalLMPolicy,
-    LlamaForSequenceClassificationPolicy,
-    LlamaForTokenClassificationPolicy,
-    LlamaModelPolicy,
-)
+from shard_llama.policy import LlamaPolicy
 from shardcore.policy import Heads, ModulePolicy, Rule
 from shardcore.styles import experts, region, replicate
 
 _COLUMNS, _ROW = ("gate_proj", "up_proj"), "down_proj"
 
 
-class DeepseekV2ModelPolicy(LlamaModelPolicy):
-    """The decoder of DeepSeek-V2 without a head; any number of ranks share its heads."""
+class DeepseekV2Policy(LlamaPolicy):
+    """DeepSeek-V2, with a head or without; any number of ranks share its heads."""
 
     family: ClassVar[str] = "DeepseekV2"
     #: The class of what routes tokens to experts, after the family's name.
@@ -60,28 +55,8 @@ def _below(module: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{module}.{name}" for name in names)
 
 
-class DeepseekV2ForCausalLMPolicy(DeepseekV2ModelPolicy, LlamaForCausalLMPolicy):
-    """DeepSeek-V2 with its language-model head."""
-
-
-class DeepseekV2ForSequenceClassificationPolicy(DeepseekV2ModelPolicy, LlamaForSequenceClassificationPolicy):
-    """DeepSeek-V2 with a label for each sequence."""
-
-
-class DeepseekV3ModelPolicy(DeepseekV2ModelPolicy):
-    """The decoder of DeepSeek-V3 and DeepSeek-R1 without a head."""
+class DeepseekV3Policy(DeepseekV2Policy):
+    """DeepSeek-V3 and DeepSeek-R1, with a head or without."""
 
     family: ClassVar[str] = "DeepseekV3"
     mixture: ClassVar[str] = "MoE"
-
-
-class DeepseekV3ForCausalLMPolicy(DeepseekV3ModelPolicy, LlamaForCausalLMPolicy):
-    """DeepSeek-V3 with its language-model head."""
-
-
-class DeepseekV3ForSequenceClassificationPolicy(DeepseekV3ModelPolicy, LlamaForSequenceClassificationPolicy):
-    """DeepSeek-V3 with a label for each sequence."""
-
-
-class DeepseekV3ForTokenClassificationPolicy(DeepseekV3ModelPolicy, LlamaForTokenClassificationPolicy):
-    """DeepSeek-V3 with a label for each token."""

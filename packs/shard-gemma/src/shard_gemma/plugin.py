@@ -16,7 +16,8 @@ def shardcore_policies() -> list[PolicySpec]:
     """Serve Gemma, Gemma 2 and the text models of Gemma 3, and their heads."""
     return [
         PolicySpec(
-            target=f"transformers.models.{module}.modeling_{module}.{name}", policy=f"shard_gemma.policy:{name}Policy"
+            target=f"transformers.models.{module}.modeling_{module}.{name}",
+            policy=f"shard_gemma.policy:{module.title()}Policy",
         )
         for module, names in _CLASSES.items()
         for name in names

@@ -11,7 +11,7 @@ import transformers
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases", "decoder_cases"]
+__all__ = ["build", "cases", "decoder_cases", "mixture_cases"]
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -69,6 +69,8 @@ def decoder_cases(
     shared: dict[str, Any] | None = None,
     headless: str = "",
     sizes: tuple[int, ...] = (1, 2, 4),
+    dropout: bool = True,
+    context: bool = True,
     build: Callable[..., Any] = build,
     **fields: Any,
 ) -> list[Case]:
@@ -81,11 +83,14 @@ def decoder_cases(
         shared: values of the case with shared KV heads, beyond ``usual``; by default there are two KV heads.
         headless: what the names of classes without a language-model head begin with, where that differs.
         sizes: numbers of ranks; where heads may be uneven, 3 too.
+        dropout: the configuration has it.
+        context: context parallelism may compute the attention.
         build: makes the models, as `build` does.
         **fields: further fields of every `Case`.
     """
     usual = usual or {}
-    plain = Supports(sequence=True, context=True, captured=("attentions", "hidden_states"), tensor_parallel=sizes)
+    captured = ("attentions", "hidden_states")
+    plain = Supports(sequence=True, context=context, captured=captured, dropout=dropout, tensor_parallel=sizes)
     generating = replace(plain, generation=True)
     tied = {**usual, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 97, **(shared or {})}
     fields = {"collectives": (2, 2), **fields, "build": build}
@@ -110,6 +115,33 @@ def decoder_cases(
         if hasattr(transformers, kind):
             found.append(_case(f"{prefix}{head}", kind, usual=usual, **{"supports": plain, **fields}))
     return found
+
+
+def mixture_cases(
+    family: str, *, prefix: str, together: bool = True, captured: bool = True, **fields: Any
+) -> list[Case]:
+    """Return the cases of `decoder_cases` for a family with experts.
+
+    Args:
+        family: as in `decoder_cases`.
+        prefix: as in `decoder_cases`.
+        together: replicas can share the experts: they are one module.
+        captured: the decoder and its language model return the logits of routers; what classifies does not.
+        **fields: as in `decoder_cases`.
+    """
+    handed_on = tuple(f"{prefix}{kind}" for kind in ("causal_lm", "tied_shared_kv", "model") if captured)
+    routed = ("attentions", "hidden_states", "router_logits")
+    return [
+        replace(
+            case,
+            supports=replace(
+                case.supports,
+                experts=together,
+                captured=routed if case.name in handed_on else case.supports.captured,
+            ),
+        )
+        for case in decoder_cases(family, prefix=prefix, **fields)
+    ]
 
 
 def cases() -> list[Case]:

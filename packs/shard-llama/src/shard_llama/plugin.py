@@ -17,7 +17,7 @@ _MODELS = (
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve Llama and its heads."""
-    return [PolicySpec(target=f"{_LLAMA}.{name}", policy=f"shard_llama.policy:{name}Policy") for name in _MODELS]
+    return [PolicySpec(target=f"{_LLAMA}.{name}", policy="shard_llama.policy:LlamaPolicy") for name in _MODELS]
 
 
 @hookimpl

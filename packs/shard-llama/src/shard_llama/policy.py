@@ -1,45 +1,69 @@
-"""How Llama is sharded: what every class of its modules needs, and what each head adds."""
+"""How Llama is sharded: what every class of its modules needs, and the heads."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import nn
+from typing_extensions import override
+
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, sequence, vocab
 from shardcore_transformers import PretrainedPolicy
 
+#: What runs behind the decoder; a model has what its kind of head needs.
+_HEADS = ("lm_head", "dropout", "score", "qa_outputs")
 
-class LlamaModelPolicy(PretrainedPolicy):
-    """The decoder without a head. Packs of decoders that are built like Llama derive from it, and say what differs."""
+
+class LlamaPolicy(PretrainedPolicy):
+    """The decoder, with a head or without. Packs of decoders that are built like it derive from it: what differs."""
 
     #: What the names of the model's classes begin with.
     family: ClassVar[str] = "Llama"
+    #: What the name of the decoder's class ends with.
+    body: ClassVar[str] = "Model"
     #: The attribute of the norms with epsilon; None if they are none that can be fused.
     rms: ClassVar[str | None] = "variance_epsilon"
+    #: The norms of a block, around its attention and its MLP.
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     #: The norm behind the blocks.
     final: ClassVar[str] = "norm"
+    #: The linears of the MLP.
+    columns: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    row: ClassVar[str] = "down_proj"
     #: What normalizes the queries and keys of each head, in the attention.
-    head_norms: ClassVar[tuple[str, ...]] = ()
+    head_norms: tuple[str, ...] = ()
+    #: The attention that context parallelism may compute.
+    context: ClassVar[str | tuple[str, ...]] = "self_attn"
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
+    #: Of the decoder; those of a model with a head follow.
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
+    @override
+    def set_model(self, model: nn.Module) -> None:
+        super().set_model(model)
+        if self.model.base_model is not model:
+            decoder = type(self).stages
+            self.stages = decoder.under(self.model.base_model_prefix, then=_HEADS, optional=_HEADS)
+
     def module_policy(self) -> ModulePolicy:
-        """Return the rules of the decoder."""
-        return {f"{self.family}Model": self.decoder(), f"{self.family}DecoderLayer": self.block()}
+        """Return the rules of the decoder, its blocks, and what makes labels or scores of what it returns."""
+        decoder, block = f"{self.family}{self.body}", f"{self.family}DecoderLayer"
+        heads = [head("lm_head", optional=True), replicate("score", "qa_outputs", optional=True)]
+        return {decoder: self.decoder(), block: self.block(), self.model: heads}
 
     def decoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""
         return [
             vocab("embed_tokens"),
             norm(self.final, rms=self.rms),
-            sequence(scatter="layers[0]", gather=self.final, attention="self_attn"),
+            sequence(scatter="layers[0]", gather=self.final, attention=self.context),
             outputs(attentions="heads", hidden_states="sequence"),
         ]
 
     def block(self) -> list[Rule]:
         """Return the rules of one block."""
-        norms = norm("input_layernorm", "post_attention_layernorm", rms=self.rms)
-        return [norms, *self.attention(), *self.feed_forward()]
+        return [norm(*self.norms, rms=self.rms), *self.attention(), *self.feed_forward()]
 
     def attention(self) -> list[Rule]:
         """Return the rules of the attention of a block."""
@@ -52,44 +76,5 @@ class LlamaModelPolicy(PretrainedPolicy):
 
     def feed_forward(self) -> list[Rule]:
         """Return the rules of what follows the attention in a block."""
-        return [region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj")]
-
-
-class LlamaForCausalLMPolicy(LlamaModelPolicy):
-    """The decoder with its language-model head, tied to the embedding or not."""
-
-    stages = LlamaModelPolicy.stages.under("model", then="lm_head")
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of the decoder and the head."""
-        return {**super().module_policy(), f"{self.family}ForCausalLM": [head("lm_head")]}
-
-
-class LlamaForSequenceClassificationPolicy(LlamaModelPolicy):
-    """The decoder with a label for each sequence."""
-
-    stages = LlamaModelPolicy.stages.under("model", then="score")
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of the decoder and the classifier."""
-        return {**super().module_policy(), f"{self.family}ForSequenceClassification": [replicate("score")]}
-
-
-class LlamaForTokenClassificationPolicy(LlamaModelPolicy):
-    """The decoder with a label for each token."""
-
-    stages = LlamaModelPolicy.stages.under("model", then=("dropout", "score"))
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of the decoder and the classifier."""
-        return {**super().module_policy(), f"{self.family}ForTokenClassification": [replicate("score")]}
-
-
-class LlamaForQuestionAnsweringPolicy(LlamaModelPolicy):
-    """The decoder with start and end scores for each token."""
-
-    stages = LlamaModelPolicy.stages.under("transformer", then="qa_outputs")
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of the decoder and the span head."""
-        return {**super().module_policy(), f"{self.family}ForQuestionAnswering": [replicate("qa_outputs")]}
+        columns = tuple(f"mlp.{name}" for name in self.columns)
+        return [region(enter="mlp", col=columns, row=f"mlp.{self.row}")]

@@ -1,1 +1,1 @@
-"""Mistral and Mixtral of transformers for shardcore: policies, found through the entry point ``shardcore.packs``."""
+"""Mistral, Ministral and Mixtral of transformers for shardcore: policies, found through an entry point."""

@@ -1,4 +1,4 @@
-"""Tiny Mistrals and Mixtrals for the conformance kit (`shardcore_testing`)."""
+"""Tiny Mistrals, Ministrals and Mixtrals for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
+from shard_llama.cases import decoder_cases
 from shardcore_testing import Case, Supports, hidden_loss
 
 __all__ = ["cases"]
@@ -120,4 +121,25 @@ def cases() -> list[Case]:
         _case("experts_batched", "Mixtral", "ForCausalLM", config={"experts": "batched_mm"}),
         *(_case(f"{name}_model", family, "Model", loss=hidden_loss) for name, family in families.items()),
         *(_case(f"{n}_{what}", f, kind) for n, f in families.items() for what, kind in heads.items()),
+        *_ministrals(),
     ]
+
+
+def _ministrals() -> list[Case]:
+    window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "head_dim": 16}
+    # What scales queries grows after so many tokens.
+    rope = {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 4,
+        "llama_4_scaling_beta": 0.1,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    usual = {"Ministral": window, "Ministral3": {"head_dim": 16, "rope_parameters": rope}}
+    here = (family for family in usual if hasattr(transformers, f"{family}Model"))
+    return [case for f in here for case in decoder_cases(f, prefix=f"{f.lower()}_", usual=usual[f])]

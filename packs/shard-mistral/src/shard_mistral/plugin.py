@@ -9,13 +9,13 @@ _KINDS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassifi
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve Mistral and Mixtral, with all their heads."""
+    """Serve Mistral, Ministral and Mixtral, with all their heads."""
     return [
         PolicySpec(
             target=f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{kind}",
-            policy=f"shard_mistral.policy:{family}{kind}Policy",
+            policy=f"shard_mistral.policy:{family}Policy",
         )
-        for family in ("Mistral", "Mixtral")
+        for family in ("Ministral", "Ministral3", "Mistral", "Mixtral")
         for kind in _KINDS
     ]
 

@@ -1,46 +1,34 @@
-"""How Mistral and Mixtral are sharded: like Llama, and in Mixtral with experts in place of the MLP."""
+"""How Mistral, Ministral and Mixtral are sharded: like Llama, and in Mixtral with experts in place of the MLP."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from shard_llama.policy import (
-    LlamaForCausalLMPolicy,
-    LlamaForQuestionAnsweringPolicy,
-    LlamaForSequenceClassificationPolicy,
-    LlamaForTokenClassificationPolicy,
-    LlamaModelPolicy,
-)
-from shardcore.policy import ModulePolicy, Rule, Stages
+from shard_llama.policy import LlamaPolicy
+from shardcore.policy import ModulePolicy, Rule
 from shardcore.styles import experts, refuse
 
 
-class MistralModelPolicy(LlamaModelPolicy):
-    """The decoder of Mistral without a head."""
+class MistralPolicy(LlamaPolicy):
+    """Mistral, with a head or without."""
 
     family: ClassVar[str] = "Mistral"
 
 
-class MistralForCausalLMPolicy(MistralModelPolicy, LlamaForCausalLMPolicy):
-    """Mistral with its language-model head."""
+class MinistralPolicy(LlamaPolicy):
+    """Ministral, with a head or without: some of its layers see a window."""
+
+    family: ClassVar[str] = "Ministral"
 
 
-class MistralForSequenceClassificationPolicy(MistralModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Mistral with a label for each sequence."""
+class Ministral3Policy(LlamaPolicy):
+    """Ministral 3 for text, with a head or without: queries are scaled by their places."""
+
+    family: ClassVar[str] = "Ministral3"
 
 
-class MistralForTokenClassificationPolicy(MistralModelPolicy, LlamaForTokenClassificationPolicy):
-    """Mistral with a label for each token."""
-
-
-class MistralForQuestionAnsweringPolicy(MistralModelPolicy, LlamaForQuestionAnsweringPolicy):
-    """Mistral with start and end scores for each token."""
-
-    stages: ClassVar[Stages] = LlamaModelPolicy.stages.under("model", then="qa_outputs")
-
-
-class MixtralModelPolicy(LlamaModelPolicy):
-    """The decoder of Mixtral without a head."""
+class MixtralPolicy(LlamaPolicy):
+    """Mixtral, with a head or without."""
 
     family: ClassVar[str] = "Mixtral"
 
@@ -62,21 +50,3 @@ class MixtralModelPolicy(LlamaModelPolicy):
 
 def _jitters(block: Any) -> bool:
     return bool(block.jitter_noise > 0)
-
-
-class MixtralForCausalLMPolicy(MixtralModelPolicy, LlamaForCausalLMPolicy):
-    """Mixtral with its language-model head."""
-
-
-class MixtralForSequenceClassificationPolicy(MixtralModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Mixtral with a label for each sequence."""
-
-
-class MixtralForTokenClassificationPolicy(MixtralModelPolicy, LlamaForTokenClassificationPolicy):
-    """Mixtral with a label for each token."""
-
-
-class MixtralForQuestionAnsweringPolicy(MixtralModelPolicy, LlamaForQuestionAnsweringPolicy):
-    """Mixtral with start and end scores for each token."""
-
-    stages: ClassVar[Stages] = LlamaModelPolicy.stages.under("model", then="qa_outputs")

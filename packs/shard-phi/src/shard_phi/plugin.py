@@ -13,7 +13,7 @@ def shardcore_policies() -> list[PolicySpec]:
     return [
         PolicySpec(
             target=f"transformers.models.{family}.modeling_{family}.{family.title()}{name}",
-            policy=f"shard_phi.policy:{family.title()}{name}Policy",
+            policy=f"shard_phi.policy:{family.title()}Policy",
         )
         for family in ("phi", "phi3")
         for name in _CLASSES

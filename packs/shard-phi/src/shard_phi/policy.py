@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shard_llama.policy import (
-    LlamaForCausalLMPolicy,
-    LlamaForSequenceClassificationPolicy,
-    LlamaForTokenClassificationPolicy,
-    LlamaModelPolicy,
-)
+from shard_llama.policy import LlamaPolicy
 from shardcore.policy import Heads, Rule, Stages
 from shardcore.styles import (
     attribute,
@@ -25,8 +20,8 @@ from shardcore.styles import (
 _HEADS = (Heads("num_attention_heads", kv="num_key_value_heads", uneven=True),)
 
 
-class PhiModelPolicy(LlamaModelPolicy):
-    """The decoder of Phi-1, Phi-1.5 and Phi-2 without a head; any number of ranks share its heads."""
+class PhiPolicy(LlamaPolicy):
+    """Phi-1, Phi-1.5 and Phi-2, with a head or without; any number of ranks share its heads."""
 
     family: ClassVar[str] = "Phi"
     final: ClassVar[str] = "final_layernorm"
@@ -47,26 +42,8 @@ class PhiModelPolicy(LlamaModelPolicy):
         ]
 
 
-class PhiForCausalLMPolicy(PhiModelPolicy, LlamaForCausalLMPolicy):
-    """Phi with its language-model head."""
-
-    stages = PhiModelPolicy.stages.under("model", then="lm_head")
-
-
-class PhiForSequenceClassificationPolicy(PhiModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Phi with a label for each sequence."""
-
-    stages = PhiModelPolicy.stages.under("model", then="score")
-
-
-class PhiForTokenClassificationPolicy(PhiModelPolicy, LlamaForTokenClassificationPolicy):
-    """Phi with a label for each token."""
-
-    stages = PhiModelPolicy.stages.under("model", then=("dropout", "score"))
-
-
-class Phi3ModelPolicy(LlamaModelPolicy):
-    """The decoder of Phi-3, Phi-3.5 and Phi-4 without a head; any number of ranks share its heads."""
+class Phi3Policy(LlamaPolicy):
+    """Phi-3, Phi-3.5 and Phi-4, with a head or without; any number of ranks share its heads."""
 
     family: ClassVar[str] = "Phi3"
     checks = _HEADS
@@ -84,15 +61,3 @@ class Phi3ModelPolicy(LlamaModelPolicy):
     def feed_forward(self) -> list[Rule]:
         """Return the rules of the gated MLP."""
         return [region(enter="mlp", col=segments("mlp.gate_up_proj", 2), row="mlp.down_proj")]
-
-
-class Phi3ForCausalLMPolicy(Phi3ModelPolicy, LlamaForCausalLMPolicy):
-    """Phi-3 with its language-model head."""
-
-
-class Phi3ForSequenceClassificationPolicy(Phi3ModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Phi-3 with a label for each sequence."""
-
-
-class Phi3ForTokenClassificationPolicy(Phi3ModelPolicy, LlamaForTokenClassificationPolicy):
-    """Phi-3 with a label for each token."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import transformers
 from packaging.version import Version
 
 import shard_llama.cases
-from shard_llama.cases import decoder_cases
+from shard_llama.cases import decoder_cases, mixture_cases
 from shardcore_testing import Case
 
 __all__ = ["cases"]
@@ -39,9 +38,10 @@ def mixture(name: str, *, experts: str = "eager", **options: Any) -> Any:
 
 def _mixtures(family: str, collectives: tuple[int, int]) -> list[Case]:
     """Return the cases of a family with experts; where KV heads are shared, its first block has an MLP."""
-    found = decoder_cases(
+    return mixture_cases(
         family,
         prefix=f"{family.lower()}_",
+        together=not _OLD,  # each was a module of its own
         usual={"head_dim": 16},
         shared={"mlp_only_layers": [0], "num_hidden_layers": 3},
         build=mixture,
@@ -49,20 +49,6 @@ def _mixtures(family: str, collectives: tuple[int, int]) -> list[Case]:
         whole=("gate",),
         collectives=collectives,
     )
-    # What classifies hands no router's logits on.
-    handed_on = tuple(f"{family.lower()}_{kind}" for kind in ("causal_lm", "tied_shared_kv", "model"))
-    routed = ("attentions", "hidden_states", "router_logits")
-    return [
-        replace(
-            case,
-            supports=replace(
-                case.supports,
-                experts=not _OLD,  # each was a module of its own
-                captured=routed if case.name in handed_on else case.supports.captured,
-            ),
-        )
-        for case in found
-    ]
 
 
 def cases() -> list[Case]:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shard_llama.policy import (
-    LlamaForCausalLMPolicy,
-    LlamaForQuestionAnsweringPolicy,
-    LlamaForSequenceClassificationPolicy,
-    LlamaForTokenClassificationPolicy,
-    LlamaModelPolicy,
-)
-from shard_qwen.policy import Qwen2ModelPolicy, Qwen3ModelPolicy
-from shardcore.policy import ModulePolicy, Rule, Stages
+from shard_llama.policy import LlamaPolicy
+from shard_qwen.policy import Qwen2Policy, Qwen3Policy
+from shardcore.policy import ModulePolicy, Rule
 from shardcore.styles import experts, partial, region
 
 _COLUMNS, _ROW = ("gate_proj", "up_proj"), "down_proj"
 
 
-class _Mixture(LlamaModelPolicy):
+class _Mixture(LlamaPolicy):
     """A decoder with experts in some blocks and an MLP in the others."""
 
     def module_policy(self) -> ModulePolicy:
@@ -35,8 +29,8 @@ class _Mixture(LlamaModelPolicy):
         return [region(enter="mlp", col=columns, row=f"mlp.{_ROW}", optional=True)]
 
 
-class Qwen2MoeModelPolicy(_Mixture, Qwen2ModelPolicy):
-    """The decoder of Qwen2-MoE without a head; every token visits one expert besides its own."""
+class Qwen2MoePolicy(_Mixture, Qwen2Policy):
+    """Qwen2-MoE, with a head or without; every token visits one expert besides its own."""
 
     family: ClassVar[str] = "Qwen2Moe"
 
@@ -49,41 +43,7 @@ class Qwen2MoeModelPolicy(_Mixture, Qwen2ModelPolicy):
         ]
 
 
-class Qwen2MoeForCausalLMPolicy(Qwen2MoeModelPolicy, LlamaForCausalLMPolicy):
-    """Qwen2-MoE with its language-model head."""
-
-
-class Qwen2MoeForSequenceClassificationPolicy(Qwen2MoeModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Qwen2-MoE with a label for each sequence."""
-
-
-class Qwen2MoeForTokenClassificationPolicy(Qwen2MoeModelPolicy, LlamaForTokenClassificationPolicy):
-    """Qwen2-MoE with a label for each token."""
-
-
-class Qwen2MoeForQuestionAnsweringPolicy(Qwen2MoeModelPolicy, LlamaForQuestionAnsweringPolicy):
-    """Qwen2-MoE with start and end scores for each token."""
-
-    stages: ClassVar[Stages] = LlamaModelPolicy.stages.under("model", then="qa_outputs")
-
-
-class Qwen3MoeModelPolicy(_Mixture, Qwen3ModelPolicy):
-    """The decoder of Qwen3-MoE without a head."""
+class Qwen3MoePolicy(_Mixture, Qwen3Policy):
+    """Qwen3-MoE, with a head or without."""
 
     family: ClassVar[str] = "Qwen3Moe"
-
-
-class Qwen3MoeForCausalLMPolicy(Qwen3MoeModelPolicy, LlamaForCausalLMPolicy):
-    """Qwen3-MoE with its language-model head."""
-
-
-class Qwen3MoeForSequenceClassificationPolicy(Qwen3MoeModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Qwen3-MoE with a label for each sequence."""
-
-
-class Qwen3MoeForTokenClassificationPolicy(Qwen3MoeModelPolicy, LlamaForTokenClassificationPolicy):
-    """Qwen3-MoE with a label for each token."""
-
-
-class Qwen3MoeForQuestionAnsweringPolicy(Qwen3MoeModelPolicy, LlamaForQuestionAnsweringPolicy):
-    """Qwen3-MoE with start and end scores for each token."""

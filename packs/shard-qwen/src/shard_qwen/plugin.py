@@ -21,7 +21,7 @@ def shardcore_policies() -> list[PolicySpec]:
     return [
         PolicySpec(
             target=f"transformers.models.{family}.modeling_{family}.{policy.partition(':')[2]}{head}",
-            policy=f"shard_qwen.{policy}{head}Policy",
+            policy=f"shard_qwen.{policy}Policy",
             requires=_REQUIRES.get(family),
         )
         for family, policy in _FAMILIES.items()

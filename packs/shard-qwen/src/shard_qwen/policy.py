@@ -4,55 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shard_llama.policy import (
-    LlamaForCausalLMPolicy,
-    LlamaForQuestionAnsweringPolicy,
-    LlamaForSequenceClassificationPolicy,
-    LlamaForTokenClassificationPolicy,
-    LlamaModelPolicy,
-)
+from shard_llama.policy import LlamaPolicy
 
 
-class Qwen2ModelPolicy(LlamaModelPolicy):
-    """The decoder of Qwen2, Qwen2.5 and QwQ without a head."""
+class Qwen2Policy(LlamaPolicy):
+    """Qwen2, Qwen2.5 and QwQ, with a head or without."""
 
     family: ClassVar[str] = "Qwen2"
 
 
-class Qwen2ForCausalLMPolicy(Qwen2ModelPolicy, LlamaForCausalLMPolicy):
-    """Qwen2 with its language-model head."""
-
-
-class Qwen2ForSequenceClassificationPolicy(Qwen2ModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Qwen2 with a label for each sequence."""
-
-
-class Qwen2ForTokenClassificationPolicy(Qwen2ModelPolicy, LlamaForTokenClassificationPolicy):
-    """Qwen2 with a label for each token."""
-
-
-class Qwen2ForQuestionAnsweringPolicy(Qwen2ModelPolicy, LlamaForQuestionAnsweringPolicy):
-    """Qwen2 with start and end scores for each token."""
-
-
-class Qwen3ModelPolicy(LlamaModelPolicy):
-    """The decoder of Qwen3 without a head."""
+class Qwen3Policy(LlamaPolicy):
+    """Qwen3, with a head or without."""
 
     family: ClassVar[str] = "Qwen3"
-    head_norms: ClassVar[tuple[str, ...]] = ("q_norm", "k_norm")
-
-
-class Qwen3ForCausalLMPolicy(Qwen3ModelPolicy, LlamaForCausalLMPolicy):
-    """Qwen3 with its language-model head."""
-
-
-class Qwen3ForSequenceClassificationPolicy(Qwen3ModelPolicy, LlamaForSequenceClassificationPolicy):
-    """Qwen3 with a label for each sequence."""
-
-
-class Qwen3ForTokenClassificationPolicy(Qwen3ModelPolicy, LlamaForTokenClassificationPolicy):
-    """Qwen3 with a label for each token."""
-
-
-class Qwen3ForQuestionAnsweringPolicy(Qwen3ModelPolicy, LlamaForQuestionAnsweringPolicy):
-    """Qwen3 with start and end scores for each token."""
+    head_norms = ("q_norm", "k_norm")

@@ -137,11 +137,11 @@ class ExpertTensorParallel(Replicated):
 
 
 def _padded(part: Tensor, cut: Cut) -> Tensor:
-    """Return ``part`` with zeros after each segment of the dim that is cut, up to a whole number of `_LINE`.
+    """Return ``part`` with zeros after each segment of the dim that is cut, up to features of whole `_LINE`.
 
     What experts make of them is zero, and the rows that follow take nothing of it.
     """
-    missing = -(part.size(cut.dim) // cut.segments) % (_LINE // part.element_size())
+    missing = -(part.size(cut.dim) // cut.segments // cut.unit) % (_LINE // part.element_size()) * cut.unit
     if not missing:
         return part
     segments = part.unflatten(cut.dim, (cut.segments, -1))

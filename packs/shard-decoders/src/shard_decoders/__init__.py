@@ -1,0 +1,1 @@
+"""Decoders of transformers that are built like Llama, for shardcore."""

@@ -1,0 +1,140 @@
+"""Tiny decoders for the conformance kit (`shardcore_testing`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+import shard_llama.cases
+from shard_llama.cases import decoder_cases, mixture_cases
+from shardcore_testing import Case
+
+__all__ = ["build", "cases"]
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "embed_tokens")
+_UNGATED = (*_ATTENTION, "mlp.up_proj", "mlp.down_proj")
+#: One layer sees a window of the tokens only.
+_WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+
+#: What is not Llama's, by what the names of classes begin with.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    # Each kind of norms on queries and keys is a collective more, and so is an activation that is learned.
+    "Apertus": {"sharded": _UNGATED, "collectives": (2, 4)},
+    "Arcee": {"sharded": _UNGATED},
+    "Cohere2": {"usual": {**_WINDOW, "logit_scale": 0.5}},
+    "Ernie4_5": {"usual": {"head_dim": 16}, "dropout": False},
+    "Exaone4": {"usual": {**_WINDOW, "head_dim": 16}, "collectives": (2, 3)},
+    "Granite": {
+        "usual": {
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        }
+    },
+    "Helium": {"usual": {"head_dim": 16}},
+    "HunYuanDenseV1": {"usual": {"head_dim": 16}, "collectives": (2, 3)},
+    "Nemotron": {"sharded": _UNGATED},
+    "Olmo2": {"collectives": (4, 6)},
+    "Olmo3": {"usual": _WINDOW, "collectives": (4, 6)},
+    "SeedOss": {"usual": {"head_dim": 16}},
+    "SmolLM3": {"usual": {"no_rope_layers": [1, 0]}},
+    "Starcoder2": {"sharded": (*_ATTENTION, "mlp.c_fc", "mlp.c_proj")},
+}
+
+
+_ROUTED = (*_ATTENTION, "experts")
+#: The first block has an MLP.
+_FIRST: dict[str, Any] = {"first_k_dense_replace": 1, "moe_layer_start_index": 1, "num_hidden_layers": 3}
+
+#: The same of those with experts. The gradient of a router's weight is a collective more.
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "Dots1": {
+        "usual": {
+            "n_routed_experts": 5,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 21,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": True,
+        },
+        "shared": _FIRST,
+        "collectives": (2, 4),
+        "captured": False,
+    },
+    "Ernie4_5_Moe": {
+        "usual": {
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 21,
+            "moe_layer_start_index": 0,
+        },
+        "shared": _FIRST,
+        "dropout": False,
+    },
+    "Glm4Moe": {
+        "usual": {
+            "n_routed_experts": 5,
+            "moe_intermediate_size": 21,
+            "first_k_dense_replace": 0,
+            "head_dim": 16,
+            "use_qk_norm": True,
+        },
+        "shared": {**_FIRST, "use_qk_norm": False},
+        "collectives": (2, 4),
+        "captured": False,
+    },
+    # Only the attention that is written out has sinks.
+    "GptOss": {
+        "usual": {
+            "num_local_experts": 5,
+            "intermediate_size": 44,
+            "head_dim": 16,
+            **_WINDOW,
+            "attn_implementation": "eager",
+        },
+        "options": {},
+        "context": False,
+        "together": False,  # they have biases
+        "whole": ("router",),
+    },
+    "GraniteMoe": {"usual": {"num_local_experts": 5}, "whole": ("router",)},
+    "HunYuanMoEV1": {
+        "usual": {"num_experts": 5, "moe_topk": 2, "head_dim": 16},
+        "collectives": (2, 4),
+        "captured": False,
+    },
+    "MiniMaxM2": {"usual": {"num_local_experts": 5, "head_dim": 16}, "collectives": (4, 7)},
+    "Olmoe": {"usual": {"num_experts": 5}, "collectives": (4, 7)},
+}
+
+
+def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
+    """Return a tiny model of the class ``name``; ``options`` change its configuration."""
+    dropouts = dict.fromkeys(("residual_dropout", "embedding_dropout"), dropout)
+    return shard_llama.cases.build(name, dropout=dropout, **{**dropouts, **options})
+
+
+def mixture(name: str, *, experts: str = "eager", **options: Any) -> Any:
+    """Return a tiny mixture of the class ``name``; ``experts`` is how it runs them."""
+    model = build(name, **{"num_experts_per_tok": 2, **options})
+    model.config._experts_implementation = experts  # the default multiplies in no float64
+    return model
+
+
+def cases() -> list[Case]:
+    """Return the cases of every family that this release of transformers has."""
+    here = {family: fields for family, fields in _FAMILIES.items() if hasattr(transformers, f"{family}Model")}
+    found = [
+        case
+        for family, fields in here.items()
+        for case in decoder_cases(family, prefix=f"{family.lower()}_", build=build, **fields)
+    ]
+    if Version(transformers.__version__) < Version("5.0.0rc0"):
+        return found
+    fields = {"build": mixture, "sharded": _ROUTED, "whole": ("gate",), "collectives": (2, 3)}
+    for family, own in _MIXTURES.items():
+        found += mixture_cases(family, prefix=f"{family.lower()}_", **{**fields, **own})
+    return found

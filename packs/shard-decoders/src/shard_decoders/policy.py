@@ -1,0 +1,119 @@
+"""How decoders that are built like Llama are sharded: what differs in each family, and nothing else."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shard_llama.policy import LlamaPolicy
+from shardcore.policy import Rule
+from shardcore.styles import norm_over_heads, region
+
+_BOTH_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+class ApertusPolicy(LlamaPolicy):
+    """Apertus: the activation of its MLP is learned."""
+
+    family: ClassVar[str] = "Apertus"
+    norms: ClassVar[tuple[str, ...]] = ("attention_layernorm", "feedforward_layernorm")
+    head_norms = ("q_norm", "k_norm")
+
+    def feed_forward(self) -> list[Rule]:
+        """Return the rules of what follows the attention in a block."""
+        return [region(enter="mlp", col="mlp.up_proj", row="mlp.down_proj", partial="mlp.act_fn")]
+
+
+class ArceePolicy(LlamaPolicy):
+    """Arcee: its MLP has no gate."""
+
+    family: ClassVar[str] = "Arcee"
+    columns: ClassVar[tuple[str, ...]] = ("up_proj",)
+
+
+class Cohere2Policy(LlamaPolicy):
+    """Cohere 2 (Command R7B, Command A, Aya): attention and MLP read the same normalized tokens."""
+
+    family: ClassVar[str] = "Cohere2"
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm",)
+    rms: ClassVar[str | None] = None  # the norms subtract the mean
+
+
+class Ernie45Policy(LlamaPolicy):
+    """ERNIE 4.5, without experts."""
+
+    family: ClassVar[str] = "Ernie4_5"
+
+
+class Exaone4Policy(LlamaPolicy):
+    """EXAONE 4: normalizes what attention and MLP return."""
+
+    family: ClassVar[str] = "Exaone4"
+    norms: ClassVar[tuple[str, ...]] = _BOTH_AFTER
+    head_norms = ("q_norm", "k_norm")
+
+
+class GranitePolicy(LlamaPolicy):
+    """Granite 3 and 4, without experts and state spaces."""
+
+    family: ClassVar[str] = "Granite"
+
+
+class HeliumPolicy(LlamaPolicy):
+    """Helium."""
+
+    family: ClassVar[str] = "Helium"
+
+
+class HunYuanDenseV1Policy(LlamaPolicy):
+    """Hunyuan, without experts."""
+
+    family: ClassVar[str] = "HunYuanDenseV1"
+    head_norms = ("query_layernorm", "key_layernorm")
+
+
+class NemotronPolicy(LlamaPolicy):
+    """Nemotron: its norms multiply by 1 + weight, and its MLP has no gate."""
+
+    family: ClassVar[str] = "Nemotron"
+    rms: ClassVar[str | None] = None
+    columns: ClassVar[tuple[str, ...]] = ("up_proj",)
+
+
+class Olmo2Policy(LlamaPolicy):
+    """OLMo 2: normalizes what attention and MLP return, and queries and keys over the features of all heads."""
+
+    family: ClassVar[str] = "Olmo2"
+    norms: ClassVar[tuple[str, ...]] = _BOTH_AFTER
+
+    def attention(self) -> list[Rule]:
+        """Return the rules of the attention of a block."""
+        queries = norm_over_heads("self_attn.q_norm", rms="variance_epsilon")
+        keys = norm_over_heads("self_attn.k_norm", rms="variance_epsilon", of="key")
+        return [*super().attention(), queries, keys]
+
+
+class Olmo3Policy(Olmo2Policy):
+    """OLMo 3: most of its layers see a window."""
+
+    family: ClassVar[str] = "Olmo3"
+
+
+class SeedOssPolicy(LlamaPolicy):
+    """Seed-OSS."""
+
+    family: ClassVar[str] = "SeedOss"
+
+
+class SmolLM3Policy(LlamaPolicy):
+    """SmolLM 3: some of its layers rotate nothing."""
+
+    family: ClassVar[str] = "SmolLM3"
+
+
+class Starcoder2Policy(LlamaPolicy):
+    """StarCoder 2: plain norms, and an MLP as in GPT-2."""
+
+    family: ClassVar[str] = "Starcoder2"
+    rms: ClassVar[str | None] = None
+    columns: ClassVar[tuple[str, ...]] = ("c_fc",)
+    row: ClassVar[str] = "c_proj"
