@@ -92,7 +92,7 @@ def _cells(case: Case, plugin: str, pool: WorkerPool, sizes: Sequence[int]) -> I
     yield worst("sequence", smallest) if case.supports.sequence else ""
     yield worst("split logits", smallest)
     yield worst("data parallel", 1)
-    yield worst("experts", smallest) if case.supports.experts else ""
+    yield worst("experts", smallest) if case.supports.experts is True else ""
 
 
 def _worst(findings: Sequence[Finding]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -26,7 +26,8 @@ class Supports:
         captured: outputs that can be asked for: ``attentions``, ``hidden_states``, ``cross_attentions``, ...
         sequence: ``enable_sequence_parallelism`` works. Give inputs a number of tokens that no size divides.
         context: ``context_parallel_size`` works, where the installed release of the library allows it.
-        experts: ``expert_parallel_size`` works: all experts of a block are in one module.
+        experts: ``expert_parallel_size`` works: all experts of a block are in one module. Or ``"sliced"``: it does not,
+            and there are experts.
         pipeline: the model can be cut into stages, each of which computes what it can of the whole arguments of a call.
         micro_batches: a batch's loss is made of those of its micro-batches. A sum of means over unlike items is not.
         save_pretrained: the model saves itself as an unsharded checkpoint.
@@ -41,7 +42,7 @@ class Supports:
     captured: tuple[str, ...] = ()
     sequence: bool = False
     context: bool = False
-    experts: bool = False
+    experts: bool | Literal["sliced"] = False
     pipeline: bool = True
     micro_batches: bool = True
     save_pretrained: bool = True

@@ -29,7 +29,7 @@ def data_parallel(s: Subject, ledger: Ledger) -> None:
 def experts(s: Subject, ledger: Ledger) -> None:
     """Two replicas that share the experts, each with whole ones, train as one model on all batches."""
     with ledger.check("experts"):
-        if not s.case.supports.experts:
+        if s.case.supports.experts is not True:
             ledger.closed("expert parallelism")
             return
         _trains(dataclasses.replace(s, fields={**s.fields, "ep": s.dp}), ledger)

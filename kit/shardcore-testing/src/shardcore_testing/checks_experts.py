@@ -23,7 +23,7 @@ def default_experts(s: Subject, ledger: Ledger) -> None:
     """A mixture in float32, whose experts compute as its library has them do by default: outputs, loss, gradients."""
     with ledger.check("default experts"):
         if not s.case.supports.experts:
-            ledger.closed("expert parallelism")
+            ledger.closed("experts")
             return
         config = s.build().config
         if not hasattr(config, "_experts_implementation"):

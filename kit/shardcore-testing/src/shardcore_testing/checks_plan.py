@@ -196,7 +196,7 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
         yield "sequence parallelism", lambda: s.plan(s.build(), enable_sequence_parallelism=True)
     if not supports.context:
         yield "context parallelism", lambda: s.plan(s.build(), cp=2)
-    if not supports.experts:
+    if supports.experts is not True:
         yield "expert parallelism", lambda: s.plan(s.build(), dp=2, ep=2)
     if not supports.pipeline:
         yield "pipeline parallelism", lambda: refuses_pipeline(s)

@@ -136,7 +136,7 @@ def mixture_cases(
             case,
             supports=replace(
                 case.supports,
-                experts=together,
+                experts=together or "sliced",
                 captured=routed if case.name in handed_on else case.supports.captured,
             ),
         )
