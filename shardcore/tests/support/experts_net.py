@@ -62,9 +62,7 @@ class Stacked(nn.Module):
 
 
 class InTurns(Stacked):
-    """As those of gpt-oss: gate and up take turns, and both matrices have biases."""
-
-    is_concatenated = False
+    """As those of gpt-oss: gate and up take turns, as the gate shows, and both matrices have biases."""
 
     def __init__(self) -> None:
         super().__init__(True, inner=12)  # ranks divide it: a gate stays with what it lets pass
@@ -76,9 +74,12 @@ class InTurns(Stacked):
         for i in range(self.num_experts):
             tokens, place = torch.where(top_k_index == i)
             up = hidden_states[tokens] @ self.gate_up_proj[i] + self.gate_up_proj_bias[i]
-            made = (F.silu(up[..., ::2]) * up[..., 1::2]) @ self.down_proj[i] + self.down_proj_bias[i]
+            made = self._apply_gate(up) @ self.down_proj[i] + self.down_proj_bias[i]
             out.index_add_(0, tokens, made * top_k_weights[tokens, place, None])
         return out
+
+    def _apply_gate(self, up: Tensor) -> Tensor:
+        return F.silu(up[..., ::2]) * up[..., 1::2]
 
 
 class Ungated(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from packaging.version import Version
 
 import shard_llama.cases
 from shard_llama.cases import decoder_cases, mixture_cases
@@ -132,8 +131,6 @@ def cases() -> list[Case]:
         for family, fields in here.items()
         for case in decoder_cases(family, prefix=f"{family.lower()}_", build=build, **fields)
     ]
-    if Version(transformers.__version__) < Version("5.0.0rc0"):
-        return found
     fields = {"build": mixture, "sharded": _ROUTED, "whole": ("gate",), "collectives": (2, 3)}
     for family, own in _MIXTURES.items():
         found += mixture_cases(family, prefix=f"{family.lower()}_", **{**fields, **own})

@@ -37,15 +37,12 @@ _MIXTURES: dict[str, tuple[str, tuple[str, ...]]] = {
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve each family, and its heads."""
-    # Before transformers 5 each expert was a module of its own.
-    served = (("policy", None, _DENSE), ("mixtures", "transformers>=5.0.0rc0", _MIXTURES))
     return [
         PolicySpec(
             target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
             policy=f"shard_decoders.{where}:{family.replace('_', '')}Policy",
-            requires=requires,
         )
-        for where, requires, families in served
+        for where, families in (("policy", _DENSE), ("mixtures", _MIXTURES))
         for module, (family, heads) in families.items()
         for head in ("Model", "ForCausalLM", *heads)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from shard_llama.policy import LlamaPolicy
@@ -29,3 +30,5 @@ class Gemma3Policy(Gemma2Policy):
     family: ClassVar[str] = "Gemma3"
     body: ClassVar[str] = "TextModel"
     head_norms = ("q_norm", "k_norm")
+    # Before transformers 5 layers that see a window had tables of their own.
+    stages = replace(LlamaPolicy.stages, everywhere=("rotary_emb", "rotary_emb_local"), optional="rotary_emb_local")

@@ -42,9 +42,10 @@ class LlamaPolicy(PretrainedPolicy):
     @override
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
-        if self.model.base_model is not model:
-            decoder = type(self).stages
-            self.stages = decoder.under(self.model.base_model_prefix, then=_HEADS, optional=_HEADS)
+        decoder = f"{self.family}{self.body}"
+        inside = (name for name, child in model.named_children() if type(child).__name__ == decoder)
+        if (prefix := next(inside, None)) is not None:
+            self.stages = type(self).stages.under(prefix, then=_HEADS, optional=_HEADS)
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder, its blocks, and what makes labels or scores of what it returns."""

@@ -141,5 +141,5 @@ def _ministrals() -> list[Case]:
         "mscale_all_dim": 1.0,
     }
     usual = {"Ministral": window, "Ministral3": {"head_dim": 16, "rope_parameters": rope}}
-    here = (family for family in usual if hasattr(transformers, f"{family}Model"))
+    here = usual if _TOGETHER else ()
     return [case for f in here for case in decoder_cases(f, prefix=f"{f.lower()}_", usual=usual[f])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
+_SINCE_5 = ("Ministral", "Ministral3")
 _KINDS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
@@ -14,6 +15,7 @@ def shardcore_policies() -> list[PolicySpec]:
         PolicySpec(
             target=f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{kind}",
             policy=f"shard_mistral.policy:{family}Policy",
+            requires="transformers>=5.0.0rc0" if family in _SINCE_5 else None,
         )
         for family in ("Ministral", "Ministral3", "Mistral", "Mixtral")
         for kind in _KINDS

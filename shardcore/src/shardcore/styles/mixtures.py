@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -101,7 +102,7 @@ class ExpertsRule(Rule):
             scope.problem(f"{type(block).__name__}.forward names no argument", "give it one", self.block)
             return
         if isinstance(weights, nn.ModuleList):
-            if _spread(scope) > 1:
+            if (scope.config.expert_parallel_size or 1) > 1:
                 self._refuse(
                     scope,
                     f"its experts are a list of {len(weights)} modules, of which none are given to the axis ep: tokens "
@@ -137,7 +138,7 @@ class ExpertsRule(Rule):
         place = self._below(self.weights)
         own = {name: p for name, p in weights._parameters.items() if p is not None}
         cuts, down = _cuts(weights, own), own.get(DOWN)
-        spread = _spread(scope)
+        spread = scope.config.expert_parallel_size or 1  # ranks that share the experts, each with whole ones
         if down is None or cuts is None:
             shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in own.items())
             self._refuse(
@@ -151,7 +152,8 @@ class ExpertsRule(Rule):
             self._refuse(scope, "experts with biases are not given whole to the axis ep", place, weights)
         elif spread > 1:
             scope.swap(place, ExpertParallel, cuts=cuts, spread=spread)
-            shards, width = (scope.config.dp_shard_size or 1) // spread, _width(down, cuts)
+            shards = (scope.config.dp_shard_size or 1) // spread
+            width = down.size(next(3 - cut.dim for cut in cuts if cut.parameter == DOWN))
             if width % shards:
                 scope.problem(
                     f"FSDP2 divides whole experts along their {width} features, which {shards} ranks (dp_shard_size / "
@@ -196,17 +198,6 @@ class ExpertsRule(Rule):
                 scope.claim(place, name, None)  # said already: not "covered by no rule" too
 
 
-def _width(down: Tensor, cuts: tuple[Cut, ...]) -> int:
-    """Return the number of features, H, of what experts take and return."""
-    cut = next(cut for cut in cuts if cut.parameter == DOWN)
-    return down.size(3 - cut.dim)
-
-
-def _spread(scope: Scope) -> int:
-    """Return how many ranks share the experts, each with whole ones."""
-    return scope.config.expert_parallel_size or 1
-
-
 def _cuts(weights: nn.Module, own: Mapping[str, Tensor]) -> tuple[Cut, ...] | None:
     """Return where the parameters of all experts are split along I, or None if they do not fit together."""
     name = next((name for name in UP if name in own), "")
@@ -220,9 +211,15 @@ def _cuts(weights: nn.Module, own: Mapping[str, Tensor]) -> tuple[Cut, ...] | No
 
     # The dim of `up` that has I features, `times` of each; of `down` it is the other one. Both fit where I is H.
     dim = next(filter(fits, (2, 1) if getattr(weights, "is_transposed", False) else (1, 2)), 0)
-    kind = (times, 1) if getattr(weights, "is_concatenated", True) else (1, times)
+    kind = (1, times) if times > 1 and _take_turns(weights) else (times, 1)
     cuts = {name: Cut(name, dim, *kind), DOWN: Cut(DOWN, 3 - dim)}
     cuts |= {f"{name}_bias": Cut(f"{name}_bias", 1, *kind), f"{DOWN}_bias": Cut(f"{DOWN}_bias", 1, filled=True)}
     shapes = {f"{name}_bias": (count, up.size(dim)), f"{DOWN}_bias": (count, down.size(dim))}
     known = dim > 0 and all(other in cuts and tuple(p.shape) == shapes.get(other, p.shape) for other, p in own.items())
     return tuple(cuts[other] for other in own) if known else None
+
+
+def _take_turns(weights: nn.Module) -> bool:
+    """Tell whether gate and up take turns in ``gate_up_proj``: the gate of the module is tried, if it has one."""
+    gate, x = getattr(weights, "_apply_gate", None), torch.linspace(-1, 2, 8, device="cpu")
+    return torch.allclose(gate(x[:4]), gate(x)[:2]) if gate else not getattr(weights, "is_concatenated", True)
