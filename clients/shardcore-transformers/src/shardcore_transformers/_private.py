@@ -54,6 +54,9 @@ _OF_TRANSFORMERS = (
         "transformers.utils.output_capturing._active_collector", "what is captured in blocks", "pipelines", since="5.2"
     ),
     PrivateName("transformers.PretrainedConfig._experts_implementation", "how experts compute", "testing", since="5"),
+    PrivateName(
+        "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate", "gates in turns", "testing", since="5"
+    ),
     PrivateName(f"{_MODEL}._supports_sdpa", "the attention that a model has by itself", "drafts"),
     PrivateName(f"{_MODEL}._can_set_attn_implementation", "whether it can be set at all", "flash attention"),
     PrivateName(f"{_MODEL}._supports_flash_attn", "whether a model has flash attention", "flash attention"),
