@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from llama_cases import batch, build, compare_forward, shard
 
 import shardcore
@@ -194,3 +195,12 @@ def test_all_optimizations_on_one_rank():
     assert model.config._attn_implementation == "sdpa"
     compare_forward(reference, model, batch(reference), 1e-5)
     assert_same_gradients(reference, model, 1e-5)
+
+
+def test_a_decoder_of_ones_own_is_a_decoder():
+    class Own(transformers.LlamaModel):
+        pass
+
+    model = build()
+    model.model.__class__ = Own
+    assert compile_plan(LlamaPolicy, model, ShardConfig.of(tp=2)).stages.lists == ("model.layers",)

@@ -43,9 +43,9 @@ class LlamaPolicy(PretrainedPolicy):
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
         decoder = f"{self.family}{self.body}"
-        inside = (name for name, child in model.named_children() if type(child).__name__ == decoder)
-        if (prefix := next(inside, None)) is not None:
-            self.stages = type(self).stages.under(prefix, then=_HEADS, optional=_HEADS)
+        for name, child in model.named_children():
+            if decoder in (cls.__name__ for cls in type(child).__mro__):
+                self.stages = type(self).stages.under(name, then=_HEADS, optional=_HEADS)
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder, its blocks, and what makes labels or scores of what it returns."""
