@@ -131,9 +131,9 @@ def test_the_loss_of_micro_batches_is_that_of_the_batch(loss, more, first):
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        (two_means, "a mean over labels labels, a mean over rows"),
+        (two_means, "a mean over the labels that count, a mean over rows"),
         (some_of_them, "a mean over unknown"),
-        (of_no_function, "a mean over rows, a mean over labels labels"),
+        (of_no_function, "a mean over rows, a mean over the labels that count"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

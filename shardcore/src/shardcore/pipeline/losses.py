@@ -111,7 +111,7 @@ class Reduction:
         return self if whole else replace(self, kind="unknown")
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.argument}" if self.kind == "labels" else self.kind
+        return f"the {self.argument} that count" if self.kind == "labels" else self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
