@@ -14,12 +14,6 @@ from shard_llama.policy import LlamaPolicy
 from shardcore_testing.parity import assert_same_gradients
 
 
-class Qwen2Policy(LlamaPolicy):
-    """Llama's rows under the names of Qwen2's classes."""
-
-    family = "Qwen2"
-
-
 def _mixed(tp, attention):
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -36,7 +30,7 @@ def _mixed(tp, attention):
     )
     reference = Qwen2ForCausalLM(config).double()
     sharded = shardcore.shard(
-        copy.deepcopy(reference), tp=tp, policy=Qwen2Policy, enable_sequence_parallelism=True
+        copy.deepcopy(reference), tp=tp, policy=LlamaPolicy, enable_sequence_parallelism=True
     ).train()
     for seed, length in enumerate((13, 9, 2)):
         generator = torch.Generator().manual_seed(seed)

@@ -8,42 +8,15 @@ from torch import nn
 from typing_extensions import override
 
 from shard_decoders.policy import Olmo2Policy
+from shard_llama.mixtures import MixturePolicy
 from shard_llama.policy import LlamaPolicy
 from shardcore.policy import Rule
-from shardcore.styles import by_heads, experts, region
-
-
-class MixturePolicy(LlamaPolicy):
-    """A decoder with experts in its blocks, or an MLP in some of them. Families derive from it: what differs."""
-
-    #: What a block calls its mixture, and its mixture the router.
-    mixture: ClassVar[str] = "mlp"
-    router: ClassVar[str] = "gate"
-    #: The place of the logits in what the router returns, if they are captured for a balancing loss.
-    captured: ClassVar[int | None] = 0
-    #: The expert that every token visits, if there is one.
-    shared: ClassVar[str | None] = None
-
-    def feed_forward(self) -> list[Rule]:
-        """Return the rules of what follows the attention in a block."""
-        columns, row = self.columns, self.row
-        return [
-            region(enter="mlp", col=tuple(f"mlp.{name}" for name in columns), row=f"mlp.{row}", optional=True),
-            experts(
-                self.mixture,
-                router=self.router,
-                captured=self.captured,
-                shared_col=tuple(f"{self.shared}.{name}" for name in columns) if self.shared else (),
-                shared_row=f"{self.shared}.{row}" if self.shared else None,
-                optional=True,
-            ),
-        ]
+from shardcore.styles import by_heads
 
 
 class Dots1Policy(MixturePolicy):
     """dots.llm1."""
 
-    family: ClassVar[str] = "Dots1"
     head_norms = ("q_norm", "k_norm")
     captured: ClassVar[int | None] = None
     shared: ClassVar[str | None] = "shared_experts"
@@ -52,14 +25,12 @@ class Dots1Policy(MixturePolicy):
 class Ernie45MoePolicy(MixturePolicy):
     """ERNIE 4.5."""
 
-    family: ClassVar[str] = "Ernie4_5_Moe"
     shared: ClassVar[str | None] = "shared_experts"
 
 
 class Glm4MoePolicy(MixturePolicy):
     """GLM-4.5, 4.6 and 4.7; the larger ones normalize queries and keys."""
 
-    family: ClassVar[str] = "Glm4Moe"
     captured: ClassVar[int | None] = None
     shared: ClassVar[str | None] = "shared_experts"
 
@@ -72,7 +43,6 @@ class Glm4MoePolicy(MixturePolicy):
 class GptOssPolicy(MixturePolicy):
     """gpt-oss: every head has a sink, one number that its scores are normalized with."""
 
-    family: ClassVar[str] = "GptOss"
     context: ClassVar[str | tuple[str, ...]] = ()  # a rank of it would need the sinks of the heads that it gets
     router: ClassVar[str] = "router"
 
@@ -84,7 +54,6 @@ class GptOssPolicy(MixturePolicy):
 class GraniteMoePolicy(MixturePolicy):
     """Granite 3, with experts."""
 
-    family: ClassVar[str] = "GraniteMoe"
     mixture: ClassVar[str] = "block_sparse_moe"
     router: ClassVar[str] = "router"
 
@@ -92,7 +61,6 @@ class GraniteMoePolicy(MixturePolicy):
 class HunYuanMoEV1Policy(MixturePolicy):
     """Hunyuan A13B."""
 
-    family: ClassVar[str] = "HunYuanMoEV1"
     head_norms = ("query_layernorm", "key_layernorm")
     captured: ClassVar[int | None] = None
     shared: ClassVar[str | None] = "shared_mlp"
@@ -101,12 +69,10 @@ class HunYuanMoEV1Policy(MixturePolicy):
 class MiniMaxM2Policy(MixturePolicy, Olmo2Policy):
     """MiniMax M2: normalizes queries and keys over the features of all heads, as OLMo 2 does."""
 
-    family: ClassVar[str] = "MiniMaxM2"
     norms: ClassVar[tuple[str, ...]] = LlamaPolicy.norms
 
 
 class OlmoePolicy(MixturePolicy, Olmo2Policy):
     """OLMoE."""
 
-    family: ClassVar[str] = "Olmoe"
     norms: ClassVar[tuple[str, ...]] = LlamaPolicy.norms

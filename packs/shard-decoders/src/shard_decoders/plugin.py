@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-_ALL = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-#: By the module of transformers: what the names of its classes begin with, and the heads besides the language model.
-_DENSE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "apertus": ("Apertus", ("ForTokenClassification",)),
-    "arcee": ("Arcee", _ALL),
-    "cohere2": ("Cohere2", ()),
-    "ernie4_5": ("Ernie4_5", ()),
-    "exaone4": ("Exaone4", _ALL),
-    "granite": ("Granite", ()),
-    "helium": ("Helium", ("ForSequenceClassification", "ForTokenClassification")),
-    "hunyuan_v1_dense": ("HunYuanDenseV1", ("ForSequenceClassification",)),
-    "nemotron": ("Nemotron", _ALL),
-    "olmo2": ("Olmo2", ("ForSequenceClassification",)),
-    "olmo3": ("Olmo3", ("ForSequenceClassification",)),
-    "seed_oss": ("SeedOss", _ALL),
-    "smollm3": ("SmolLM3", _ALL),
-    "starcoder2": ("Starcoder2", ("ForSequenceClassification", "ForTokenClassification")),
-}
-_MIXTURES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dots1": ("Dots1", ()),
-    "ernie4_5_moe": ("Ernie4_5_Moe", ()),
-    "glm4_moe": ("Glm4Moe", ()),
-    "gpt_oss": ("GptOss", ("ForSequenceClassification", "ForTokenClassification")),
-    "granitemoe": ("GraniteMoe", ()),
-    "hunyuan_v1_moe": ("HunYuanMoEV1", ("ForSequenceClassification",)),
-    "minimax_m2": ("MiniMaxM2", ()),
-    "olmoe": ("Olmoe", ()),
+_LABELS = ("ForSequenceClassification",)
+_TOKENS = (*_LABELS, "ForTokenClassification")
+_ALL = (*_TOKENS, "ForQuestionAnswering")
+_LLAMA = "shard_llama.policy:LlamaPolicy"
+#: By the module of transformers: what the names of its classes begin with, the policy, and the heads besides the
+#: language model.
+_FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "apertus": ("Apertus", "shard_decoders.policy:ApertusPolicy", ("ForTokenClassification",)),
+    "arcee": ("Arcee", "shard_decoders.policy:ArceePolicy", _ALL),
+    "cohere2": ("Cohere2", "shard_decoders.policy:Cohere2Policy", ()),
+    "dots1": ("Dots1", "shard_decoders.mixtures:Dots1Policy", ()),
+    "ernie4_5": ("Ernie4_5", _LLAMA, ()),
+    "ernie4_5_moe": ("Ernie4_5_Moe", "shard_decoders.mixtures:Ernie45MoePolicy", ()),
+    "exaone4": ("Exaone4", "shard_decoders.policy:Exaone4Policy", _ALL),
+    "glm4_moe": ("Glm4Moe", "shard_decoders.mixtures:Glm4MoePolicy", ()),
+    "gpt_oss": ("GptOss", "shard_decoders.mixtures:GptOssPolicy", _TOKENS),
+    "granite": ("Granite", _LLAMA, ()),
+    "granitemoe": ("GraniteMoe", "shard_decoders.mixtures:GraniteMoePolicy", ()),
+    "helium": ("Helium", _LLAMA, _TOKENS),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", "shard_decoders.policy:HunYuanDenseV1Policy", _LABELS),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", "shard_decoders.mixtures:HunYuanMoEV1Policy", _LABELS),
+    "minimax_m2": ("MiniMaxM2", "shard_decoders.mixtures:MiniMaxM2Policy", ()),
+    "nemotron": ("Nemotron", "shard_decoders.policy:NemotronPolicy", _ALL),
+    "olmo2": ("Olmo2", "shard_decoders.policy:Olmo2Policy", _LABELS),
+    "olmo3": ("Olmo3", "shard_decoders.policy:Olmo2Policy", _LABELS),
+    "olmoe": ("Olmoe", "shard_decoders.mixtures:OlmoePolicy", ()),
+    "seed_oss": ("SeedOss", _LLAMA, _ALL),
+    "smollm3": ("SmolLM3", _LLAMA, _ALL),
+    "starcoder2": ("Starcoder2", "shard_decoders.policy:Starcoder2Policy", _TOKENS),
 }
 
 
@@ -38,12 +40,8 @@ _MIXTURES: dict[str, tuple[str, tuple[str, ...]]] = {
 def shardcore_policies() -> list[PolicySpec]:
     """Serve each family, and its heads."""
     return [
-        PolicySpec(
-            target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
-            policy=f"shard_decoders.{where}:{family.replace('_', '')}Policy",
-        )
-        for where, families in (("policy", _DENSE), ("mixtures", _MIXTURES))
-        for module, (family, heads) in families.items()
+        PolicySpec(target=f"transformers.models.{module}.modeling_{module}.{family}{head}", policy=policy)
+        for module, (family, policy, heads) in _FAMILIES.items()
         for head in ("Model", "ForCausalLM", *heads)
     ]
 

@@ -14,7 +14,6 @@ _BOTH_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 class ApertusPolicy(LlamaPolicy):
     """Apertus: the activation of its MLP is learned."""
 
-    family: ClassVar[str] = "Apertus"
     norms: ClassVar[tuple[str, ...]] = ("attention_layernorm", "feedforward_layernorm")
     head_norms = ("q_norm", "k_norm")
 
@@ -26,55 +25,32 @@ class ApertusPolicy(LlamaPolicy):
 class ArceePolicy(LlamaPolicy):
     """Arcee: its MLP has no gate."""
 
-    family: ClassVar[str] = "Arcee"
     columns: ClassVar[tuple[str, ...]] = ("up_proj",)
 
 
 class Cohere2Policy(LlamaPolicy):
     """Cohere 2 (Command R7B, Command A, Aya): attention and MLP read the same normalized tokens."""
 
-    family: ClassVar[str] = "Cohere2"
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm",)
     rms: ClassVar[str | None] = None  # the norms subtract the mean
-
-
-class Ernie45Policy(LlamaPolicy):
-    """ERNIE 4.5, without experts."""
-
-    family: ClassVar[str] = "Ernie4_5"
 
 
 class Exaone4Policy(LlamaPolicy):
     """EXAONE 4: normalizes what attention and MLP return."""
 
-    family: ClassVar[str] = "Exaone4"
     norms: ClassVar[tuple[str, ...]] = _BOTH_AFTER
     head_norms = ("q_norm", "k_norm")
-
-
-class GranitePolicy(LlamaPolicy):
-    """Granite 3 and 4, without experts and state spaces."""
-
-    family: ClassVar[str] = "Granite"
-
-
-class HeliumPolicy(LlamaPolicy):
-    """Helium."""
-
-    family: ClassVar[str] = "Helium"
 
 
 class HunYuanDenseV1Policy(LlamaPolicy):
     """Hunyuan, without experts."""
 
-    family: ClassVar[str] = "HunYuanDenseV1"
     head_norms = ("query_layernorm", "key_layernorm")
 
 
 class NemotronPolicy(LlamaPolicy):
     """Nemotron: its norms multiply by 1 + weight, and its MLP has no gate."""
 
-    family: ClassVar[str] = "Nemotron"
     rms: ClassVar[str | None] = None
     columns: ClassVar[tuple[str, ...]] = ("up_proj",)
 
@@ -82,7 +58,6 @@ class NemotronPolicy(LlamaPolicy):
 class Olmo2Policy(LlamaPolicy):
     """OLMo 2: normalizes what attention and MLP return, and queries and keys over the features of all heads."""
 
-    family: ClassVar[str] = "Olmo2"
     norms: ClassVar[tuple[str, ...]] = _BOTH_AFTER
 
     def attention(self) -> list[Rule]:
@@ -92,28 +67,9 @@ class Olmo2Policy(LlamaPolicy):
         return [*super().attention(), queries, keys]
 
 
-class Olmo3Policy(Olmo2Policy):
-    """OLMo 3: most of its layers see a window."""
-
-    family: ClassVar[str] = "Olmo3"
-
-
-class SeedOssPolicy(LlamaPolicy):
-    """Seed-OSS."""
-
-    family: ClassVar[str] = "SeedOss"
-
-
-class SmolLM3Policy(LlamaPolicy):
-    """SmolLM 3: some of its layers rotate nothing."""
-
-    family: ClassVar[str] = "SmolLM3"
-
-
 class Starcoder2Policy(LlamaPolicy):
     """StarCoder 2: plain norms, and an MLP as in GPT-2."""
 
-    family: ClassVar[str] = "Starcoder2"
     rms: ClassVar[str | None] = None
     columns: ClassVar[tuple[str, ...]] = ("c_fc",)
     row: ClassVar[str] = "c_proj"

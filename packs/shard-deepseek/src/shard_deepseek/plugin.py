@@ -18,7 +18,7 @@ def shardcore_policies() -> list[PolicySpec]:
         PolicySpec(
             target=f"transformers.models.deepseek_{version.lower()}.modeling_deepseek_{version.lower()}"
             f".Deepseek{version}{name}",
-            policy=f"shard_deepseek.policy:Deepseek{version}Policy",
+            policy="shard_deepseek.policy:DeepseekPolicy",
             requires=_REQUIRES.get(version),
         )
         for version, names in _CLASSES.items()

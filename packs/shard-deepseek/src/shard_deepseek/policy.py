@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shard_llama.policy import LlamaPolicy
-from shardcore.policy import Heads, ModulePolicy, Rule
-from shardcore.styles import experts, region, replicate
-
-_COLUMNS, _ROW = ("gate_proj", "up_proj"), "down_proj"
+from shard_llama.mixtures import MixturePolicy
+from shardcore.policy import Heads, Rule
+from shardcore.styles import region, replicate
 
 
-class DeepseekV2Policy(LlamaPolicy):
-    """DeepSeek-V2, with a head or without; any number of ranks share its heads."""
+class DeepseekPolicy(MixturePolicy):
+    """DeepSeek-V2, DeepSeek-V3 and DeepSeek-R1; any number of ranks share their heads."""
 
-    family: ClassVar[str] = "DeepseekV2"
-    #: The class of what routes tokens to experts, after the family's name.
-    mixture: ClassVar[str] = "Moe"
+    shared: ClassVar[str | None] = "shared_experts"
     checks = (Heads("num_attention_heads", uneven=True),)
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of the decoder and of the experts; every token visits the shared ones besides its own."""
-        shared = tuple(f"shared_experts.{name}" for name in _COLUMNS)
-        mixture = experts(captured=0, col=_COLUMNS, row=_ROW, shared_col=shared, shared_row=f"shared_experts.{_ROW}")
-        return {**super().module_policy(), f"{self.family}{self.mixture}": [mixture]}
 
     def attention(self) -> list[Rule]:
         """Return the rules of the latent attention: what replicated linears make of the tokens enters.
@@ -46,17 +36,6 @@ class DeepseekV2Policy(LlamaPolicy):
             replicate(*_below("self_attn", *whole)),
         ]
 
-    def feed_forward(self) -> list[Rule]:
-        """Return the rules of the MLP of the blocks that have one; experts have a class of their own."""
-        return [region(enter="mlp", col=_below("mlp", *_COLUMNS), row=f"mlp.{_ROW}", optional=True)]
-
 
 def _below(module: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{module}.{name}" for name in names)
-
-
-class DeepseekV3Policy(DeepseekV2Policy):
-    """DeepSeek-V3 and DeepSeek-R1, with a head or without."""
-
-    family: ClassVar[str] = "DeepseekV3"
-    mixture: ClassVar[str] = "MoE"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shard_llama.policy import LlamaPolicy
 from shardcore.policy import Heads, Rule
 from shardcore.styles import region, segments
@@ -12,7 +10,6 @@ from shardcore.styles import region, segments
 class GlmPolicy(LlamaPolicy):
     """GLM, with a head or without; any number of ranks share its heads."""
 
-    family: ClassVar[str] = "Glm"
     checks = (Heads("num_attention_heads", kv="num_key_value_heads", uneven=True),)
 
     def feed_forward(self) -> list[Rule]:
@@ -23,5 +20,4 @@ class GlmPolicy(LlamaPolicy):
 class Glm4Policy(GlmPolicy):
     """GLM-4, with a head or without; it normalizes what attention and MLP return too."""
 
-    family: ClassVar[str] = "Glm4"
     norms = (*GlmPolicy.norms, "post_self_attn_layernorm", "post_mlp_layernorm")

@@ -16,12 +16,8 @@ _HEADS = ("lm_head", "dropout", "score", "qa_outputs")
 
 
 class LlamaPolicy(PretrainedPolicy):
-    """The decoder, with a head or without. Packs of decoders that are built like it derive from it: what differs."""
+    """A decoder like Llama, with a head or without. Families that differ from it derive from it, and say in what."""
 
-    #: What the names of the model's classes begin with.
-    family: ClassVar[str] = "Llama"
-    #: What the name of the decoder's class ends with.
-    body: ClassVar[str] = "Model"
     #: The attribute of the norms with epsilon; None if they are none that can be fused.
     rms: ClassVar[str | None] = "variance_epsilon"
     #: The norms of a block, around its attention and its MLP.
@@ -42,16 +38,20 @@ class LlamaPolicy(PretrainedPolicy):
     @override
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
-        decoder = f"{self.family}{self.body}"
-        for name, child in model.named_children():
-            if decoder in (cls.__name__ for cls in type(child).__mro__):
-                self.stages = type(self).stages.under(name, then=_HEADS, optional=_HEADS)
+        if inside := self._inside():
+            self.stages = type(self).stages.under(inside, then=_HEADS, optional=_HEADS)
+
+    def _inside(self) -> str:
+        """Return the name of the decoder in the model, which has its blocks; nothing if the model is one."""
+        return next((name for name, child in self.model.named_children() if hasattr(child, "layers")), "")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder, its blocks, and what makes labels or scores of what it returns."""
-        decoder, block = f"{self.family}{self.body}", f"{self.family}DecoderLayer"
-        heads = [head("lm_head", optional=True), replicate("score", "qa_outputs", optional=True)]
-        return {decoder: self.decoder(), block: self.block(), self.model: heads}
+        decoder = self.model.get_submodule(self._inside())
+        rules: ModulePolicy = {decoder: self.decoder(), type(decoder.layers[0]): self.block()}
+        if decoder is self.model:
+            return rules
+        return {**rules, self.model: [head("lm_head", optional=True), replicate("score", "qa_outputs", optional=True)]}
 
     def decoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""

@@ -14,7 +14,7 @@ def shardcore_policies() -> list[PolicySpec]:
     return [
         PolicySpec(
             target=f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{kind}",
-            policy=f"shard_mistral.policy:{family}Policy",
+            policy="shard_mistral.policy:MixtralPolicy" if family == "Mixtral" else "shard_llama.policy:LlamaPolicy",
             requires="transformers>=5.0.0rc0" if family in _SINCE_5 else None,
         )
         for family in ("Ministral", "Ministral3", "Mistral", "Mixtral")

@@ -1,36 +1,16 @@
-"""How Mistral, Ministral and Mixtral are sharded: like Llama, and in Mixtral with experts in place of the MLP."""
+"""How Mixtral is sharded: like Llama, with experts in place of the MLP. The policy of Mistral is that of Llama."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from shard_llama.policy import LlamaPolicy
 from shardcore.policy import ModulePolicy, Rule
 from shardcore.styles import experts, refuse
 
 
-class MistralPolicy(LlamaPolicy):
-    """Mistral, with a head or without."""
-
-    family: ClassVar[str] = "Mistral"
-
-
-class MinistralPolicy(LlamaPolicy):
-    """Ministral, with a head or without: some of its layers see a window."""
-
-    family: ClassVar[str] = "Ministral"
-
-
-class Ministral3Policy(LlamaPolicy):
-    """Ministral 3 for text, with a head or without: queries are scaled by their places."""
-
-    family: ClassVar[str] = "Ministral3"
-
-
 class MixtralPolicy(LlamaPolicy):
     """Mixtral, with a head or without."""
-
-    family: ClassVar[str] = "Mixtral"
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder, and of the experts: since transformers 5 one module, before a list."""

@@ -23,7 +23,6 @@ _HEADS = (Heads("num_attention_heads", kv="num_key_value_heads", uneven=True),)
 class PhiPolicy(LlamaPolicy):
     """Phi-1, Phi-1.5 and Phi-2, with a head or without; any number of ranks share its heads."""
 
-    family: ClassVar[str] = "Phi"
     final: ClassVar[str] = "final_layernorm"
     checks = _HEADS
     stages = Stages(
@@ -45,7 +44,6 @@ class PhiPolicy(LlamaPolicy):
 class Phi3Policy(LlamaPolicy):
     """Phi-3, Phi-3.5 and Phi-4, with a head or without; any number of ranks share its heads."""
 
-    family: ClassVar[str] = "Phi3"
     checks = _HEADS
 
     def attention(self) -> list[Rule]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
+#: What the names of classes begin with, and the policy, by the module of transformers.
 _FAMILIES = {
-    "qwen2": "policy:Qwen2",
-    "qwen3": "policy:Qwen3",
-    "qwen2_moe": "moe:Qwen2Moe",
-    "qwen3_moe": "moe:Qwen3Moe",
+    "qwen2": ("Qwen2", "shard_llama.policy:LlamaPolicy"),
+    "qwen3": ("Qwen3", "shard_qwen.policy:Qwen3Policy"),
+    "qwen2_moe": ("Qwen2Moe", "shard_qwen.policy:Qwen2MoePolicy"),
+    "qwen3_moe": ("Qwen3Moe", "shard_qwen.policy:Qwen3MoePolicy"),
 }
 #: Before, the attention of Qwen2-MoE computed with the number of all heads.
 _REQUIRES = {"qwen2_moe": "transformers>=5.0.0rc0"}
@@ -20,11 +21,11 @@ def shardcore_policies() -> list[PolicySpec]:
     """Serve Qwen2 and Qwen3, dense and with experts, and their heads."""
     return [
         PolicySpec(
-            target=f"transformers.models.{family}.modeling_{family}.{policy.partition(':')[2]}{head}",
-            policy=f"shard_qwen.{policy}Policy",
-            requires=_REQUIRES.get(family),
+            target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
+            policy=policy,
+            requires=_REQUIRES.get(module),
         )
-        for family, policy in _FAMILIES.items()
+        for module, (family, policy) in _FAMILIES.items()
         for head in _HEADS
     ]
 
