@@ -66,8 +66,8 @@ def _rows(s: Subject, model: Any) -> dict[str, Any]:
 def _narrow(value: Any, row: int, count: int) -> Any:
     if isinstance(value, Tensor):
         each, rest = divmod(value.size(0), count) if value.ndim else (0, 0)
-        # Labels of masked patches are flat: those of one row follow those of the other.
-        takes = not rest and (each == 1 or (value.ndim == 1 and each > 0))
+        # Patches of images, and labels of those that are masked, are flat: those of one row follow those of the other.
+        takes = not rest and (each == 1 or (value.ndim <= 2 and each > 0))
         return value[row * each : (row + 1) * each] if takes else value
     if isinstance(value, Mapping):
         return {name: _narrow(inner, row, count) for name, inner in value.items()}

@@ -32,8 +32,9 @@ def default_experts(s: Subject, ledger: Ledger) -> None:
         reference = s.build(**{name: width for name, width in _WIDTH.items() if hasattr(config, name)}).float()
         reference.config._experts_implementation = _default(reference)
         model = s.shard(copy.deepcopy(reference))
+        like = next(reference.parameters())  # a dtype by its name would stay float64 where there are no islands
         inputs = {
-            name: value.float() if value.is_floating_point() else value for name, value in s.inputs(reference).items()
+            name: value.to(like) if value.is_floating_point() else value for name, value in s.inputs(reference).items()
         }
         wanted, got = reference(**inputs), model(**inputs)
         for name in s.case.outputs:

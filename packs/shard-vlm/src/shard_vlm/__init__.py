@@ -1,0 +1,1 @@
+"""Models of images and text of transformers, for shardcore."""

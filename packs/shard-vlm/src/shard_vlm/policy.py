@@ -1,0 +1,32 @@
+"""How models of images and text are sharded: each model inside by the policy of its class, what joins them whole."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from shardcore.policy import ModulePolicy, Stages
+from shardcore.styles import calls, delegate, head, replicate
+from shardcore_transformers import PretrainedPolicy
+
+
+class VisionLanguagePolicy(PretrainedPolicy):
+    """A tower of images, a projector that makes tokens of what it sees, and a language model, whichever they are."""
+
+    @override
+    def set_model(self, model: nn.Module) -> None:
+        super().set_model(model)
+        self.has_head = hasattr(model, "lm_head")
+        self.inside = model.get_submodule("model" if self.has_head else "")
+        children = dict(self.inside.named_children())
+        self.models = tuple(name for name, child in children.items() if isinstance(child, PreTrainedModel))
+        parameters = (name for name, _ in self.inside.named_parameters(recurse=False))
+        self.joints = (*(name for name in children if name not in self.models), *parameters)
+        stages = Stages(blocks=self.models, between=self.joints)
+        self.stages = stages.under("model", then="lm_head") if self.has_head else stages
+
+    def module_policy(self) -> ModulePolicy:
+        """Return the rules of what joins the models inside, and of the head."""
+        rules: ModulePolicy = {self.inside: [*map(delegate, self.models), replicate(*self.joints, optional=True)]}
+        return {**rules, self.model: [head("lm_head"), calls("get_image_features")]} if self.has_head else rules
