@@ -40,14 +40,14 @@ def _bert(dropout: float) -> Any:
 
 def _models(name: str) -> dict[str, Any]:
     """Return a sharded model for each switch that changes something."""
-    import shard_bert.heads
+    import shard_bert.policy
     import shard_llama.policy
     import shardcore
 
     if name == "Llama":
         policy, switches = shard_llama.policy.LlamaPolicy, list(_SWITCHES)
     else:  # torch's own norms are fused
-        policy, switches = shard_bert.heads.BertForMaskedLMPolicy, [WITHOUT, "enable_jit_fused"]
+        policy, switches = shard_bert.policy.BertPolicy, [WITHOUT, "enable_jit_fused"]
     models = {}
     for switch in switches:
         model = llama(**SHAPES["main"]) if name == "Llama" else _bert(0.1 if "dropout" in name else 0.0)

@@ -7,11 +7,9 @@ import functools
 from typing import Any
 
 import transformers
-from packaging.requirements import Requirement
 from torch import Tensor
 
 from shard_bert.cases import build, inputs
-from shard_bert.plugin import shardcore_policies
 from shardcore_testing import hidden_loss
 from shardcore_testing.pack import policy_of, shard_by, step_beside
 
@@ -19,16 +17,6 @@ from shardcore_testing.pack import policy_of, shard_by, step_beside
 DECODER = {"is_decoder": True, "attn_implementation": "eager"}
 CROSS = {**DECODER, "add_cross_attention": True}
 OLD = transformers.__version__.startswith("4.")
-
-
-def specs(name: str, version: str = transformers.__version__) -> list[str]:
-    """Return the policies of the class ``name`` that count with a release of transformers."""
-    found = []
-    for spec in shardcore_policies():
-        requirement = Requirement(spec.requires)
-        if spec.target.endswith(f".{name}") and requirement.specifier.contains(version, prereleases=True):
-            found.append(spec.policy)
-    return found
 
 
 PLUGIN = "shard_bert.plugin"

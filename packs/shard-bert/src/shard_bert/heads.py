@@ -1,23 +1,43 @@
-"""What each head of BERT adds to the policy of the model."""
+"""What the heads of BERT, and of encoders that are built like it, need besides the encoder."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from shard_bert.policy import BertModelPolicy
-from shardcore.policy import ModulePolicy
+from shardcore.policy import ModulePolicy, Rule
 from shardcore.styles import head, loss, norm, replicate
 
-_MODEL = BertModelPolicy.stages
+__all__ = ["is_for", "masked_lm_loss", "pretraining_loss", "rules_of"]
 
-#: The decoder is tied to the embedding, and its bias to a parameter of the module around it.
-_VOCABULARY: ModulePolicy = {
-    "BertPredictionHeadTransform": [replicate("dense"), norm("LayerNorm")],
-    "BertLMPredictionHead": [head("decoder", bias="bias")],
-}
+
+def rules_of(model: nn.Module) -> ModulePolicy:
+    """Return the rules of the heads of a model: a vocabulary is split, its bias beside it too; labels are whole."""
+    labels = replicate("classifier", "qa_outputs", "cls.seq_relationship", optional=True)
+    rules: dict[str | type[nn.Module] | nn.Module, list[Rule]] = {model: [labels, *_losses(model)]}
+    for module in model.modules():
+        if isinstance(getattr(module, "decoder", None), nn.Linear):
+            rules[module] = [
+                replicate("transform.dense", "dense", optional=True),
+                norm("transform.LayerNorm", "layer_norm", optional=True),
+                head("decoder", bias="bias"),
+            ]
+    return rules
+
+
+def _losses(model: nn.Module) -> list[Rule]:
+    """Return the rule of a loss that a model computes in its own forward, if its class is known to."""
+    if is_for(model, "MaskedLM"):
+        return [loss(masked_lm_loss)]
+    labels, logits = ("labels", "next_sentence_label"), ("prediction_logits", "seq_relationship_logits")
+    return [loss(pretraining_loss, labels=labels, logits=logits)] if is_for(model, "PreTraining") else []
+
+
+def is_for(model: nn.Module, head: str) -> bool:
+    """Tell whether the class of ``model``, or one that it derives from, is named for a head: ``"MaskedLM"``."""
+    return any(cls.__name__.endswith(f"For{head}") for cls in type(model).__mro__)
 
 
 def masked_lm_loss(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -28,69 +48,3 @@ def masked_lm_loss(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
 def pretraining_loss(model: Any, words: Tensor, order: Tensor, labels: Tensor, follows: Tensor | None) -> Tensor | None:
     """Return the sum of both losses, or None if only one of them could be computed."""
     return None if follows is None else masked_lm_loss(model, words, labels) + cross_entropy(order, follows.flatten())
-
-
-class BertForPreTrainingPolicy(BertModelPolicy):
-    """Masked words and the next sentence."""
-
-    stages = _MODEL.under("bert", then="cls")
-    rules: ClassVar[ModulePolicy] = {
-        **_VOCABULARY,
-        "BertPreTrainingHeads": [replicate("seq_relationship")],
-        "BertForPreTraining": [
-            loss(
-                pretraining_loss,
-                labels=("labels", "next_sentence_label"),
-                logits=("prediction_logits", "seq_relationship_logits"),
-            )
-        ],
-    }
-
-
-class BertForMaskedLMPolicy(BertModelPolicy):
-    """Masked words."""
-
-    stages = _MODEL.under("bert", then="cls")
-    rules: ClassVar[ModulePolicy] = {**_VOCABULARY, "BertForMaskedLM": [loss(masked_lm_loss)]}
-
-
-class BertLMHeadModelPolicy(BertModelPolicy):
-    """The next word, of a decoder; its loss is the model's own ``loss_function``, of gathered logits."""
-
-    stages = _MODEL.under("bert", then="cls")
-    rules: ClassVar[ModulePolicy] = _VOCABULARY
-
-
-class BertForNextSentencePredictionPolicy(BertModelPolicy):
-    """The next sentence."""
-
-    stages = _MODEL.under("bert", then="cls")
-    rules: ClassVar[ModulePolicy] = {"BertForNextSentencePrediction": [replicate("cls")]}
-
-
-class BertForSequenceClassificationPolicy(BertModelPolicy):
-    """A label for each sequence."""
-
-    stages = _MODEL.under("bert", then=("dropout", "classifier"))
-    rules: ClassVar[ModulePolicy] = {"BertForSequenceClassification": [replicate("classifier")]}
-
-
-class BertForMultipleChoicePolicy(BertModelPolicy):
-    """A score for each choice."""
-
-    stages = _MODEL.under("bert", then=("dropout", "classifier"))
-    rules: ClassVar[ModulePolicy] = {"BertForMultipleChoice": [replicate("classifier")]}
-
-
-class BertForTokenClassificationPolicy(BertModelPolicy):
-    """A label for each token."""
-
-    stages = _MODEL.under("bert", then=("dropout", "classifier"))
-    rules: ClassVar[ModulePolicy] = {"BertForTokenClassification": [replicate("classifier")]}
-
-
-class BertForQuestionAnsweringPolicy(BertModelPolicy):
-    """Scores for where an answer starts and ends."""
-
-    stages = _MODEL.under("bert", then="qa_outputs")
-    rules: ClassVar[ModulePolicy] = {"BertForQuestionAnswering": [replicate("qa_outputs")]}

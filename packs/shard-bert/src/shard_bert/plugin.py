@@ -21,13 +21,7 @@ _MODELS = (
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve BERT and its heads."""
-    specs = []
-    for name in _MODELS:
-        module = "policy" if name == "BertModel" else "heads"
-        new, old = f"shard_bert.{module}:{name}Policy", f"shard_bert.before5:{name}Policy"
-        specs.append(PolicySpec(target=f"{_BERT}.{name}", policy=new, requires="transformers>=5"))
-        specs.append(PolicySpec(target=f"{_BERT}.{name}", policy=old, requires="transformers<5"))
-    return specs
+    return [PolicySpec(target=f"{_BERT}.{name}", policy="shard_bert.policy:BertPolicy") for name in _MODELS]
 
 
 @hookimpl

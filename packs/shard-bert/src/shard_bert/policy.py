@@ -1,71 +1,105 @@
-"""How BERT is sharded: what every class of its modules needs; `shard_bert.heads` adds what each head needs.
-
-Many encoders are built like BERT. Their packs derive from this policy and say what their classes are called.
-"""
+"""How BERT is sharded, and encoders that are built like it: families derive from this, and say in what they differ."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import transformers
+from packaging.version import Version
+from torch import nn
+from typing_extensions import override
+
+from shard_bert import before5, heads
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequence, vocab
 from shardcore_transformers import PretrainedPolicy
 
-__all__ = ["TOKENS", "BertModelPolicy"]
-
-#: Where tokens may be split, on every release.
-TOKENS = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack="encoder")
-_DIVIDED = sequence(scatter="encoder.layer[0]", gather="encoder.layer[-1]", stack="encoder", attention="attention.self")
+_OLD = Version(transformers.__version__) < Version("5")
 
 
-def _attention(name: str, *, optional: bool = False) -> list[Rule]:
-    """Return the rules of one attention of a block.
+class BertPolicy(PretrainedPolicy):
+    """An encoder like BERT, or with ``is_decoder`` a decoder, with a head or without."""
 
-    It is entered below the residual connection, which is in its ``output``.
-    """
-    return [
-        region(
-            enter=f"{name}.self",
-            col=tuple(f"{name}.self.{projection}" for projection in ("query", "key", "value")),
-            row=f"{name}.output.dense",
-            unit="head",
-            optional=optional,
-        ),
-        norm(f"{name}.output.LayerNorm", optional=optional),
-    ]
-
-
-class BertModelPolicy(PretrainedPolicy):
-    """The encoder, or with ``is_decoder`` the decoder, without a head."""
-
-    #: What the names of the model's classes begin with.
-    family: ClassVar[str] = "Bert"
     checks = (Heads("num_attention_heads"),)
+    #: Of the encoder; a head follows.
     stages = Stages(first="embeddings", blocks="encoder.layer", last="pooler")
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
+    #: What is added to the embeddings of words, and the norm of the sum.
+    added: ClassVar[tuple[str, ...]] = ("position_embeddings", "token_type_embeddings")
+    embedded: ClassVar[str] = "LayerNorm"
+    #: The norms of an attention and of a block, and the one behind the blocks, if there is one.
+    attended: ClassVar[str] = "output.LayerNorm"
+    fed: ClassVar[str] = "output.LayerNorm"
+    final: ClassVar[str] = ""
+    #: The attention that context parallelism may compute.
+    context: ClassVar[str | tuple[str, ...]] = () if _OLD else "attention.self"
+
+    @override
+    def set_model(self, model: nn.Module) -> None:
+        super().set_model(model)
+        if inside := self._inside():
+            then = tuple(name for name, _ in model.named_children() if name != inside)
+            self.stages = type(self).stages.under(inside, then=then)
+
+    def _inside(self) -> str:
+        """Return the name of the encoder in the model, which has its blocks; nothing if the model is one."""
+        return next((name for name, child in self.model.named_children() if hasattr(child, "encoder")), "")
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rules of the model and of its head."""
-        # A decoder gives its blocks a cache, unasked, in which each rank would have keys of its own tokens.
-        divided = not self.model.config.is_decoder
-        return {
-            f"{self.family}Model": [
-                replicate("pooler", optional=True),
-                outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
-                _DIVIDED if divided else TOKENS,
-            ],
-            f"{self.family}Embeddings": [
-                vocab("word_embeddings"),
-                replicate("position_embeddings", "token_type_embeddings"),
-                norm("LayerNorm"),
-            ],
-            f"{self.family}Encoder": [enter_arg("", "encoder_hidden_states")],
-            f"{self.family}Layer": [
-                *_attention("attention"),
-                *_attention("crossattention", optional=True),
-                region(col="intermediate.dense", row="output.dense"),
-                norm("output.LayerNorm"),
-            ],
-            **self.rules,
+        """Return the rules of the encoder, its blocks, and what makes words or labels of what it returns."""
+        encoder = self.model.get_submodule(self._inside())
+        block = encoder.encoder.layer[0]
+        rules: ModulePolicy = {
+            encoder: self.encoder(),
+            encoder.embeddings: self.embeddings(),
+            encoder.encoder: [enter_arg("", "encoder_hidden_states")] if hasattr(block, "crossattention") else [],
+            type(block): self.block(),
+            **(before5.rules_of(encoder) if _OLD else {}),
         }
+        return rules if encoder is self.model else {**rules, **self.heads()}
+
+    def encoder(self) -> list[Rule]:
+        """Return the rules of what is around the blocks."""
+        # A decoder gives its blocks a cache, unasked, in which each rank would have keys of its own tokens.
+        attention = () if getattr(self.model.config, "is_decoder", False) else self.context
+        places = "pooler_output" if _OLD else ()
+        return [
+            *([norm(self.final)] if self.final else []),
+            replicate("pooler", optional=True),
+            outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence", places=places),
+            sequence(
+                scatter="encoder.layer[0]",
+                gather=self.final or "encoder.layer[-1]",
+                stack="encoder",
+                attention=attention,
+            ),
+        ]
+
+    def embeddings(self) -> list[Rule]:
+        """Return the rules of what makes states of tokens."""
+        return [vocab("word_embeddings"), replicate(*self.added, optional=True), norm(self.embedded, optional=True)]
+
+    def block(self) -> list[Rule]:
+        """Return the rules of one block."""
+        return [
+            *self.attention("attention"),
+            *self.attention("crossattention", optional=True),
+            region(col="intermediate.dense", row="output.dense"),
+            norm(self.fed),
+        ]
+
+    def attention(self, name: str, *, optional: bool = False) -> list[Rule]:
+        """Return the rules of one attention of a block, entered below the residual connection in its ``output``."""
+        return [
+            region(
+                enter=f"{name}.self",
+                col=tuple(f"{name}.self.{projection}" for projection in ("query", "key", "value")),
+                row=f"{name}.output.dense",
+                unit="head",
+                optional=optional,
+            ),
+            norm(f"{name}.{self.attended}", optional=optional),
+        ]
+
+    def heads(self) -> ModulePolicy:
+        """Return the rules of what makes words or labels of the states."""
+        return heads.rules_of(self.model)

@@ -21,9 +21,7 @@ _HEADS = (
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve ERNIE and its heads."""
-    return [
-        PolicySpec(target=f"{_MODELS}.Ernie{head}", policy=f"shard_ernie.policy:Ernie{head}Policy") for head in _HEADS
-    ]
+    return [PolicySpec(target=f"{_MODELS}.Ernie{head}", policy="shard_ernie.policy:ErniePolicy") for head in _HEADS]
 
 
 @hookimpl

@@ -11,9 +11,6 @@ from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, sequence, vocab
 from shardcore_transformers import PretrainedPolicy
 
-#: What runs behind the decoder; a model has what its kind of head needs.
-_HEADS = ("lm_head", "dropout", "score", "qa_outputs")
-
 
 class LlamaPolicy(PretrainedPolicy):
     """A decoder like Llama, with a head or without. Families that differ from it derive from it, and say in what."""
@@ -29,6 +26,8 @@ class LlamaPolicy(PretrainedPolicy):
     row: ClassVar[str] = "down_proj"
     #: What normalizes the queries and keys of each head, in the attention.
     head_norms: tuple[str, ...] = ()
+    #: What makes labels of the states.
+    labels: ClassVar[tuple[str, ...]] = ("score", "qa_outputs")
     #: The attention that context parallelism may compute.
     context: ClassVar[str | tuple[str, ...]] = "self_attn"
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
@@ -39,7 +38,8 @@ class LlamaPolicy(PretrainedPolicy):
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
         if inside := self._inside():
-            self.stages = type(self).stages.under(inside, then=_HEADS, optional=_HEADS)
+            then = tuple(name for name, _ in model.named_children() if name != inside)
+            self.stages = type(self).stages.under(inside, then=then)
 
     def _inside(self) -> str:
         """Return the name of the decoder in the model, which has its blocks; nothing if the model is one."""
@@ -51,7 +51,7 @@ class LlamaPolicy(PretrainedPolicy):
         rules: ModulePolicy = {decoder: self.decoder(), type(decoder.layers[0]): self.block()}
         if decoder is self.model:
             return rules
-        return {**rules, self.model: [head("lm_head", optional=True), replicate("score", "qa_outputs", optional=True)]}
+        return {**rules, self.model: [head("lm_head", optional=True), replicate(*self.labels, optional=True)]}
 
     def decoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-_MODULES = {
-    "Roberta": ("transformers.models.roberta.modeling_roberta", "shard_roberta.policy"),
-    "XLMRoberta": ("transformers.models.xlm_roberta.modeling_xlm_roberta", "shard_roberta.xlm"),
-}
+_MODELS = {"roberta": "Roberta", "xlm_roberta": "XLMRoberta"}
 _HEADS = (
     "Model",
     "ForCausalLM",
@@ -25,10 +22,14 @@ _REQUIRES = {"XLMRobertaForMultipleChoice": ("transformers<5", "transformers>=5.
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve RoBERTa and XLM-RoBERTa, and their heads."""
+    """Serve RoBERTa and XLM-RoBERTa, and their heads: their policy is that of BERT."""
     return [
-        PolicySpec(target=f"{models}.{family}{head}", policy=f"{policies}:{family}{head}Policy", requires=requires)
-        for family, (models, policies) in _MODULES.items()
+        PolicySpec(
+            target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
+            policy="shard_bert.policy:BertPolicy",
+            requires=requires,
+        )
+        for module, family in _MODELS.items()
         for head in _HEADS
         for requires in _REQUIRES.get(f"{family}{head}", (None,))
     ]

@@ -1,0 +1,1 @@
+"""Encoders of transformers that are built like BERT, for shardcore."""
