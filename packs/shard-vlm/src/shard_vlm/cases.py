@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny, weighted_mean
@@ -205,7 +206,9 @@ def _family(name: str) -> dict[str, Any]:
 
 
 def _class(name: str) -> Any:
-    return getattr(transformers, name, None) or getattr(modeling_qwen2_vl, name)  # one tower is private
+    """Return the class ``name``; towers of Qwen are, or were in some releases, none that transformers itself names."""
+    homes = (transformers, modeling_qwen2_vl, modeling_qwen2_5_vl)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **options: Any) -> Any:
