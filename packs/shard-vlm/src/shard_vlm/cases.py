@@ -202,7 +202,7 @@ _TEXTS = {
 
 def _family(name: str) -> dict[str, Any]:
     inside = {**_TOWERS, **_TEXTS}.get(name)
-    return _FAMILIES[inside or name.removesuffix("Model").removesuffix("ForConditionalGeneration")]
+    return _FAMILIES[inside or name.partition("For")[0].removesuffix("Model")]
 
 
 def _class(name: str) -> Any:
@@ -271,6 +271,8 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     seen = torch.full((3, _family(name).get("tokens", 4)), _IMAGE)
     ids, mask = torch.cat([seen, ids], 1), torch.cat([torch.ones_like(seen), mask], 1)
     batch = {"input_ids": ids, "attention_mask": mask, **_images(name, ids, generator)}
+    if name.endswith("ForSequenceClassification"):
+        batch["labels"] = torch.randint(0, 2, (3,), generator=generator)
     if name.endswith("ForConditionalGeneration"):
         batch["labels"] = ids.masked_fill((mask == 0) | (ids == _IMAGE), -100)
     return batch
@@ -315,6 +317,9 @@ def cases() -> list[Case]:
             ),
             _case(f"{name}_model", f"{family}Model", own, layers=layers, **_STATES),
         ]
+    kind, own = "Gemma3ForSequenceClassification", _FAMILIES["Gemma3"]
+    layers = "model.language_model.layers"
+    found.append(_case("gemma3_sequence_classification", kind, own, outputs=("logits",), layers=layers))
     for kind, family in _TEXTS.items():
         own = _FAMILIES[family]
         together = own["supports"].sequence

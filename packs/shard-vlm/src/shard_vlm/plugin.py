@@ -46,6 +46,7 @@ def shardcore_policies() -> list[PolicySpec]:
         for module, family in _FAMILIES.items()
         for kind in ("Model", "ForConditionalGeneration")
     }
+    joined["gemma3.modeling_gemma3.Gemma3ForSequenceClassification"] = "shard_vlm.policy:VisionLanguagePolicy"
     return [
         PolicySpec(target=f"transformers.models.{target}", policy=policy)
         for target, policy in {**joined, **_PARTS}.items()

@@ -17,16 +17,21 @@ class VisionLanguagePolicy(PretrainedPolicy):
     @override
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
-        self.has_head = hasattr(model, "lm_head")
-        self.inside = model.get_submodule("model" if self.has_head else "")
+        self.inside = getattr(model, "model", model)
         children = dict(self.inside.named_children())
         self.models = tuple(name for name, child in children.items() if isinstance(child, PreTrainedModel))
         parameters = (name for name, _ in self.inside.named_parameters(recurse=False))
         self.joints = (*(name for name in children if name not in self.models), *parameters)
-        stages = Stages(blocks=self.models, between=self.joints)
-        self.stages = stages.under("model", then="lm_head") if self.has_head else stages
+        self.stages = Stages(blocks=self.models, between=self.joints)
+        if self.inside is not model:
+            then = tuple(name for name, child in model.named_children() if child is not self.inside)
+            self.stages = self.stages.under("model", then=then)
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of what joins the models inside, and of the head."""
         rules: ModulePolicy = {self.inside: [*map(delegate, self.models), replicate(*self.joints, optional=True)]}
-        return {**rules, self.model: [head("lm_head"), calls("get_image_features")]} if self.has_head else rules
+        if self.inside is self.model:
+            return rules
+        heads = [head("lm_head", optional=True), replicate("score", optional=True)]
+        alone = [calls("get_image_features")] if hasattr(self.model, "get_image_features") else []
+        return {**rules, self.model: [*heads, *alone]}
