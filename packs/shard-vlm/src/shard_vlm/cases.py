@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -46,6 +46,8 @@ _LANGUAGE: dict[str, Any] = {
 _BEHIND = ("vision_tower.encoder.layers.1.", "vision_tower.post_layernorm")
 
 _SPLIT = Supports(sequence=True, captured=("attentions", "hidden_states"))
+#: What is read of the tower is no longer there in the next stage, or counted in words.
+_WHOLE = replace(_SPLIT, pipeline=False)
 #: The rows of Qwen's images are patches, of which a pipeline has no micro-batches; what its towers return as attentions
 #: are no weights.
 _PATCHES = replace(_SPLIT, pipeline=False, captured=("hidden_states",))
@@ -89,7 +91,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "tower": {"size": None},
         "language": {"model_type": "llama"},
         "text": "text_model",
-        "joined": {"scale_factor": 2},
+        "joined": {"scale_factor": 2, "use_cache": False},
         "tokens": 1,
         "pieces": 1,
     },
@@ -105,6 +107,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "language": {"model_type": "llama"},
         "joined": {"image_seq_length": 4},
         "unused": _BEHIND,
+        "supports": _WHOLE,
     },
     "LlavaNext": {
         "tower": {"model_type": "clip_vision_model"},
@@ -114,6 +117,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "pieces": 3,
         "size": [8, 16],
         "unused": _BEHIND,
+        "supports": _WHOLE,
     },
     "LlavaOnevision": {
         "tower": {"model_type": "siglip_vision_model", "vision_use_head": False},
@@ -127,9 +131,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral3": {
         "tower": {"model_type": "pixtral"},
         "language": {"model_type": "mistral"},
-        "joined": {"spatial_merge_size": 2},
-        "tokens": 1,
+        "joined": {"spatial_merge_size": 1},
         "size": [8, 8],
+        "supports": _WHOLE,
     },
     "PaliGemma": {
         "tower": {"model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 64},
@@ -174,7 +178,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "tower": {"size": None},
         "language": {"model_type": "llama"},
         "text": "text_model",
-        "joined": {"scale_factor": 2},
+        "joined": {"scale_factor": 2, "use_cache": False},
         "tokens": 1,
         "pieces": 1,
     },
@@ -216,7 +220,7 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **o
 
     Args:
         name: the class.
-        dropout: of the attention of the language model.
+        dropout: of the attention of the language model, or of the tower if it is one.
         seed: of the parameters.
         heads: of the language model, or of the tower if it is one.
         **options: of the configuration.
@@ -225,7 +229,7 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **o
     kv, tower = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), heads), {**_TOWER, **family["tower"]}
     language = {**_LANGUAGE, **kv, "attention_dropout": dropout, **family["language"]}
     if name in _TOWERS:
-        settings = {**tower, **dict.fromkeys(("num_attention_heads", "num_heads"), heads)}
+        settings = {**tower, **dict.fromkeys(("num_attention_heads", "num_heads"), heads), "attention_dropout": dropout}
     elif name in _TEXTS:
         settings = language
     else:
@@ -235,6 +239,10 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **o
     model = tiny(_class(name), seed=seed, **{"attn_implementation": "eager", **settings, **options})
     if "Moe" in name and name not in _TOWERS:
         model.set_experts_implementation("eager")  # the default multiplies in no float64
+    with torch.no_grad():
+        for module in model.modules():
+            if "Gemma" in type(module).__name__ and "Norm" in type(module).__name__:
+                module.weight.sub_(1)  # they multiply by 1 + weight
     for path, parameter in model.named_parameters():
         if name not in _TOWERS and any(part in path for part in family.get("unused", ())):
             parameter.requires_grad_(False)
@@ -247,7 +255,7 @@ def _images(name: str, ids: Tensor, generator: torch.Generator) -> dict[str, Ten
         patches = torch.randn(3 * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
         grid = torch.tensor([[1, 4, 4]] * 3)
         if name in _TOWERS:
-            return {"hidden_states": patches, "grid_thw": grid}
+            return {"grid_thw": grid, "hidden_states": patches}
         return {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": (ids == _IMAGE).long()}
     family = _family(name)
     pieces = (family["pieces"],) if "pieces" in family and name not in _TOWERS else ()
@@ -299,6 +307,11 @@ def tower_loss(out: Any) -> Tensor:
     return hidden_loss(out) + (weighted_mean(*deep) if deep else 0.0)
 
 
+def even_loss(out: Any) -> Tensor:
+    """Return a loss that weighs all tokens alike: Pixtral makes one row of all images, or of those of a part."""
+    return cast(Tensor, out.last_hidden_state.square().mean())
+
+
 def cases() -> list[Case]:
     """Return a case for every class, and for what it is made of where that is no other pack's."""
     found = []
@@ -334,6 +347,10 @@ def cases() -> list[Case]:
             "loss": tower_loss,
             "sharded": ("qkv",) if patches else ("q_proj", "v_proj"),
         }
-        supports = replace(_PATCHES, sequence=False) if patches else _SPLIT
-        found.append(_case(f"{family.lower()}_tower", kind, {}, supports=supports, **fields))
+        if family == "Mistral3":
+            fields["loss"] = even_loss
+        supports = replace(_PATCHES, sequence=False, dropout=False) if patches else _SPLIT
+        # The bias of queries, keys and values together is one more.
+        cost = {"collectives": (2, 3) if patches else (2, 2)}
+        found.append(_case(f"{family.lower()}_tower", kind, cost, supports=supports, **fields))
     return found
