@@ -190,7 +190,9 @@ class Plan:
         tensors = {name: value for name, value in state.items() if name not in aliases}
         if _needs_whole(model, tensors, arguments):
             return cls(tensors=tensors, files={"": list(tensors)}, size=0, whole=True)
-        return cls.of_files(call, tensors)
+        # What only changes places is written where transformers would write it.
+        order = _reverted(model, _on_meta(tensors)) if arguments.get("save_original_format", True) else None
+        return cls.of_files(call, {name: tensors[name] for name in order or tensors})
 
     @classmethod
     def of_files(cls, call: Call, tensors: Mapping[str, Tensor]) -> Self:
