@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from shardcore.policy import ModulePolicy
 from shardcore.styles import attribute, partial, per_rank
+
+IS_OLD = Version(transformers.__version__) < Version("5")
 
 
 def rules_of(encoder: nn.Module) -> ModulePolicy:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import transformers
-from packaging.version import Version
 from torch import nn
 from typing_extensions import override
 
@@ -13,8 +11,6 @@ from shard_bert import before5, heads
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequence, vocab
 from shardcore_transformers import PretrainedPolicy
-
-_OLD = Version(transformers.__version__) < Version("5")
 
 
 class BertPolicy(PretrainedPolicy):
@@ -31,14 +27,14 @@ class BertPolicy(PretrainedPolicy):
     fed: ClassVar[str] = "output.LayerNorm"
     final: ClassVar[str] = ""
     #: The attention that context parallelism may compute.
-    context: ClassVar[str | tuple[str, ...]] = () if _OLD else "attention.self"
+    context: ClassVar[str | tuple[str, ...]] = () if before5.IS_OLD else "attention.self"
 
     @override
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
         if inside := self._inside():
-            then = tuple(name for name, _ in model.named_children() if name != inside)
-            self.stages = type(self).stages.under(inside, then=then)
+            heads = tuple(name for name, _ in model.named_children() if name != inside)
+            self.stages = type(self).stages.under(inside, then=heads)
 
     def _inside(self) -> str:
         """Return the name of the encoder in the model, which has its blocks; nothing if the model is one."""
@@ -53,7 +49,7 @@ class BertPolicy(PretrainedPolicy):
             encoder.embeddings: self.embeddings(),
             encoder.encoder: [enter_arg("", "encoder_hidden_states")] if hasattr(block, "crossattention") else [],
             type(block): self.block(),
-            **(before5.rules_of(encoder) if _OLD else {}),
+            **(before5.rules_of(encoder) if before5.IS_OLD else {}),
         }
         return rules if encoder is self.model else {**rules, **self.heads()}
 
@@ -61,17 +57,13 @@ class BertPolicy(PretrainedPolicy):
         """Return the rules of what is around the blocks."""
         # A decoder gives its blocks a cache, unasked, in which each rank would have keys of its own tokens.
         attention = () if getattr(self.model.config, "is_decoder", False) else self.context
-        places = "pooler_output" if _OLD else ()
+        last = self.final or "encoder.layer[-1]"
+        places = "pooler_output" if before5.IS_OLD else ()
         return [
             *([norm(self.final)] if self.final else []),
             replicate("pooler", optional=True),
             outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence", places=places),
-            sequence(
-                scatter="encoder.layer[0]",
-                gather=self.final or "encoder.layer[-1]",
-                stack="encoder",
-                attention=attention,
-            ),
+            sequence(scatter="encoder.layer[0]", gather=last, stack="encoder", attention=attention),
         ]
 
     def embeddings(self) -> list[Rule]:

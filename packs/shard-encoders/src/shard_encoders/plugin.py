@@ -11,15 +11,15 @@ _ALL = (*_LABELS, "ForMultipleChoice", "ForQuestionAnswering")
 _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "camembert": ("Camembert", "shard_bert.policy:BertPolicy", ("ForCausalLM", *_ALL)),
     "electra": ("Electra", "shard_encoders.policy:ElectraPolicy", ("ForCausalLM", "ForPreTraining", *_ALL)),
-    "esm": ("Esm", "shard_encoders.policy:EsmPolicy", _LABELS),
+    "esm": ("Esm", "shard_encoders.norms_first:EsmPolicy", _LABELS),
     "eurobert": ("EuroBert", "shard_encoders.policy:EuroBertPolicy", _LABELS),
     "megatron_bert": (
         "MegatronBert",
-        "shard_encoders.policy:MegatronBertPolicy",
+        "shard_encoders.norms_first:MegatronBertPolicy",
         ("ForCausalLM", "ForNextSentencePrediction", "ForPreTraining", *_ALL),
     ),
     "mpnet": ("MPNet", "shard_encoders.policy:MPNetPolicy", _ALL),
-    "xlm_roberta_xl": ("XLMRobertaXL", "shard_encoders.policy:XLMRobertaXLPolicy", ("ForCausalLM", *_ALL)),
+    "xlm_roberta_xl": ("XLMRobertaXL", "shard_encoders.norms_first:XLMRobertaXLPolicy", ("ForCausalLM", *_ALL)),
 }
 
 
