@@ -72,8 +72,8 @@ class PlainPair(Pair):
 def _shardcore() -> nn.Module:
     from shardcore.mesh import ShardContext
     from shardcore.nn import ColumnLinear, RowLinear
-    from shardcore.nn.randomness.dropout import DropoutSites
-    from shardcore.nn.region.sole import SoleRegion
+    from shardcore.nn.randomness import DropoutSites
+    from shardcore.nn.region.inner import SoleRegion
 
     context = ShardContext.of(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     pair = Pair()

@@ -91,15 +91,15 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
     assert len(rows) == len(set(rows))
     # They set attributes of torch, of TRL and of sys.
     elsewhere = {
-        "shardcore.apply.uncaught.tell_once",
+        "shardcore.apply.errors.tell_once",
         "shardcore_trainer._rewards.gathering_over",
         "shardcore_transformers.holders.CHANGES",
         "shardcore_peft.client.CHANGES",
         "shardcore.comm.strided.install",
-        "shardcore.nn.assigned_data.refuse_dropped_data",
-        "shardcore.nn.draws.refuse_draws_on_cpu",
-        "shardcore.nn.numbers.warn_of_partial_numbers",
-        "shardcore.nn.scaling.find_inf_on_all_ranks",
+        "shardcore.nn.process.refuse_dropped_data",
+        "shardcore.nn.process.refuse_draws_on_cpu",
+        "shardcore.nn.process.warn_of_partial_numbers",
+        "shardcore.nn.optimizers.find_inf_on_all_ranks",
         "shardcore.nn.slices.refuse_lost_writes",
     }
     assert set(rows) - elsewhere == found()

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
-from shardcore.apply import lone_pickles
+from shardcore.apply import call_checks
 from shardcore.errors import NotSupportedError, PlanError, ShardcoreWarning, WrapError
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
@@ -204,7 +204,7 @@ def stated(models):
     file = [None]
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lone_pickles, "_SOON", 0.1)
+            patch.setattr(call_checks, "_SOON", 0.1)
             with pytest.warns(ShardcoreWarning, match=r"parts of rank 0 .*ranks: 1") as told:
                 looked(torch.save(model.state_dict(), buffer := io.BytesIO()))
         assert told[0].filename == __file__

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import shardcore
 from shardcore._torch import CAN_TRACE
-from shardcore.nn.blocks.compiled import CompiledBlock
+from shardcore.nn.blocks import CompiledBlock
 from shardcore_testing.parity import assert_same_gradients
 from shardcore_testing.subject import checkpointing
 

@@ -7,7 +7,7 @@ import torch
 from llama_cases import batch, build, loss_of, shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardcore.comm import channel
+from shardcore.comm import collectives
 
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_}
 
@@ -22,7 +22,7 @@ class Order(TorchDispatchMode):
 
         seen, names = self.seen, self.names
 
-        class Pending(channel.Pending):
+        class Pending(collectives.Pending):
             def __init__(self, *args):
                 super().__init__(*args)
                 self.name = next(made)
@@ -33,7 +33,7 @@ class Order(TorchDispatchMode):
                 seen.append(f"wait {self.name}")
                 return super().wait()
 
-        monkeypatch.setattr(channel, "Pending", Pending)
+        monkeypatch.setattr(collectives, "Pending", Pending)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in PRODUCTS:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardcore.preemption import Preemption
     from shardcore.pretrained import from_pretrained
     from shardcore.random import get_rng_state, manual_seed, set_rng_state
-    from shardcore.weights.full import full_tensors
+    from shardcore.weights.gathering import full_tensors
 
 __version__ = "0.1.0"
 
@@ -129,7 +129,7 @@ _HOMES = {
     "shardcore.preemption": ("Preemption",),
     "shardcore.pretrained": ("from_pretrained",),
     "shardcore.random": ("get_rng_state", "manual_seed", "set_rng_state"),
-    "shardcore.weights.full": ("full_tensors",),
+    "shardcore.weights.gathering": ("full_tensors",),
 }
 
 if not TYPE_CHECKING:

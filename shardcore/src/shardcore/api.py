@@ -23,7 +23,7 @@ from shardcore.fsdp.phase import Fsdp, Wrap
 from shardcore.inferred import Inference, inference
 from shardcore.mesh import group_of
 from shardcore.pipeline.model import Pipelining, Stepping
-from shardcore.plan.phases import ModelPhase
+from shardcore.plan.shard_plan import ModelPhase
 from shardcore.policy import Policy
 from shardcore.weights.weights import Materializing, Place, Weights
 

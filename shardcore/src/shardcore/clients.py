@@ -6,7 +6,7 @@ An entry point has the name by which the library is imported, and names a module
     what the library has put around the layers of a model, an `Attached` or None; asked by `shardcore.shard` where the
     model has modules of the library
 ``unpacking(model)``
-    likewise what makes modules with quantized weights ordinary ones, a `shardcore.plan.phases.ModelPhase` or None
+    likewise what makes modules with quantized weights ordinary ones, a `shardcore.plan.shard_plan.ModelPhase` or None
 ``CHANGES``
     what is changed in the library as long as a sharded model lives; see `shardcore.nn.process.Change`
 ``needs_of_optimizer(optimizer)``, ``OPTIMIZERS_AT_WHOLES``
@@ -41,7 +41,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn import libraries
 from shardcore.nn.process import Change
 from shardcore.plan import ShardPlan
-from shardcore.plan.phases import ModelPhase
+from shardcore.plan.shard_plan import ModelPhase
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.policy import Policy
 

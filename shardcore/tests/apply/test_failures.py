@@ -185,7 +185,7 @@ def refused_by_fsdp():
 
 def fails_while_wrapping():
     """fully_shard fails on one rank only, for a reason that nobody could foresee."""
-    real, calls = shardcore.fsdp.data_parallel.fully_shard, []
+    real, calls = shardcore.fsdp.phase.fully_shard, []
 
     def fail(module, **options):
         calls.append(module)
@@ -196,7 +196,7 @@ def fails_while_wrapping():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        mock.patch.object(shardcore.fsdp.data_parallel, "fully_shard", fail),
+        mock.patch.object(shardcore.fsdp.phase, "fully_shard", fail),
         pytest.raises(PartlyShardedError, match="MemoryError: no room") as caught,
     ):
         shardcore.shard(model, policy=TinyPolicy, tp=1, dp=2, optimizer=optimizer)

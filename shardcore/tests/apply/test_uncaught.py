@@ -10,7 +10,7 @@ import pytest
 from tiny import TinyPolicy, build
 
 import shardcore
-from shardcore.apply import uncaught
+from shardcore.apply import errors
 from shardcore.errors import AgreementError, ConfigError
 
 
@@ -19,14 +19,14 @@ def end(monkeypatch, tmp_path):
     """Return what ends a process of this rank, with the hook around Python's own: what torchrun is told, too."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    uncaught.tell_once()
+    errors.tell_once()
     first = sys.excepthook
-    uncaught.tell_once()
+    errors.tell_once()
     assert sys.excepthook is first
 
     def ended(error, rank=None):
-        monkeypatch.setattr(uncaught.dist, "is_initialized", lambda: rank is not None)
-        monkeypatch.setattr(uncaught.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(errors.dist, "is_initialized", lambda: rank is not None)
+        monkeypatch.setattr(errors.dist, "get_rank", lambda: rank)
         sys.excepthook(type(error), error, error.__traceback__)
         file = tmp_path / "error.json"
         return json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] if file.exists() else None

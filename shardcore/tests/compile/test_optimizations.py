@@ -23,7 +23,7 @@ from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedRMSNorm, Replicated
-from shardcore.nn.blocks.recompute import RecomputedBlock
+from shardcore.nn.blocks import RecomputedBlock
 from shardcore.nn.region.region import Region
 from shardcore.plan.steps import EnterRegion, FreezeForInference, FuseNorm, Recompute, SetAttribute
 from shardcore.policy import Stages

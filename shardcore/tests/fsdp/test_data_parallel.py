@@ -11,7 +11,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import shardcore
-from shardcore.fsdp.data_parallel import apply_data_parallel
+from shardcore.fsdp.phase import apply_data_parallel
 from shardcore.mesh import context_of
 from shardcore_testing.parity import assert_same_gradients
 

@@ -9,8 +9,8 @@ from tiny import build, shard
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.agree import received
-from shardcore.mesh import AXES, Sizes, build_mesh, device_type_of, group_of, meshes, time_limit
-from shardcore.mesh.meshes import _device_type
+from shardcore.mesh import AXES, Sizes, axes, build_mesh, device_type_of, group_of, time_limit
+from shardcore.mesh.axes import _device_type
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_group_is_where_its_backend_is(backends, accelerator, wanted):
 def test_the_device_is_that_of_a_group_started_without_a_backend(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(meshes, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(axes, "accelerator", lambda: "cuda")
     assert device_type_of() == "cuda"
 
 

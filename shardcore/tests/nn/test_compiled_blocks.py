@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 from shardcore._torch import CAN_TRACE
 from shardcore.compile.switches import Choice
 from shardcore.config.recomputation import GradientCheckpointConfig
+from shardcore.nn import blocks
 from shardcore.nn.base import with_methods
-from shardcore.nn.blocks import compiled
-from shardcore.nn.blocks.compiled import CompiledBlock
+from shardcore.nn.blocks import CompiledBlock
 from shardcore.plan.steps import Compile, Recompute
 
 
@@ -74,7 +74,7 @@ class Scaled(torch.nn.Module):
         return x * self.scale
 
 
-@pytest.mark.skipif(not compiled._LIMIT, reason="this torch takes no number of graphs")
+@pytest.mark.skipif(not blocks._LIMIT, reason="this torch takes no number of graphs")
 def test_blocks_of_many_kinds_stay_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()

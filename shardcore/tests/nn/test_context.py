@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardcore.comm.channel import Channel
+from shardcore.comm.collectives import Channel
 from shardcore.nn.context.attention import Groups, attend
 from shardcore.nn.context.blocks import Block, TokenMask, attend_block, attend_block_backward
 from shardcore.nn.context.places import Places, gather_tokens, tokens_of, total

@@ -9,7 +9,7 @@ from tiny import shard
 from torch import nn
 
 import shardcore
-from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.randomness import DropoutSites
 from shardcore.policy import Policy
 from shardcore.styles import col, region, row
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.flow import ENTERS, LEAVES, Flow, GradPlacement
+from shardcore.comm.gradients import ENTERS, LEAVES, Flow, GradPlacement
 from shardcore.nn.region.flow import Graph, Mistake
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from shardcore.errors import NotSupportedError
-from shardcore.fsdp.data_parallel import apply_data_parallel
+from shardcore.fsdp.phase import apply_data_parallel
 
 pytestmark = FUSED
 

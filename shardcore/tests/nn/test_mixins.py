@@ -16,7 +16,7 @@ from torch import nn
 import shardcore
 from shardcore.nn import Replicated, VocabEmbedding
 from shardcore.nn.base import LocalModule, ParallelMixin, with_methods
-from shardcore.nn.blocks.compiled import CompiledBlock
+from shardcore.nn.blocks import CompiledBlock
 from shardcore.nn.intact import _is_parallel
 from shardcore.nn.mixin import add_mixin, mixins, native_class
 from shardcore.nn.same_inputs import SameInputs

@@ -10,7 +10,7 @@ from blocks import Mlp
 from tiny import randomize, shard
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn.region.sole import SoleRegion
+from shardcore.nn.region.inner import SoleRegion
 from shardcore.policy import Policy
 from shardcore.styles import region
 from shardcore_testing.observing import Collectives

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 
-from shardcore.nn.views import with_value
+from shardcore.nn.copies import with_value
 
 
 class Config:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore import ConfigError, ModelSharder, PlanError, ShardConfig
-from shardcore.fsdp.data_parallel import apply_data_parallel
+from shardcore.fsdp.phase import apply_data_parallel
 from shardcore.mesh import context_of
 from shardcore.styles import experts
 from shardcore_testing.observing import Collectives

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import shardcore
 from shardcore import Policy
 from shardcore.comm.dtensor_params import read_partial
-from shardcore.comm.flow import GradPlacement
+from shardcore.comm.gradients import GradPlacement
 from shardcore.errors import PlanError
-from shardcore.nn import Layout, ParallelMixin, ShardedLayout, gradient_check
+from shardcore.nn import Layout, ParallelMixin, ShardedLayout, root
 from shardcore.nn.region.flow import Graph
 from shardcore.nn.region.gradients import Wrong
 from shardcore.policy import Rule, Scope
@@ -282,8 +282,8 @@ def once() -> None:
     _, sharded = twins(*RIGHT["a residual inside of what enters"])
     x, labels = inputs()
     seen: list[int] = []
-    graph = gradient_check.Graph
-    gradient_check.Graph = lambda outputs, *inputs: seen.append(len(outputs)) or graph(outputs, *inputs)  # type: ignore[assignment,misc]
+    graph = root.Graph
+    root.Graph = lambda outputs, *inputs: seen.append(len(outputs)) or graph(outputs, *inputs)  # type: ignore[assignment,misc]
     try:
         with Collectives() as sent:
             sharded(x, labels=labels)
@@ -304,7 +304,7 @@ def once() -> None:
         sharded(x.requires_grad_())
         assert seen == [1, 1, 1, 1]
     finally:
-        gradient_check.Graph = graph  # type: ignore[misc]
+        root.Graph = graph  # type: ignore[misc]
 
 
 def test_each_way_of_calling_is_looked_at_once(pool: Any) -> None:
@@ -316,10 +316,10 @@ def one_rank() -> None:
     native, sharded = twins(*RIGHT["a residual inside of what enters"])
     x, labels = inputs()
     if dist.get_rank() == 0:
-        gradient_check.wrong_gradients, kept = _everything, gradient_check.wrong_gradients
+        root.wrong_gradients, kept = _everything, root.wrong_gradients
         with pytest.raises(PlanError, match="would be wrong"):
             sharded(x, labels=labels)
-        gradient_check.wrong_gradients = kept
+        root.wrong_gradients = kept
     else:
         sharded(x, labels=labels)
     for model in (native, sharded):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.fsdp.data_parallel import apply_data_parallel
+from shardcore.fsdp.phase import apply_data_parallel
 from shardcore.mesh import ShardContext, Sizes, build_mesh, set_context
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
-from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.region.region import Region
 
 IN, BATCH = 8, 4

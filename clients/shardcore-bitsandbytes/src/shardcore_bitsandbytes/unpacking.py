@@ -10,7 +10,7 @@ from torch import nn
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.plan import ShardPlan
-from shardcore.plan.phases import ModelPhase
+from shardcore.plan.shard_plan import ModelPhase
 from shardcore_bitsandbytes.weights import Weight4Bit
 
 __all__ = ["unpacking"]

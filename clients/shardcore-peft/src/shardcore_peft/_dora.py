@@ -17,14 +17,13 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
 from shardcore.comm.dtensor_params import local_tensor, read_local, read_partial
-from shardcore.comm.exchange import exchange_rows
-from shardcore.comm.neighbours import gather_rows
+from shardcore.comm.exchange import exchange_rows, gather_rows
 from shardcore.comm.parts import part_of
 from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn import ColumnLinear, Layout, Replicated, ReplicatedLayout, RowLinear, ShardedLayout, VocabEmbedding
 from shardcore.nn.linear.functional import as_out_in, multiply
-from shardcore.nn.linear.together import take_rows
+from shardcore.nn.linear.members import take_rows
 from shardcore.nn.sequence.shard import enter_region
 from shardcore_peft._around import whole_base
 from shardcore_peft._merging import of_whole_tensors

@@ -13,7 +13,7 @@ from peft.utils import hotswap
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.apply.collective_errors import together
+from shardcore.apply.errors import together
 from shardcore.comm.parts import part_of
 from shardcore.errors import ConfigError
 from shardcore.mesh import group_of, nearest_context

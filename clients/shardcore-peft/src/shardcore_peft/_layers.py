@@ -9,7 +9,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.fsdp.data_parallel import data_axes
+from shardcore.fsdp.phase import data_axes
 from shardcore.fsdp.scalars import on_replicas
 from shardcore.mesh import ShardContext
 from shardcore.nn import HeadParameters, Replicated

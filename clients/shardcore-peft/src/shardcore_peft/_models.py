@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardcore.agree.agreement import Report, agree
-from shardcore.apply.collective_errors import together
+from shardcore.apply.errors import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.mesh import ShardContext, group_of, nearest_context, set_context, set_part_of
 from shardcore.nn import ParallelMixin

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.errors import NotSupportedError
-from shardcore.fsdp.data_parallel import data_axes
+from shardcore.fsdp.phase import data_axes
 from shardcore.fsdp.scalars import on_replicas
 from shardcore.mesh import ShardContext, context_of
 from shardcore.nn import ParallelMixin, Replicated, ReplicatedLayout

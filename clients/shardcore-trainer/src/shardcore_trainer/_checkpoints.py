@@ -16,7 +16,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
-from shardcore.checkpoint.generators import generators_of, set_generators
+from shardcore.checkpoint.snapshot import generators_of, set_generators
 from shardcore.errors import CheckpointError, ShardcoreWarning
 from shardcore_trainer._replicas import sharded_in
 from shardcore_trainer._states import FOLDER, native_optimizer

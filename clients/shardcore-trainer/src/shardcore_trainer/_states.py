@@ -12,7 +12,7 @@ from accelerate.utils import OPTIMIZER_NAME
 from torch import nn
 
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
-from shardcore.checkpoint.generators import generators_of, set_generators
+from shardcore.checkpoint.snapshot import generators_of, set_generators
 from shardcore.errors import CheckpointError, ConfigError
 from shardcore_trainer._replicas import sharded_in
 from shardcore_trainer._schedules import made_in_steps_of, refuse_unable_to_change, steps_of

@@ -21,8 +21,8 @@ __all__ = ["KINDS", "OPERATIONS", "Watch", "local", "nbytes"]
 #: What memory is taken by, from what stays to what comes and goes.
 KINDS = ("parameters", "gradients", "optimizer", "temporaries", "activations")
 
-#: By the names of c10d and of functional collectives. On the CPU `shardcore.comm.channel` sends a reduce-scatter as an
-#: all-to-all of equal pieces; of an exchange, the pieces have sizes.
+#: By the names of c10d and of functional collectives. On the CPU `shardcore.comm.collectives` sends a reduce-scatter as
+#: an all-to-all of equal pieces; of an exchange, the pieces have sizes.
 OPERATIONS = {
     "allreduce": "all_reduce",
     "allgather_base": "all_gather",

@@ -21,8 +21,8 @@ def misfit(
     """Return why a policy does not fit a small model, or an empty text; ``fields`` are those of `ShardConfig`.
 
     Compiling the policy, running the model with a rank's sizes and judging the way of its gradients
-    (`shardcore.comm.flow`) finds wrong names, sizes, views and entries. Values are not compared: collectives of ranks
-    that are not there return what they are given.
+    (`shardcore.comm.gradients`) finds wrong names, sizes, views and entries. Values are not compared: collectives of
+    ranks that are not there return what they are given.
     """
     sharded = copy.deepcopy(model)
     try:

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardcore.errors import ConfigError
 from shardcore.mesh import accelerator
-from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.randomness import DropoutSites
 from shardcore.plugins.registry import Pack, default_registry
 from shardcore_cli.tables import say, show_table
 from shardcore_testing.cases import Case, Supports

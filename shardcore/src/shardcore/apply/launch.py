@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardcore._env import TorchrunEnv, torchrun
+from shardcore.apply.errors import tell_once
 from shardcore.apply.restarts import store_of
-from shardcore.apply.uncaught import tell_once
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import accelerator

@@ -21,7 +21,7 @@ from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_item
 from shardcore.agree.received import check_source, receive, set_modes
 from shardcore.apply.call_checks import compare_calls, follow_seeds
 from shardcore.apply.changes import prepared
-from shardcore.apply.collective_errors import out_of_inference_mode, together
+from shardcore.apply.errors import out_of_inference_mode, together
 from shardcore.apply.launch import world_size
 from shardcore.apply.shardable import check_model, refuse_packed, refuse_sharded
 from shardcore.clients import changes_of_libraries, policy_base
@@ -31,15 +31,14 @@ from shardcore.config import ShardConfig
 from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
-from shardcore.nn.gradient_check import check_gradients
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums
 from shardcore.nn.process import watch_torch
-from shardcore.nn.root import ShardedModel
+from shardcore.nn.root import ShardedModel, check_gradients
 from shardcore.plan import ShardPlan
 from shardcore.plan.digest import to_data
-from shardcore.plan.phases import ModelPhase
+from shardcore.plan.shard_plan import ModelPhase
 from shardcore.plan.steps import Commit
 from shardcore.plugins.registry import Registry, default_registry
 from shardcore.policy import Policy

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardcore.checkpoint.folders import find, find_any
-from shardcore.checkpoint.generators import set_generators
 from shardcore.checkpoint.ranks import RankGroup
 from shardcore.checkpoint.reading import Checkpoint
 from shardcore.checkpoint.saving import Saves
-from shardcore.checkpoint.snapshot import replica_of
+from shardcore.checkpoint.snapshot import replica_of, set_generators
 from shardcore.checkpoint.state import ModelState, restored, set_values
 from shardcore.errors import CheckpointError
 from shardcore.mesh import unwrapped

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardcore.comm.channel import Channel
-from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
+from shardcore.comm.collectives import Channel, copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.dtensor_params import local_tensor, read_local, with_spec
 
 __all__ = [

@@ -1,26 +1,39 @@
-"""Collectives on activations, each with the collective that its gradient needs.
+"""What travels between the ranks of one group, and the collectives that gradients of collectives need.
 
-The pairs are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3): *f* enters a
-region in which activations are split over the tensor-parallel ranks, *g* leaves it.
+A `Channel` is a process group and the form that payloads take on it. It has the five collectives that everything else
+in `shardcore.comm` is made of. All but `exchange` have two bodies: c10d calls for eager mode, functional collectives
+(which `torch.compile` can trace) when compiling.
 
-Shapes: H is a full dim, H/tp one rank's part of it; uneven parts follow `torch.chunk` (the last ones are smaller).
+Tensors on the meta device have nothing to send: of these every collective returns what it would in shape and dtype, and
+no other rank takes part. So a sharded model can be called there, to find out what it returns.
+
+Payloads of another form are a subclass that overrides some of the four, `exact` and `of_gradients`, as
+`shardcore.comm.fp8` does.
+
+The pairs of a forward and a backward are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053,
+section 3): *f* enters a region in which activations are split over the tensor-parallel ranks, *g* leaves it. Shapes: H
+is a full dim, H/tp one rank's part of it; uneven parts follow `torch.chunk` (the last ones are smaller).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 
-from shardcore.comm.channel import Channel
-from shardcore.comm.flow import ENTERS, LEAVES
+from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
+from shardcore.comm.gradients import ENTERS, LEAVES
 from shardcore.errors import NotSupportedError
 
 __all__ = [
+    "Channel",
+    "Pending",
     "chunk_bounds",
     "copy_to_tp",
     "gather_from_tp",
@@ -29,6 +42,170 @@ __all__ = [
     "refuse_double_backward",
     "split_to_tp",
 ]
+
+
+def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    options.asyncOp = asynchronous
+    return options
+
+
+_SUM = _sum_options(asynchronous=False)
+_SUM_ASYNCHRONOUSLY = _sum_options(asynchronous=True)
+
+
+class Pending:
+    """A collective that is under way; eager mode only.
+
+    Args:
+        work: what the backend returned; None where it has put the collective on the current stream.
+        result: makes the result when the collective is done.
+        read: what the collective reads; it lives as long as this.
+    """
+
+    __slots__ = ("_read", "_result", "_work")
+
+    def __init__(self, work: dist.Work | None, result: Callable[[], Tensor], read: Tensor) -> None:
+        self._work = work
+        self._result = result
+        self._read = read
+
+    def wait(self) -> Tensor:
+        """Return the result; to be called once."""
+        if self._work is not None:
+            self._work.wait()
+        return self._result()
+
+
+class Channel:
+    """The ranks of one group, and how tensors travel between them.
+
+    Attributes:
+        group: the process group.
+        rank: this rank's position in it.
+        size: the number of its ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    @property
+    def exact(self) -> Channel:
+        """The channel between the same ranks for what has to arrive as it was: losses, parameters, their gradients."""
+        return self
+
+    @property
+    def of_gradients(self) -> Channel:
+        """The channel between the same ranks for gradients of activations, which may travel in another form."""
+        return self
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over the ranks: in place in eager mode, into a new tensor when compiling."""
+        if torch.compiler.is_compiling():
+            out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "sum", self.group))
+            return out
+        if x.is_meta:
+            return x
+        # What torch.distributed.all_reduce ends in; its checks cost 13 us each time.
+        work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM)
+        if work is not None:  # as in `Pending`
+            work.wait()
+        return x
+
+    def start_all_reduce(self, x: Tensor) -> Pending:
+        """Start the sum of ``x`` over the ranks, in place; eager mode only."""
+        if x.is_meta:
+            return Pending(None, lambda: x, x)
+        work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _SUM_ASYNCHRONOUSLY)
+        return Pending(work, lambda: x, x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return what each rank has, alike in shape: (...) to (size, ...)."""
+        if torch.compiler.is_compiling():
+            out: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous().unsqueeze(0), 0, self.group))
+            return out
+        return self.start_all_gather(x).wait()
+
+    def start_all_gather(self, x: Tensor) -> Pending:
+        """Start `all_gather`; eager mode only."""
+        x = x.contiguous()
+        flat = x.new_empty(self.size * x.size(0), *x.shape[1:])
+        if x.is_meta:
+            return Pending(None, lambda: flat.view(self.size, *x.shape), x)
+        work = all_gather_single(flat, x, group=self.group, async_op=True)
+        return Pending(work, lambda: flat.view(self.size, *x.shape), x)
+
+    def reduce_scatter(self, stacked: Tensor) -> Tensor:
+        """Sum over the ranks what each has for every rank, and return this rank's: (size, ...) to (...)."""
+        if torch.compiler.is_compiling():
+            out: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(stacked.contiguous(), "sum", 0, self.group))
+            return out.squeeze(0)
+        return self.start_reduce_scatter(stacked).wait()
+
+    def start_reduce_scatter(self, stacked: Tensor) -> Pending:
+        """Start `reduce_scatter`; eager mode only."""
+        stacked = stacked.contiguous()
+        if stacked.is_meta:
+            return Pending(None, lambda: stacked.sum(0), stacked)
+        if stacked.device.type == "cpu":
+            # gloo's own reduce-scatter takes ten times as long as sending every rank its summands.
+            summands = torch.empty_like(stacked)
+            work = dist.all_to_all_single(summands, stacked, group=self.group, async_op=True)
+            return Pending(work, lambda: summands.sum(0), stacked)
+        out = stacked.new_empty(stacked.shape[1:])
+        work = reduce_scatter_single(out, stacked, group=self.group, async_op=True)
+        return Pending(work, lambda: out, stacked)
+
+    def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send each rank its piece of ``flat``, and return what came, (sum(received)); eager mode only.
+
+        Args:
+            flat: the pieces one after the other, by the rank that they go to.
+            sent: the size of each.
+            received: how much comes from each rank.
+        """
+        out = flat.new_empty(sum(received))
+        if flat.is_meta:
+            return out
+        work = dist.all_to_all_single(out, flat, list(received), list(sent), group=self.group, async_op=True)
+        work.wait()
+        return out
+
+    def start_shift(self, x: Tensor) -> Pending:
+        """Start to send ``x`` to the next rank, the first being that of the last; gives what the one before sends.
+
+        All ranks send alike in shape; eager mode only.
+        """
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        if x.is_meta:
+            return Pending(None, lambda: out, x)
+        ranks = dist.get_process_group_ranks(self.group)
+        after, before = ranks[(self.rank + 1) % self.size], ranks[self.rank - 1]
+        operations = [dist.P2POp(dist.isend, x, after, self.group), dist.P2POp(dist.irecv, out, before, self.group)]
+        works = dist.batch_isend_irecv(operations)
+
+        def arrived() -> Tensor:
+            for work in works:
+                work.wait()
+            return out
+
+        return Pending(None, arrived, x)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Return the largest of all ranks' values, element by element; in place in eager mode."""
+        if torch.compiler.is_compiling():
+            out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "max", self.group))
+            return out
+        if not x.is_meta:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # of the same ranks
 
 
 def refuse_double_backward() -> None:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.channel import Channel
-from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.flow import PASSES
+from shardcore.comm.collectives import Channel, refuse_double_backward
+from shardcore.comm.gradients import PASSES
 
 __all__ = ["Dispatch", "combine", "dispatch", "plan_dispatch"]
 

@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
 from shardcore._torch import CAN_TRACE, DTensorSpec
-from shardcore.comm.channel import Channel
-from shardcore.comm.collectives import refuse_double_backward
-from shardcore.comm.flow import Flow, GradPlacement
-from shardcore.comm.ownership import owned, traced_owned
+from shardcore.comm.collectives import Channel, refuse_double_backward
+from shardcore.comm.gradients import Flow, GradPlacement, owned, traced_owned
 from shardcore.errors import WrapError
 
 __all__ = [
@@ -112,7 +110,7 @@ def as_dtensor(tensor: DTensor) -> DTensor:
 def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
     """Wrap a local gradient in the spec of its parameter; with ``None`` return it unchanged.
 
-    Nobody else may hold the storage of ``local``: see `shardcore.comm.ownership`.
+    Nobody else may hold the storage of ``local``: see `shardcore.comm.gradients`.
     """
     if spec is None:
         return local

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
-from shardcore.comm.flow import LEAVES, Flow
+from shardcore.comm.gradients import LEAVES, Flow
 
 __all__ = ["share_gradient", "touch", "touch_elsewhere"]
 

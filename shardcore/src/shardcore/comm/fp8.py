@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from shardcore._torch import funcol
-from shardcore.comm.channel import Channel, Pending
+from shardcore.comm.collectives import Channel, Pending
 
 __all__ = ["Fp8Channel"]
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.channel import Channel, Pending
-from shardcore.comm.collectives import packed, refuse_double_backward
-from shardcore.comm.flow import ENTERS, ENTERS_SPLIT, LEAVES, LEAVES_SPLIT
+from shardcore.comm.collectives import Channel, Pending, packed, refuse_double_backward
+from shardcore.comm.gradients import ENTERS, ENTERS_SPLIT, LEAVES, LEAVES_SPLIT
 
 __all__ = [
     "Gathering",

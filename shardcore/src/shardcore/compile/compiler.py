@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
-from shardcore.compile.captured import refuse_captured
+from shardcore.compile.checks import check_stages, refuse_captured, report_tensors
 from shardcore.compile.data_policy import policy_of
 from shardcore.compile.parts import Delegates, Part, PartFinder, Rules, joined_stages, matches
-from shardcore.compile.stage_checks import check_stages
 from shardcore.compile.switches import optimize
-from shardcore.compile.tensor_checks import report_tensors
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh import device_type_here

@@ -30,9 +30,18 @@ from shardcore.nn.linear.alike import Product, product_of
 from shardcore.plan.steps import above
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages
 from shardcore.styles._finding import is_in
-from shardcore.styles.attributes import attribute, local_groups, local_heads, local_kv_heads
-from shardcore.styles.heads import head
-from shardcore.styles.layers import col, partial, replicate, row, vocab
+from shardcore.styles.layers import (
+    attribute,
+    col,
+    local_groups,
+    local_heads,
+    local_kv_heads,
+    partial,
+    replicate,
+    row,
+    vocab,
+)
+from shardcore.styles.models import head
 from shardcore.styles.regions import region
 
 __all__ = ["DataPolicy", "policy_of"]

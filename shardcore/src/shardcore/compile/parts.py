@@ -13,7 +13,7 @@ from shardcore.errors import NoPolicyError, Problem, ShardcoreError
 from shardcore.plan import Stages
 from shardcore.policy import HeadCounts, Policy, Rule
 from shardcore.styles._finding import is_in
-from shardcore.styles.delegation import DelegateRule
+from shardcore.styles.models import DelegateRule
 
 __all__ = ["Delegates", "Part", "PartFinder", "Rules", "joined_stages", "matches", "policy_at"]
 

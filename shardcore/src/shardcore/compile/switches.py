@@ -14,8 +14,8 @@ from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError, Problem
-from shardcore.plan.choice import Choice
 from shardcore.plan.cut import Cut
+from shardcore.plan.digest import Choice
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Compile, FreezeForInference, Step
 from shardcore.policy import Policy

@@ -5,22 +5,13 @@ May import `shardcore.errors`.
 
 from __future__ import annotations
 
-from shardcore.mesh.axes import AXES, DATA_AXES, Axis, Sizes, axis_name, replica_on
-from shardcore.mesh.context import ContextMode, PartialGradients, ShardContext, as_context
-from shardcore.mesh.marks import (
-    Division,
-    context_of,
-    division_of,
-    is_alone,
-    nearest_context,
-    set_alone,
-    set_context,
-    set_division,
-    set_part_of,
-    unwrapped,
-)
-from shardcore.mesh.meshes import (
+from shardcore.mesh.axes import (
+    AXES,
+    DATA_AXES,
+    Axis,
+    Sizes,
     accelerator,
+    axis_name,
     build_mesh,
     current_device,
     device_type_here,
@@ -30,8 +21,25 @@ from shardcore.mesh.meshes import (
     group_of_ranks,
     host_group,
     mesh_of_group,
+    replica_on,
     shared_groups,
     time_limit,
+)
+from shardcore.mesh.context import (
+    ContextMode,
+    Division,
+    PartialGradients,
+    ShardContext,
+    as_context,
+    context_of,
+    division_of,
+    is_alone,
+    nearest_context,
+    set_alone,
+    set_context,
+    set_division,
+    set_part_of,
+    unwrapped,
 )
 
 __all__ = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardcore.comm.strided import fsdp_placement
 from shardcore.nn.base import ParallelMixin, ParallelModule, ReplacedMethods
-from shardcore.nn.blocks.norm import FusedRMSNorm
+from shardcore.nn.blocks import FusedRMSNorm
 from shardcore.nn.layout import (
     ExchangedLayout,
     GroupShardedLayout,
@@ -23,7 +23,7 @@ from shardcore.nn.loss.head import VocabHead
 from shardcore.nn.loss.logits import VocabParallelLogits
 from shardcore.nn.mixin import mixins
 from shardcore.nn.partial import reduce_partial_gradients
-from shardcore.nn.randomness.shared import SharedNumpy, SharedRandom
+from shardcore.nn.randomness import SharedNumpy, SharedRandom
 from shardcore.nn.replicated import HeadParameters, Replicated
 
 __all__ = [

@@ -30,8 +30,8 @@ from shardcore.mesh import ShardContext, as_context
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ExchangedLayout, Layout, ReplicatedLayout, SegmentedLayout, ShardedLayout
+from shardcore.nn.linear.members import take_rows
 from shardcore.nn.linear.parallel import RowLinear
-from shardcore.nn.linear.together import take_rows
 from shardcore.nn.masks import additive, of_keys, of_queries
 from shardcore.nn.mixin import native_class
 from shardcore.nn.region.flow import has_entered

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils._pytree import tree_leaves
 
 from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
-from shardcore.comm.flow import PASSES
+from shardcore.comm.gradients import PASSES
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin

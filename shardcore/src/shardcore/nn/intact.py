@@ -20,7 +20,7 @@ from shardcore.nn.libraries import ask, library_of
 from shardcore.nn.linear.embedding import VocabEmbedding
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.mixin import mixins
-from shardcore.nn.randomness.dropout import is_dropout
+from shardcore.nn.randomness import is_dropout
 
 __all__ = ["AROUND", "Intact"]
 

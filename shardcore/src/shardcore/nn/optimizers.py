@@ -6,26 +6,41 @@
 - Optimizers that were made before the model was sharded are refused: what they step is not the model's any more.
 - State of whole parameters, which ``optimizer.load_state_dict`` keeps as an unsharded training has saved it, is split
   as the parameters are. torch calls no hook of the process when it loads, so that the next step is when to do it.
+- An infinite gradient that one rank alone has makes all ranks leave out the step. `torch.amp.GradScaler` unscales all
+  gradients of an optimizer in one call. For DTensors torch (2.11 to 2.14) brings what a rank found to the others along
+  the axes that split the *first* gradient. If that one is replicated (a norm, a class token) they are not told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardcore.comm.dtensor_params import local_tensor
+from shardcore._private import SCALING, missing
+from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import part_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.nn.handlers import Undo
 from shardcore.nn.libraries import ask, library_of
 from shardcore.nn.living import owns
 
-__all__ = ["STALE", "looks_at_wholes", "prepare_steps", "refuse_stale", "split_whole_state", "what_to_use"]
+__all__ = [
+    "STALE",
+    "find_inf_on_all_ranks",
+    "looks_at_wholes",
+    "prepare_steps",
+    "refuse_stale",
+    "split_whole_state",
+    "what_to_use",
+]
+
 
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
@@ -155,3 +170,35 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
 def _sharded(optimizer: Optimizer) -> Iterator[DTensor]:
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if isinstance(parameter, DTensor))
+
+
+def find_inf_on_all_ranks() -> Undo:
+    """Let gradient scalers of sharded models bring what they found along every axis that splits any gradient."""
+    if missing(SCALING):
+        return lambda: None
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    operation = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    native = handlers[operation]
+
+    def unscale(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _unscale(operation, *args) if owns(*args[0]) else native(operation, args, kwargs)
+
+    handlers[operation] = unscale
+
+    def undo() -> None:
+        if handlers.get(operation) is unscale:
+            handlers[operation] = native
+
+    return undo
+
+
+def _unscale(operation: Any, grads: Sequence[Any], found: Tensor, factor: Tensor) -> None:
+    operation([local_tensor(grad) for grad in grads], found, factor)
+    told = set()
+    for grad in grads:
+        spec = spec_of(grad)
+        for axis, placement in enumerate(() if spec is None else spec.placements):
+            group = spec.mesh.get_group(axis)
+            if not placement.is_replicate() and group.group_name not in told:
+                told.add(group.group_name)
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)

@@ -17,7 +17,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import Layout, ReplicatedLayout
-from shardcore.nn.linear.together import take_rows
+from shardcore.nn.linear.members import take_rows
 
 __all__ = ["NormOverHeads"]
 

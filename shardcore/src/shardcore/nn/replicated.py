@@ -17,7 +17,7 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout
-from shardcore.nn.linear.member import Reading
+from shardcore.nn.linear.members import Reading
 from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["HeadParameters", "Replicated"]

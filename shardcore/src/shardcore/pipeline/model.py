@@ -19,7 +19,7 @@ from shardcore.pipeline.losses import Loss, Weight
 from shardcore.pipeline.norms import clip_grads, grad_norm
 from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
-from shardcore.plan.phases import ModelPhase
+from shardcore.plan.shard_plan import ModelPhase
 
 __all__ = ["PipelinedModel", "Pipelining", "Stepping"]
 

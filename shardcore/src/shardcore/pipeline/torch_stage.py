@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
-from shardcore.comm.flow import ELSEWHERE
+from shardcore.comm.gradients import ELSEWHERE
 from shardcore.pipeline.metadata import TensorMeta
 
 __all__ = ["SafeStage", "StageModule", "add_gradients"]

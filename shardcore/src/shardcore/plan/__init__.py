@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardcore.plan.choice import Choice
+from shardcore.plan.digest import Choice
 from shardcore.plan.shard_plan import ParameterPlan, PartPlan, ShardPlan
 from shardcore.plan.stages import Stages
 

@@ -1,4 +1,4 @@
-"""Values of a plan as JSON data that is the same in every process."""
+"""Values of a plan as JSON data, the same in every process, and how switches that leave a choice were decided."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["to_data"]
+__all__ = ["Choice", "to_data"]
 
 
 def to_data(value: Any) -> Any:
@@ -65,3 +66,19 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not cell
     except ValueError:  # a function that refers to itself before it is bound
         return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a switch that leaves a choice was decided.
+
+    Attributes:
+        switch: the field of the configuration.
+        outcome: what was chosen, with the reason if something was left out.
+    """
+
+    switch: str
+    outcome: str
+
+    def __str__(self) -> str:
+        return f"{self.switch}: {self.outcome}"

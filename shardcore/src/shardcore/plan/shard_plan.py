@@ -1,6 +1,14 @@
-"""A compiled policy: what becomes of every parameter and module of one model; and as text.
+"""A compiled policy: what becomes of every parameter and module of a model; as text, and the phases that carry it out.
 
-As text it names every module that changes, in the order of the model; equal blocks are shown once.
+As text it names every module that changes, in the order of the model; equal blocks are shown once. `shardcore.api` has
+the order of the phases.
+
+```
+        begin    check    items   |  all ranks agree  |   shard   |  apply
+phase   all      all      all     |                   |   (first) |  one after the other, each on all ranks
+```
+
+Nothing is changed before the ranks agree, but what `begin` does, and `give_up` undoes that on every rank.
 """
 
 from __future__ import annotations
@@ -15,14 +23,14 @@ from typing import Any
 from torch import nn
 
 from shardcore.config import ShardConfig
+from shardcore.mesh import ShardContext
 from shardcore.nn import Layout
 from shardcore.nn.layout import ExpertsLayout, ReplicatedLayout
-from shardcore.plan.choice import Choice
-from shardcore.plan.digest import to_data
+from shardcore.plan.digest import Choice, to_data
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Step, above
 
-__all__ = ["ParameterPlan", "PartPlan", "ShardPlan", "heading", "modules", "names_together"]
+__all__ = ["ModelPhase", "ParameterPlan", "PartPlan", "ShardPlan", "heading", "modules", "names_together"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,3 +226,28 @@ def _together(pattern: str, paths: list[str]) -> str:
     consecutive = found == list(range(found[0], found[-1] + 1))
     text = f"{found[0]}-{found[-1]}" if consecutive else ",".join(map(str, found))
     return pattern.replace("*", f"{{{text}}}")
+
+
+class ModelPhase:
+    """One thing that is done to a model after its layers were sharded. Whether it runs follows from the plan alone."""
+
+    def begin(self) -> None:
+        """Make the model ready to be compiled."""
+
+    def give_up(self) -> None:
+        """Undo `begin`: nothing was sharded."""
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse what would fail after the model was changed; an error becomes one on all ranks."""
+
+    def items(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, value) of what has to be the same on every rank."""
+        yield from ()
+
+    def runs(self, context: ShardContext | None) -> bool:
+        """Tell whether there is something to do, alike on all ranks; ``context`` is None where nothing was sharded."""
+        return context is not None
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Change the model; what fails on one rank is an error on all, and leaves the model unusable."""
+        raise NotImplementedError

@@ -13,20 +13,26 @@ A new word is a constructor with its `shardcore.policy.Rule`, both in one module
 
 from __future__ import annotations
 
-from shardcore.styles.arguments import slice_arg
-from shardcore.styles.attributes import attribute, local_groups, local_heads, local_kv_heads, per_rank
-from shardcore.styles.biases import bias_net
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
-from shardcore.styles.delegation import delegate
-from shardcore.styles.heads import head
-from shardcore.styles.layers import col, norm, partial, replicate, row, vocab
+from shardcore.styles.heads import attention, bias_net, norm_over_heads, slice_arg
+from shardcore.styles.layers import (
+    attribute,
+    col,
+    local_groups,
+    local_heads,
+    local_kv_heads,
+    norm,
+    partial,
+    per_rank,
+    replicate,
+    row,
+    shared_numpy,
+    shared_rng,
+    vocab,
+)
 from shardcore.styles.local import by_heads
-from shardcore.styles.methods import calls
 from shardcore.styles.mixtures import experts
-from shardcore.styles.model_outputs import loss, outputs, stage_attentions
-from shardcore.styles.multihead import attention
-from shardcore.styles.over_heads import norm_over_heads
-from shardcore.styles.randomness import shared_numpy, shared_rng
+from shardcore.styles.models import calls, delegate, head, loss, outputs, stage_attentions
 from shardcore.styles.regions import enter_arg, region, segments
 from shardcore.styles.sequences import sequence
 

@@ -1,15 +1,26 @@
-"""What rules look for in a module: arguments, parameters, numbers."""
+"""What rules look for in a module (arguments, parameters, numbers), and how they are written in messages."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 from torch import nn
 
 from shardcore.policy import HeadCounts, Scope
 
-__all__ = ["argument_of", "dotted", "heads_of", "is_in", "is_parameter", "number_of", "submodule"]
+__all__ = [
+    "argument_of",
+    "dotted",
+    "heads_of",
+    "is_in",
+    "is_parameter",
+    "names_of",
+    "number_of",
+    "submodule",
+    "written",
+]
 
 
 def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
@@ -66,3 +77,15 @@ def dotted(suffix: str) -> str:
     if "[" not in suffix:
         return suffix.lstrip(".")
     return re.sub(r"\[(\d+)\]", r".\1", suffix).lstrip(".")
+
+
+def written(word: str, *names: Any, **named: Any) -> str:
+    """Return a call of ``word`` as it is written in a policy; named arguments that are None are left out."""
+    parts = [repr(n) if isinstance(n, str) else str(n) for n in names]
+    parts += [f"{key}={value!r}" for key, value in named.items() if value is not None]
+    return f"{word}({', '.join(parts)})"
+
+
+def names_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return one name, or several, as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)

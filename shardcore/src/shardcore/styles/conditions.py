@@ -9,8 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import number_of
-from shardcore.styles._text import written
+from shardcore.styles._finding import number_of, written
 
 __all__ = ["layer_drop", "refuse", "when_divisible"]
 

@@ -1,4 +1,4 @@
-"""The word for output heads."""
+"""Words for what attention heads have besides linears: norms, biases, arguments, and torch's own attention."""
 
 from __future__ import annotations
 
@@ -7,78 +7,198 @@ from dataclasses import dataclass
 from torch import nn
 from typing_extensions import override
 
-from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
-from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps import DivideLogits, EnterRegion, KeepLogitsSharded
+from shardcore.nn import Replicated, RowLinear
+from shardcore.nn.attention import Of, SplitAttention, output_options
+from shardcore.nn.linear.bias import BiasLinear
+from shardcore.nn.over_heads import NormOverHeads
+from shardcore.plan.steps import SliceArgument
 from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import argument_of, is_parameter
-from shardcore.styles._text import written
+from shardcore.styles._finding import argument_of, heads_of, written
+from shardcore.styles.columns import Order, Role
 
-__all__ = ["head"]
+__all__ = ["attention", "bias_net", "norm_over_heads", "slice_arg"]
 
 
-def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:
-    """Split output heads over the vocabulary; the logits are gathered (with ``parallel_output`` only without labels).
+def norm_over_heads(*names: str, rms: str, of: Role = "query", optional: bool = False) -> Rule:
+    """Root-mean-square norms over the features of all heads at once, inside of a region (OLMo 2).
+
+    The squares are summed over the ranks, one number for each token. A norm over the features of each head apart is
+    `partial`.
 
     Args:
-        *names: the linears.
-        bias: a parameter of another module that stands for their bias, as in BERT, where a module holds it beside the
-            decoder: it is split as the bias is.
+        *names: the norms.
+        rms: the attribute with epsilon; the norm computes ``weight * x / sqrt(mean(x**2) + eps)``.
+        of: what they normalize: ``"query"``, or ``"key"`` (or ``"value"``), of which there may be fewer heads.
         optional: they may be absent.
     """
-    return HeadRule(text=written("head", *names, bias=bias), optional=optional, names=names, bias=bias)
+    text = written("norm_over_heads", *names, rms=rms, of=None if of == "query" else of)
+    return NormOverHeadsRule(text=text, optional=optional, names=names, rms=rms, of=of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRule(Rule):
-    """`shardcore.styles.head`."""
+class NormOverHeadsRule(Rule):
+    """`shardcore.styles.norm_over_heads`."""
 
     names: tuple[str, ...]
-    bias: str | None = None
+    rms: str
+    of: Role
 
     @override
     def plan(self, scope: Scope) -> None:
         for name in self.names:
             module = scope.find(name)
-            if not isinstance(module, nn.Linear):
-                if module is not None and scope.swap(name, ColumnLinear).plan_kind_problem(module) is None:
-                    what = (
-                        f"{type(module).__name__} is no torch.nn.Linear, and heads of other classes are not split yet"
-                    )
-                    scope.problem(what, "replicate it", name)
+            weight = None if module is None else module._parameters.get("weight")
+            if module is None or (heads := scope.heads) is None:
                 continue
-            if self.bias is not None:
-                self._plan_bias(scope, self.bias, module)
-            if last_rank_is_empty(module.out_features, scope.ranks):
-                scope.swap(name, Replicated)
-            elif scope.config.inference_only:
-                scope.swap(name, ColumnLinear, gather_output=True)
+            count = heads.query if self.of == "query" else heads.kv
+            if weight is not None and weight.numel() % count:
+                what = f"its {weight.numel()} features are not whole heads: the configuration counts {count}"
+                scope.problem(what, "check Heads(...) in the policy's checks, or of=", name)
+                scope.claim(name, "weight", None)
             else:
-                target = VocabHead if scope.config.parallel_output else ColumnLinear
-                scope.swap(name, target, gather_output=True, enters=False)
-                path = scope.name(name)
-                scope.add(EnterRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
-                if scope.config.parallel_output:
-                    self._split(scope, path)
-                if (scope.config.context_parallel_size or 1) > 1:
-                    scope.add(DivideLogits(path=path))
+                used = () if weight is None else Order((self.of,)).rows(weight.numel(), heads)
+                scope.swap(name, NormOverHeads, eps=self.rms, used=used)
 
-    def _split(self, scope: Scope, head: str) -> None:
-        """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""
-        for path, module in scope.above():
-            if labels := argument_of(module, "labels"):
-                scope.add(
-                    KeepLogitsSharded(path=path, labels=labels, heads=(head,), chunk=scope.config.loss_chunk_size)
-                )
-                return
-        what = "parallel_output=True, but no module that holds the head takes labels"
-        scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
 
-    def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
-        """Give the bare parameter the layout of the bias of ``module``: mostly both are one object."""
-        owner, _, parameter = name.rpartition(".")
-        if not is_parameter(scope.module, owner, parameter):
-            scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
+def bias_net(name: str, *, last: str, heads: str | None = None, optional: bool = False) -> Rule:
+    """A network inside of a region that makes a bias for each head of coordinates, as in Swin Transformer V2.
+
+    Its last linear is split by heads; what runs before it is replicated, and its gradients are summed.
+
+    Args:
+        name: the network; what it is called with needs no gradient.
+        last: its last linear, relative to the network, with the same number of outputs for each head.
+        heads: the attribute that counts the heads of this one module, in place of the policy's check.
+        optional: it may be absent.
+    """
+    text = written("bias_net", name, last=last, heads=heads)
+    return BiasNetRule(text=text, optional=optional, name=name, last=last, heads=heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasNetRule(Rule):
+    """`shardcore.styles.bias_net`."""
+
+    name: str
+    last: str
+    heads: str | None
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        network = scope.find(self.name)
+        end = f"{self.name}.{self.last}"
+        last = None if network is None else scope.find(end)
+        if network is None or last is None:
             return
-        small = last_rank_is_empty(module.out_features, scope.ranks)
-        scope.claim(owner, parameter, ReplicatedLayout() if small else ShardedLayout(0))
+        heads = heads_of(scope, self.heads)
+        count = 1 if heads is None else heads.query
+        if isinstance(last, nn.Linear) and heads is not None and (last.out_features % count or count % scope.ranks):
+            what = f"its {last.out_features} output features for {count} heads cannot be split over {scope.ranks} ranks"
+            scope.problem(what, "correct last= or heads=, or use a tensor_parallel_size that divides the heads", end)
+        scope.swap(end, BiasLinear)
+        for below, module in network.named_modules():
+            if module is not last and any(p is not None for p in module._parameters.values()):
+                scope.swap(f"{self.name}.{below}" if below else self.name, Replicated, partial=True)
+
+
+def slice_arg(
+    module: str, name: str, dim: int, *, heads: str | None = None, partial: bool = False, optional: bool = False
+) -> Rule:
+    """Cut an argument that has all heads to the heads of the rank: ALiBi, a mask by heads, a bias of positions.
+
+    Its gradient, if it needs one, is put together from all ranks.
+
+    Args:
+        module: the module whose ``forward`` takes the tensor (``""`` for the one that the rule is listed under).
+        name: the argument of that ``forward``; where it is None, nothing is done.
+        dim: the dim with the heads: as many as the model has, several times as many with the heads innermost (batch *
+            heads), or 1 for a tensor that all heads share.
+        heads: the attribute that counts the heads of this one module, in place of the policy's check. It is read when
+            the plan is compiled, before an `attribute` rule changes it.
+        partial: what makes the tensor sums its gradient itself, because it is `partial`: nothing is sent here.
+        optional: the module may be absent.
+    """
+    text = written("slice_arg", module, name, dim, heads=heads, partial=partial or None)
+    return SliceArgRule(
+        text=text, optional=optional, module=module, name=name, dim=dim, heads=heads, partial_gradient=partial
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceArgRule(Rule):
+    """`shardcore.styles.slice_arg`."""
+
+    module: str
+    name: str
+    dim: int
+    heads: str | None
+    partial_gradient: bool
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        module = scope.find(self.module)
+        if module is None:
+            return
+        argument = argument_of(module, self.name)
+        if argument is None:
+            scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
+        heads = heads_of(scope, self.heads)
+        if argument is None or heads is None:
+            return
+        if (count := heads.query) % scope.ranks != 0:
+            scope.problem(
+                f"{count} heads ({self.heads or 'of the policy'}) cannot be split over {scope.ranks} ranks",
+                f"use a tensor_parallel_size that divides {count}",
+                self.module,
+            )
+            return
+        scope.add(
+            SliceArgument(
+                path=scope.name(self.module),
+                argument=argument,
+                dim=self.dim,
+                heads=count,
+                partial=self.partial_gradient,
+            )
+        )
+
+
+def attention(name: str, *, of: Of = "any", optional: bool = False) -> Rule:
+    """Split a `torch.nn.MultiheadAttention` by its heads; the ranks need not divide their number.
+
+    It is a region of its own: what it attends to enters at its call, and its output is summed.
+
+    Args:
+        name: the module.
+        of: what every call attends to. ``"self"``: query, key and value are one tensor, which enters once.
+            ``"memory"``: key and value are one tensor that every rank has whole; it enters here, or below a
+            `torch.nn.TransformerDecoder` once for all of its layers. ``"any"``: each of the three enters by itself; not
+            where tokens are split.
+        optional: it may be absent.
+    """
+    text = written("attention", name, of=None if of == "any" else of)
+    return AttentionRule(text=text, optional=optional, name=name, of=of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRule(Rule):
+    """`shardcore.styles.attention`."""
+
+    name: str
+    of: Of
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        module = scope.find(self.name)
+        if module is None:
+            return
+        scope.swap(self.name, SplitAttention, of=self.of, entered=self._entered(scope))
+        out = ".".join(filter(None, (self.name, "out_proj")))
+        if not isinstance(module, nn.MultiheadAttention) or module.num_heads < scope.ranks:
+            for parameter in module.get_submodule("out_proj")._parameters if hasattr(module, "out_proj") else ():
+                scope.claim(out, parameter, None)  # said already: not "covered by no rule" too
+            return
+        scope.swap(out, RowLinear, **output_options(module, scope.ranks))
+
+    def _entered(self, scope: Scope) -> bool:
+        return self.of == "memory" and any(isinstance(m, nn.TransformerDecoder) for _, m in scope.above())

@@ -12,8 +12,7 @@ from shardcore.nn import HeadParameters, Replicated
 from shardcore.nn.layout import ShardedLayout, last_rank_is_empty
 from shardcore.plan.steps import SetAttribute
 from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import is_parameter, number_of
-from shardcore.styles._text import written
+from shardcore.styles._finding import is_parameter, number_of, written
 
 __all__ = ["by_heads"]
 

@@ -14,8 +14,7 @@ from shardcore.nn.experts.tensor_parallel import Cut, ExpertTensorParallel
 from shardcore.nn.replicated import Replicated
 from shardcore.plan.steps import EnterExperts, SyncRouting
 from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import argument_of
-from shardcore.styles._text import names_of, written
+from shardcore.styles._finding import argument_of, names_of, written
 
 __all__ = ["experts"]
 

@@ -15,8 +15,7 @@ from shardcore.nn.linear.alike import Product, product_of
 from shardcore.nn.linear.inside import InnerRowLinear
 from shardcore.plan.steps import EnterArgument, EnterRegion, Step
 from shardcore.policy import HeadCounts, Rule, Scope
-from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, submodule
-from shardcore.styles._text import names_of, written
+from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, names_of, submodule, written
 from shardcore.styles.columns import Column, Fused, FusedHeads, KeyValue, Projection, RegionSizes, Role, row_target
 
 __all__ = ["enter_arg", "region", "segments"]

@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from shardcore.plan.steps import DivideTokens, ShardSequence
 from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import argument_of
-from shardcore.styles._text import written
+from shardcore.styles._finding import argument_of, written
 
 __all__ = ["sequence"]
 

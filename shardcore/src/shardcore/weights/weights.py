@@ -19,7 +19,7 @@ from shardcore._progress import Progress
 from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.mesh import ShardContext, device_type_here
 from shardcore.plan import ShardPlan
-from shardcore.plan.phases import ModelPhase
+from shardcore.plan.shard_plan import ModelPhase
 from shardcore.weights.files import Files
 from shardcore.weights.materialize import materialize, part_bytes
 from shardcore.weights.recipes import Recipe

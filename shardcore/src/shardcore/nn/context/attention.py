@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardcore.comm.channel import Channel, Pending
-from shardcore.comm.collectives import refuse_double_backward
+from shardcore.comm.collectives import Channel, Pending, refuse_double_backward
 from shardcore.comm.exchange import Exchanged
-from shardcore.comm.flow import PASSES
+from shardcore.comm.gradients import PASSES
 from shardcore.nn.context.blocks import Block, TokenMask, attend_block, attend_block_backward, merge, no_output
 from shardcore.nn.context.places import Places, Spans, cut, total
 

@@ -22,7 +22,7 @@ from shardcore.nn.base import ParallelMixin
 from shardcore.nn.context.logits import DividedLogits
 from shardcore.nn.context.places import Places
 from shardcore.nn.context.shard import ContextShard
-from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.randomness import DropoutSites
 
 __all__ = ["ContextBlock", "ContextEnd", "ContextModel", "ContextStack"]
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.comm import norms
-from shardcore.comm.channel import Channel
-from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.collectives import Channel, chunk_bounds
 from shardcore.comm.dispatch import combine, dispatch, plan_dispatch
 from shardcore.comm.experts import touch
 from shardcore.mesh import ShardContext

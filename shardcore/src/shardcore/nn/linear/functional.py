@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_local, spec_of, with_spec
-from shardcore.comm.flow import PASSES
+from shardcore.comm.gradients import PASSES
 
 __all__ = [
     "as_out_in",

@@ -14,7 +14,7 @@ from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.layout import Layout, ReplicatedLayout, SegmentedLayout, last_rank_is_empty
-from shardcore.nn.linear.native import ParallelLinear
+from shardcore.nn.linear.members import ParallelLinear
 from shardcore.nn.linear.parallel import ColumnLinear
 
 __all__ = ["FusedColumnLinear"]

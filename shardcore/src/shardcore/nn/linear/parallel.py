@@ -24,11 +24,9 @@ from shardcore.nn.layout import (
     last_rank_is_empty,
 )
 from shardcore.nn.linear.functional import local_linear, multiply
-from shardcore.nn.linear.member import Member
-from shardcore.nn.linear.native import ParallelLinear
-from shardcore.nn.linear.together import read_together, shared_parameters
+from shardcore.nn.linear.members import Member, ParallelLinear, read_together, shared_parameters
+from shardcore.nn.region.inner import SoleRegion
 from shardcore.nn.region.region import OPEN, MemberLinear, Region, require_entered
-from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.sequence.shard import SequenceShard, leave_region
 
 __all__ = ["ColumnLinear", "RowLinear"]

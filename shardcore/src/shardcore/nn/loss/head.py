@@ -1,8 +1,10 @@
-"""The head whose logits may stay split over the vocabulary."""
+"""The head whose logits may stay split over the vocabulary, and models that make their loss of what they return."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -11,11 +13,13 @@ from typing_extensions import override
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
+from shardcore.nn.base import ParallelMixin
 from shardcore.nn.linear.parallel import ColumnLinear
 from shardcore.nn.loss.cross_entropy import Vocabulary
 from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
+from shardcore.nn.outputs import ReturnDict
 
-__all__ = ["VocabHead"]
+__all__ = ["LossFromOutputs", "VocabHead"]
 
 
 class VocabHead(ColumnLinear):
@@ -61,3 +65,67 @@ class VocabHead(ColumnLinear):
         if self.keeps_split:
             return VocabParallelLogits(out, self._vocabulary)
         return gather_from_tp(out, self._shard_context.channel.exact, -1, self.out_features)
+
+
+class LossFromOutputs(ParallelMixin):
+    """A model that runs its own forward without labels and computes the loss afterwards.
+
+    Options:
+        function: called with (model, *logits, *labels); returns the loss.
+        labels: the arguments that are removed before the forward; without the first of them the model runs as it is.
+        logits: the outputs that the function is given.
+    """
+
+    keeps_name: ClassVar[bool] = True
+    option_names: ClassVar[frozenset[str]] = frozenset({"function", "labels", "logits"})
+
+    _shard_loss: tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]
+    _shard_positions: dict[str, int]
+    _loss_return_dict: ReturnDict
+
+    @classmethod
+    @override
+    def swap_class(
+        cls,
+        module: nn.Module,
+        context: ShardContext,
+        *,
+        function: Callable[..., Any] = lambda model: None,
+        labels: tuple[str, ...] = (),
+        logits: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Self:
+        names = list(inspect.signature(module.forward).parameters)
+        return_dict = ReturnDict.of(module)
+        new = super().swap_class(module, context)
+        new.__dict__["_shard_loss"] = (function, labels, logits)
+        new.__dict__["_shard_positions"] = {name: names.index(name) for name in labels}
+        new.__dict__["_loss_return_dict"] = return_dict
+        return new
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the native forward does, with the loss first where there are labels."""
+        function, labels, logits = self._shard_loss
+        values = [self._argument(name, args, kwargs) for name in labels]
+        if values[0] is None:
+            return super().forward(*args, **kwargs)
+        taken = {self._shard_positions[name] for name in labels}
+        args = tuple(None if i in taken else value for i, value in enumerate(args))
+        kwargs = {name: value for name, value in kwargs.items() if name not in labels}
+        as_tuple = self._loss_return_dict.is_tuple(self, args, kwargs)
+        args, kwargs = self._loss_return_dict.named(args, kwargs)
+        out = super().forward(*args, **kwargs)
+        loss = function(self, *(out[name] for name in logits), *values)
+        whole = _with_loss(out, loss)
+        return whole.to_tuple() if as_tuple else whole
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        position = self._shard_positions[name]
+        return args[position] if position < len(args) else None
+
+
+def _with_loss(out: Any, loss: Any) -> Any:
+    """Return the same output with the loss; its class declares it first."""
+    return type(out)(**{**out, "loss": loss})

@@ -1,7 +1,7 @@
 """Whose the gradient of every parameter will be, told from the graph of a forward before any backward.
 
 A gradient starts whole at the outputs, which are the same on all ranks, and each autograd function that sends something
-says what it makes of one (`shardcore.comm.flow`). So the graph is walked once, from the outputs to the parameters, in
+says what it makes of one (`shardcore.comm.gradients`). So the graph is walked once, from outputs to parameters, in
 the order in which torch runs it backward. Where a whole gradient and a summand of one meet, their sum is neither: from
 there on everything gets a `Mistake`, and so it does behind an entry into a region that gets a whole gradient, which
 would be counted once for each rank, and behind the end of one that gets a summand.
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from shardcore.comm.flow import ELSEWHERE, PASSES, Flow, GradPlacement
+from shardcore.comm.gradients import ELSEWHERE, PASSES, Flow, GradPlacement
 
 __all__ = ["Got", "Graph", "Mistake", "has_entered"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import splits_on_tp
-from shardcore.comm.flow import GradPlacement
+from shardcore.comm.gradients import GradPlacement
 from shardcore.errors import Problem
 from shardcore.nn.region.flow import Got, Graph, Mistake
 

@@ -25,15 +25,14 @@ from torch.autograd import Function
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import gathered_part, local_tensor, spec_of, with_spec
-from shardcore.comm.flow import Flow, GradPlacement
+from shardcore.comm.gradients import Flow, GradPlacement
 from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, product, weight_gradient
-from shardcore.nn.linear.member import Member, Reading
-from shardcore.nn.linear.together import read_together
-from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.linear.members import Member, Reading, read_together
+from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.region.flow import has_entered
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.sequence.shard import SequenceShard, enter_region

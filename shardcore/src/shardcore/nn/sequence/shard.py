@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardcore.comm.channel import Channel
-from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
+from shardcore.comm.collectives import Channel, copy_to_tp, reduce_from_tp
 from shardcore.comm.sequence import (
     enter_from_sequence,
     gather_sequence,

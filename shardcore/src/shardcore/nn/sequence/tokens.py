@@ -19,7 +19,7 @@ from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore.mesh import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
-from shardcore.nn.randomness.dropout import DropoutSites
+from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["SequenceBlock", "SequenceEnd", "SequenceModule", "SequenceStack"]

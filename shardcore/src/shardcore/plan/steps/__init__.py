@@ -6,9 +6,7 @@ them.
 
 from __future__ import annotations
 
-from shardcore.plan.steps.arguments import SliceArgument
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
-from shardcore.plan.steps.context import DivideLogits, DivideTokens
 from shardcore.plan.steps.experts import EnterExperts, SyncRouting
 from shardcore.plan.steps.local import Compile, FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import ByRank, ScopeRandomness, SetAttribute, Swap
@@ -20,8 +18,8 @@ from shardcore.plan.steps.outputs import (
     RefuseCaptured,
     TakeLoss,
 )
-from shardcore.plan.steps.regions import EnterArgument, EnterRegion
-from shardcore.plan.steps.sequence import ShardSequence
+from shardcore.plan.steps.regions import EnterArgument, EnterRegion, SliceArgument
+from shardcore.plan.steps.tokens import DivideLogits, DivideTokens, ShardSequence
 
 __all__ = [
     "ApplyContext",

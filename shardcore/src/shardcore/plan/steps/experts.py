@@ -11,8 +11,7 @@ from typing_extensions import override
 from shardcore.errors import Problem
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
-from shardcore.nn.experts.block import ExpertsBlock, RouterLogits
-from shardcore.nn.experts.lists import ListedExpert, ListedExperts
+from shardcore.nn.experts.block import ExpertsBlock, ListedExpert, ListedExperts, RouterLogits
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
 
 __all__ = ["EnterExperts", "SyncRouting"]

@@ -9,9 +9,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shardcore.nn.base import ParallelMixin
-from shardcore.nn.blocks.compiled import CompiledBlock
-from shardcore.nn.blocks.norm import FusedRMSNorm
-from shardcore.nn.blocks.recompute import RecomputedBlock
+from shardcore.nn.blocks import CompiledBlock, FusedRMSNorm, RecomputedBlock
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
 __all__ = ["Compile", "FreezeForInference", "FuseNorm", "Recompute"]

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from shardcore.nn.base import ParallelMixin
+from shardcore.nn.copies import with_value
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.replicated import HeadParameters, Replicated
 from shardcore.nn.root import RngScope
-from shardcore.nn.views import with_value
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import ApplyContext, Commit, Options, Phase, Step
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site, forward
-from shardcore.nn.loss.after_forward import LossFromOutputs
+from shardcore.nn.loss.head import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
 from shardcore.nn.outputs import OutputGatherer, RefusesCaptured, StageAttentions
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step

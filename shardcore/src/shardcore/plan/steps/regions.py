@@ -1,4 +1,4 @@
-"""Steps by which tensors enter regions, inside of which gradients are partial."""
+"""Steps by which tensors enter regions, inside of which gradients are partial: inputs of blocks, and arguments."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.errors import Problem
-from shardcore.nn.arguments import EnteredArgument
+from shardcore.nn.arguments import EnteredArgument, SlicedArgument
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ReplicatedLayout
+from shardcore.nn.linear.members import shared_parameters
 from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
-from shardcore.nn.linear.together import shared_parameters
-from shardcore.nn.randomness.dropout import DropoutSites
-from shardcore.nn.region.inner import InnerRegion
+from shardcore.nn.randomness import DropoutSites
+from shardcore.nn.region.inner import InnerRegion, SoleRegion
 from shardcore.nn.region.region import Region
-from shardcore.nn.region.sole import SoleRegion
 from shardcore.nn.replicated import Replicated
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
 
-__all__ = ["EnterArgument", "EnterRegion"]
+__all__ = ["EnterArgument", "EnterRegion", "SliceArgument"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,3 +223,46 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:  # a bare parameter
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceArgument(Step):
+    """An argument of the module ``path`` is cut to the heads of the rank.
+
+    What its gradient costs is not counted: a plan cannot know whether it needs one, and masks and slopes do not.
+
+    Attributes:
+        argument: name and position of the argument.
+        dim: its dim with heads.
+        heads: how many there are on all ranks together.
+        partial: what makes the argument sums its own gradient.
+    """
+
+    # Before the entry of a region at the same module looks at its arguments.
+    phase: ClassVar[Phase] = Phase.CHANGE
+
+    argument: tuple[str, int]
+    dim: int
+    heads: int
+    partial: bool = False
+
+    @override
+    def describe(self) -> str:
+        summed = ", its gradient summed by what makes it" if self.partial else ""
+        return f"cuts {self.argument[0]!r} on dim {self.dim} to this rank's part of {self.heads} heads{summed}"
+
+    @override
+    def conflict(self, other: Step) -> str | None:
+        if isinstance(other, SliceArgument) and other.argument == self.argument:
+            return f"the argument {self.argument[0]!r} of {self.path} would be cut twice"
+        return None
+
+    @override
+    def prepare(self, ctx: ApplyContext) -> Commit:
+        module = ctx.model.get_submodule(self.path)
+        hook = SlicedArgument(ctx.shared, self.argument, self.dim, self.heads, partial=self.partial)
+
+        def commit() -> None:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+        return commit

@@ -1,17 +1,38 @@
-"""What an autograd function does to a gradient, in words: its placement before and after.
+"""What an autograd function does to a gradient, in words, and gradients in storage of their own.
 
 Ordinary operations hand on what they get. Only functions that send something, or that read parameters, make of a
 gradient that all ranks have one that is each rank's own, or the other way round. Each of them says so in an attribute
 ``flow``, which is looked at once for each way of calling a model (`shardcore.nn.region.flow`) and never while it runs.
+
+`AccumulateGrad` takes the first gradient of a parameter without a copy if nobody else refers to that tensor. Of a
+DTensor it sees the wrapper, which is always new; the local tensor inside may be another gradient as well, as ``x + (a +
+b)`` hands one tensor to both, or a view of one. Every later backward and every change in place would then reach both.
+So a local gradient that somebody else made is copied before it is wrapped.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["ELSEWHERE", "ENTERS", "ENTERS_SPLIT", "LEAVES", "LEAVES_SPLIT", "PASSES", "SPLIT", "Flow", "GradPlacement"]
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = [
+    "ELSEWHERE",
+    "ENTERS",
+    "ENTERS_SPLIT",
+    "LEAVES",
+    "LEAVES_SPLIT",
+    "PASSES",
+    "SPLIT",
+    "Flow",
+    "GradPlacement",
+    "owned",
+    "traced_owned",
+]
 
 
 class GradPlacement(enum.Enum):
@@ -67,3 +88,32 @@ ENTERS_SPLIT = Flow(GradPlacement.VARYING, GradPlacement.VARYING, edge="enters")
 LEAVES_SPLIT = Flow(GradPlacement.VARYING, GradPlacement.VARYING, edge="leaves")
 #: Back to another rank, where what is there goes on with it.
 ELSEWHERE = Flow(gives=GradPlacement.UNKNOWN)
+
+# To the compiler the copy is an operation of its own: inductor drops two clones of one tensor that are both outputs.
+_LIBRARY = torch.library.Library("shardcore", "DEF")
+_LIBRARY.define("owned(Tensor grad) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def owned(grad: Tensor) -> Tensor:
+    """Return a copy of a gradient whose storage others may hold."""
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+_LIBRARY.impl("owned", owned, "CompositeExplicitAutograd")
+
+
+class _Owned(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        out: Tensor = torch.ops.shardcore.owned(grads[0])
+        return out
+
+
+def traced_owned(local: Tensor) -> Tensor:
+    """Return ``local``; its gradient is `owned`, in a compiled graph too."""
+    out: Tensor = _Owned.apply(local)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out

@@ -1,7 +1,8 @@
-"""Whether a policy's stages hold every parameter of the model, each once."""
+"""What no plan may leave: parameters that cannot be sharded, stages that miss some, outputs that nothing gathers."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,14 @@ from torch import Tensor, nn
 
 from shardcore.compile.builder import PlanBuilder
 from shardcore.errors import Problem
+from shardcore.nn import ReplicatedLayout
+from shardcore.nn.outputs import CAPTURED
 from shardcore.plan import Stages
+from shardcore.plan.steps import RefuseCaptured, above
 from shardcore.policy import Policy
 
-__all__ = ["check_stages"]
+__all__ = ["check_stages", "refuse_captured", "report_tensors"]
+
 
 _MISSING = object()
 
@@ -110,3 +115,58 @@ def _loose(model: nn.Module, stages: Stages, rule: str) -> Iterator[Problem]:
 def _above(name: str) -> list[str]:
     """Return the names of what holds ``name``, the outermost first."""
     return [name[:end] for end, letter in enumerate(name) if letter == "."]
+
+
+def report_tensors(builder: PlanBuilder) -> None:
+    """Report parameters that are partly missing, cannot be trained, or have no collectives."""
+    if builder.config.ranks == 1:
+        return
+    parameters = list(builder.model.named_parameters())
+    absent = [name for name, parameter in parameters if parameter.is_meta]
+    if 0 < len(absent) < len(parameters):
+        builder.report(
+            where=absent[0],
+            what=f"{len(absent)} of the {len(parameters)} parameters are on the meta device, and the others not",
+            todo="load or initialise the missing ones before shard(), or build the whole model on the meta device",
+        )
+    for name, parameter in parameters:
+        what = ""
+        if parameter.is_inference() and not builder.config.inference_only:
+            what = "it was made under torch.inference_mode() and can never be trained"
+            todo = "build the model outside of inference mode, or say inference_only=True"
+        elif not parameter.is_floating_point() and _needs_numbers(builder, name):
+            what = f"a parameter of {parameter.dtype} cannot be split, and its gradient cannot be summed over ranks"
+            todo = "say replicate for it, or shard the model before it is quantized"
+        if what:
+            builder.report(where=name, what=what, todo=todo)
+
+
+def _needs_numbers(builder: PlanBuilder, name: str) -> bool:
+    """Tell whether a parameter is split, or its gradient summed, which complex numbers and integers do not allow."""
+    layouts = [claim.layout for claim in builder.claims.get(name, ())]
+    return builder.ranks > 1 and any(layout not in (None, ReplicatedLayout()) for layout in layouts)
+
+
+def refuse_captured(builder: PlanBuilder) -> None:
+    """Plan that modules refuse to return what no rule gathers.
+
+    These are the ones whose configuration can ask for it, as far as they are above all blocks.
+    """
+    tokens = (step.path for step in builder.steps.values() if step.splits_tokens)
+    refused: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, places in zip(CAPTURED, (builder.attentions, tokens), strict=True):
+        gathered = {step.path for step in builder.steps.values() if name in step.gathers_captured}
+        for place in places:
+            if gathered.isdisjoint((place, *above(place))):
+                for path in _asked(builder, place, name):
+                    refused[path].setdefault(name, place)
+    for path, outputs in refused.items():
+        builder.add_late(RefuseCaptured(path=path, outputs=tuple(outputs.items())))
+
+
+def _asked(builder: PlanBuilder, place: str, name: str) -> Iterator[str]:
+    for path in (place, *above(place)):
+        module = builder.named[path]
+        within = any(part.isdigit() for part in path.split("."))
+        if not within and hasattr(getattr(module, "config", None), f"output_{name}"):
+            yield builder.paths[id(module)]

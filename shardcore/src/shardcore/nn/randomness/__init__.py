@@ -1,1 +1,0 @@
-"""The model's random stream, and who draws from it."""

@@ -1,0 +1,275 @@
+"""Words for whole models: heads, captured outputs and losses, methods that run one, and models inside of one."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from typing_extensions import override
+
+from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
+from shardcore.nn.layout import last_rank_is_empty
+from shardcore.plan.steps import (
+    CallByMethods,
+    DivideLogits,
+    EnterRegion,
+    GatherOutputs,
+    GatherStageAttentions,
+    KeepLogitsSharded,
+    TakeLoss,
+)
+from shardcore.policy import Policy, Rule, Scope
+from shardcore.styles._finding import argument_of, heads_of, is_parameter, names_of, written
+
+__all__ = ["DelegateRule", "calls", "delegate", "head", "loss", "outputs", "stage_attentions"]
+
+
+def outputs(
+    *,
+    attentions: Literal["heads"] | None = None,
+    cross_attentions: Literal["heads"] | None = None,
+    hidden_states: Literal["sequence"] | None = None,
+    places: str | tuple[str, ...] = (),
+    heads: str | None = None,
+    optional: bool = False,
+) -> Rule:
+    """Gather the outputs that a model captures from its layers: attention weights, hidden states.
+
+    Args:
+        attentions: ``"heads"`` if attention weights (B, heads, S, S) are split over the heads.
+        cross_attentions: likewise of the attention to another sequence, (B, heads, S, T).
+        hidden_states: ``"sequence"`` if hidden states of blocks are split along the sequence where the activations are.
+        places: outputs that take a place in the returned tuple (``return_dict=False``) even where they are None; most
+            modules leave them out.
+        heads: the attribute that counts the heads, where not all stacks of the model have equally many.
+        optional: the module may be absent.
+    """
+    captured = {"attentions": attentions, "cross_attentions": cross_attentions}
+    by_heads = tuple(name for name, what in captured.items() if what == "heads")
+    text = written("outputs", **captured, hidden_states=hidden_states, places=places or None, heads=heads)
+    by_tokens = ("hidden_states",) if hidden_states == "sequence" else ()
+    return OutputsRule(
+        text=text, optional=optional, by_heads=by_heads, by_tokens=by_tokens, places=names_of(places), heads=heads
+    )
+
+
+def stage_attentions(heads: str) -> Rule:
+    """Gather the attention weights of stages with heads of different numbers, of which the ranks may divide some.
+
+    For an encoder that returns them by name, one for each of its ``layers``, or for a stage that returns them last.
+
+    Args:
+        heads: the attribute of a layer (``blocks[0]`` of a stage) that counts its heads.
+    """
+    return StageAttentionsRule(text=written("stage_attentions", heads), heads=heads)
+
+
+def loss(
+    fn: Callable[..., Any], *, labels: str | tuple[str, ...] = "labels", logits: str | tuple[str, ...] = "logits"
+) -> Rule:
+    """Compute the loss outside of the model's ``forward``, from its outputs, for models that compute it inside.
+
+    The labels are removed from the arguments, the model's own forward runs without them, and the result of ``fn(model,
+    *logits, *labels)`` is put first into its output.
+
+    Args:
+        fn: returns the loss; called with the model, the named outputs and the named labels.
+        labels: the arguments with labels; without the first of them the model runs as it is.
+        logits: the outputs that ``fn`` is given.
+    """
+    text = written("loss", labels=labels, logits=logits)
+    return LossRule(text=text, function=fn, labels=names_of(labels), logits=names_of(logits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputsRule(Rule):
+    """`shardcore.styles.outputs`."""
+
+    by_heads: tuple[str, ...]
+    by_tokens: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    heads: str | None = None
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        by_tokens = self.by_tokens if scope.config.enable_sequence_parallelism else ()
+        if not self.by_heads and not by_tokens:
+            return
+        if "forward" in vars(scope.module):
+            scope.problem(
+                f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
+                "instead of the one that gathers outputs",
+                "set it on a subclass, or after shard()",
+            )
+            return
+        dims: tuple[tuple[str, int, int | tuple[int, ...]], ...] = ()
+        if self.by_heads:
+            heads = heads_of(scope, self.heads)
+            if heads is None:
+                return
+            parts = tuple(heads.at(rank).local_query for rank in range(scope.ranks))
+            size: int | tuple[int, ...] = heads.query if len(set(parts)) == 1 else parts
+            dims = tuple((name, 1, size) for name in self.by_heads)
+        scope.add(GatherOutputs(path=scope.name(""), dims=dims, by_tokens=by_tokens, places=self.places))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAttentionsRule(Rule):
+    """`shardcore.styles.stage_attentions`."""
+
+    heads: str
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        stages: Any = getattr(scope.module, "layers", (scope.module,))
+        counts = [operator.attrgetter(self.heads)(stage.blocks[0]) for stage in stages]
+        sizes = tuple(0 if count % scope.ranks else count for count in counts)
+        if any(sizes):
+            scope.add(GatherStageAttentions(path=scope.name(""), sizes=sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRule(Rule):
+    """`shardcore.styles.loss`."""
+
+    function: Callable[..., Any]
+    labels: tuple[str, ...]
+    logits: tuple[str, ...]
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        for name in self.labels:
+            if argument_of(scope.module, name) is None:
+                scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")
+                return
+        scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=self.labels, logits=self.logits))
+
+
+def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:
+    """Split output heads over the vocabulary; the logits are gathered (with ``parallel_output`` only without labels).
+
+    Args:
+        *names: the linears.
+        bias: a parameter of another module that stands for their bias, as in BERT, where a module holds it beside the
+            decoder: it is split as the bias is.
+        optional: they may be absent.
+    """
+    return HeadRule(text=written("head", *names, bias=bias), optional=optional, names=names, bias=bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRule(Rule):
+    """`shardcore.styles.head`."""
+
+    names: tuple[str, ...]
+    bias: str | None = None
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        for name in self.names:
+            module = scope.find(name)
+            if not isinstance(module, nn.Linear):
+                if module is not None and scope.swap(name, ColumnLinear).plan_kind_problem(module) is None:
+                    what = (
+                        f"{type(module).__name__} is no torch.nn.Linear, and heads of other classes are not split yet"
+                    )
+                    scope.problem(what, "replicate it", name)
+                continue
+            if self.bias is not None:
+                self._plan_bias(scope, self.bias, module)
+            if last_rank_is_empty(module.out_features, scope.ranks):
+                scope.swap(name, Replicated)
+            elif scope.config.inference_only:
+                scope.swap(name, ColumnLinear, gather_output=True)
+            else:
+                target = VocabHead if scope.config.parallel_output else ColumnLinear
+                scope.swap(name, target, gather_output=True, enters=False)
+                path = scope.name(name)
+                scope.add(EnterRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
+                if scope.config.parallel_output:
+                    self._split(scope, path)
+                if (scope.config.context_parallel_size or 1) > 1:
+                    scope.add(DivideLogits(path=path))
+
+    def _split(self, scope: Scope, head: str) -> None:
+        """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""
+        for path, module in scope.above():
+            if labels := argument_of(module, "labels"):
+                scope.add(
+                    KeepLogitsSharded(path=path, labels=labels, heads=(head,), chunk=scope.config.loss_chunk_size)
+                )
+                return
+        what = "parallel_output=True, but no module that holds the head takes labels"
+        scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
+
+    def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
+        """Give the bare parameter the layout of the bias of ``module``: mostly both are one object."""
+        owner, _, parameter = name.rpartition(".")
+        if not is_parameter(scope.module, owner, parameter):
+            scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
+            return
+        small = last_rank_is_empty(module.out_features, scope.ranks)
+        scope.claim(owner, parameter, ReplicatedLayout() if small else ShardedLayout(0))
+
+
+def calls(*methods: str) -> Rule:
+    """Methods besides ``forward`` that users call to run the module (``forward_features``, ``get_image_features``).
+
+    They are methods of the module that the rule is listed under, and may call each other and ``forward``. While one
+    runs, everything is as in a forward: the model's random stream is in use, the module's own replicated parameters are
+    local tensors, and FSDP2 has gathered them.
+    """
+    return CallsRule(text=written("calls", *methods), methods=methods)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallsRule(Rule):
+    """`shardcore.styles.calls`."""
+
+    methods: tuple[str, ...]
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        kind = type(scope.module)
+        missing = [name for name in self.methods if not inspect.isfunction(getattr(kind, name, None))]
+        own = [name for name in self.methods if name in vars(scope.module)]
+        if missing:
+            scope.problem(f"{kind.__name__} has no method {', '.join(missing)}", "correct the names")
+        elif own:
+            what = f"this {kind.__name__} has {', '.join(own)} on the instance, which would be called in its place"
+            scope.problem(what, "set it on a subclass, or after shard()")
+        else:
+            scope.add(CallByMethods(path=scope.name(""), methods=self.methods))
+
+
+def delegate(name: str, *, policy: Policy | type[Policy] | None = None, optional: bool = False) -> Rule:
+    """Leave a submodule that is a model of another family to the policy for its class: a vision tower, a decoder.
+
+    That policy is planned for the submodule as if it were the whole model: its checks and heads go by the submodule's
+    own configuration, its rules apply in the submodule alone, and no rule of this policy applies there. What the
+    submodule does as a model (`generate`, saving) it does by that policy too. In ``stages`` of this policy, ``blocks``
+    names the submodule where its blocks run, and its own stages are put there.
+
+    Args:
+        name: the submodule.
+        policy: its policy or the class of it; None looks for the installed pack that serves the class of the submodule.
+        optional: it may be absent.
+    """
+    shown = getattr(policy, "__qualname__", type(policy).__qualname__) if policy is not None else None
+    return DelegateRule(text=written("delegate", name, policy=shown), optional=optional, name=name, policy=policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelegateRule(Rule):
+    """`shardcore.styles.delegate`."""
+
+    name: str
+    policy: Policy | type[Policy] | None = None
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        """Nothing is left to plan: whose rules apply where is found out before any rule is planned."""
