@@ -28,7 +28,7 @@ ROOMS = {
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 2400,
-    "shardcore_transformers": 2650,
+    "shardcore_transformers": 2700,
     "shardcore_bitsandbytes": 450,
     "shardcore_peft": 2350,
     "shardcore_trainer": 2050,

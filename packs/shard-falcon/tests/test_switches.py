@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shard_falcon.cases import build
-from shard_falcon.policy import FalconForCausalLMPolicy
+from shard_falcon.policy import FalconPolicy
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
@@ -16,7 +16,7 @@ from shardcore_transformers import _attention
 
 
 def _plan(model, switch):
-    policy = FalconForCausalLMPolicy()
+    policy = FalconPolicy()
     policy.set_model(model)
     with mock.patch.object(_attention, "_installed", return_value=["flash_attention_3"]):
         return compile_plan(policy, model, ShardConfig.of(tp=2, enable_flash_attention=switch), device_type="cuda")

@@ -9,7 +9,8 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +26,8 @@ from shardcore.nn.mixin import once
 from shardcore.nn.same_inputs import SameInputs
 from shardcore.plan.steps import Step
 from shardcore.plugins.unserved import installing
-from shardcore.policy import Policy
+from shardcore.policy import ModulePolicy, Policy, Stages
+from shardcore.styles import head, replicate
 from shardcore_transformers import _private, _saving
 from shardcore_transformers._asked import asked_by
 from shardcore_transformers._attention import choose_flash_attention
@@ -257,3 +259,56 @@ class PretrainedPolicy(Policy):
         Errors are those of `Policy.recompute`.
         """
         return recompute_layer(path, block)
+
+
+class BaseModelPolicy(PretrainedPolicy):
+    """Base of policies for a base model of transformers and for all classes that put a head behind it.
+
+    ``stages`` are those of the base model (``GPT2Model``). A model with a head (``GPT2LMHeadModel``) has them under the
+    name of the base model in it, and the head's modules are in the last stage. Of an encoder and a decoder one may be
+    missing.
+    """
+
+    #: The linears that score words, as far as a class has them: split over the vocabulary.
+    words: ClassVar[tuple[str, ...]] = ("lm_head",)
+    #: What makes labels or scores of the states, as far as a class has it: whole on each rank.
+    labels: ClassVar[tuple[str, ...]] = ("score", "classifier", "qa_outputs")
+
+    @override
+    def set_model(self, model: nn.Module) -> None:
+        super().set_model(model)
+        if (stages := type(self).stages) is not None:
+            stages = _of_one_stack(stages, self.base)
+            own = (*model._modules, *model._parameters, *model._buffers)
+            then = tuple(name for name in own if name != self.inside)
+            self.stages = stages.under(self.inside, then=then) if self.inside else stages
+
+    @property
+    def inside(self) -> str:
+        """The name of the base model in the model; nothing if the model has no head."""
+        name: str = self.model.base_model_prefix
+        return name if hasattr(self.model, name) else ""
+
+    @property
+    def base(self) -> Any:
+        """The base model, in the model or the model itself."""
+        return self.model.get_submodule(self.inside)
+
+    def heads(self) -> ModulePolicy:
+        """Return the rules of the head, if there is one."""
+        rules = [head(*self.words, optional=True), replicate(*self.labels, optional=True)]
+        return {self.model: rules} if self.inside else {}
+
+
+def _of_one_stack(stages: Stages, model: nn.Module) -> Stages:
+    """Return the stages of an encoder and a decoder for a model that lacks one of them; else ``stages``."""
+    there = stages.mapped(lambda name: None if "." in name and not hasattr(model, name.partition(".")[0]) else name)
+    if (len(there.lists), len(stages.lists)) != (1, 2):
+        return stages
+
+    def held(*parts: str) -> tuple[str, ...]:
+        return tuple(name for part, name in there.parts() if part in parts)
+
+    if there.lists == stages.lists[:1]:
+        return replace(there, between=(), last=held("between", "last"))
+    return replace(there, first=held("first", "between"), between=())

@@ -6,6 +6,7 @@ from shardcore.hooks import PolicySpec, hookimpl
 
 _MODELS = "transformers.models.albert.modeling_albert"
 _HEADS = (
+    "Model",
     "ForPreTraining",
     "ForMaskedLM",
     "ForSequenceClassification",
@@ -18,11 +19,7 @@ _HEADS = (
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve ALBERT and its heads."""
-    model = PolicySpec(target=f"{_MODELS}.AlbertModel", policy="shard_albert.policy:AlbertModelPolicy")
-    heads = [
-        PolicySpec(target=f"{_MODELS}.Albert{head}", policy=f"shard_albert.heads:Albert{head}Policy") for head in _HEADS
-    ]
-    return [model, *heads]
+    return [PolicySpec(target=f"{_MODELS}.Albert{head}", policy="shard_albert.policy:AlbertPolicy") for head in _HEADS]
 
 
 @hookimpl

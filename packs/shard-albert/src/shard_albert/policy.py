@@ -5,15 +5,16 @@ Its blocks are groups of layers, each of which runs several times: tokens stay w
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing_extensions import override
 
+from shard_bert.heads import is_for, masked_lm_loss, pretraining_loss
 from shardcore.policy import Heads, ModulePolicy, Stages
-from shardcore.styles import norm, outputs, region, replicate, vocab
-from shardcore_transformers import PretrainedPolicy
+from shardcore.styles import head, loss, norm, outputs, region, replicate, vocab
+from shardcore_transformers import BaseModelPolicy
 
 
-class AlbertModelPolicy(PretrainedPolicy):
-    """The encoder without a head; any number of ranks share its heads."""
+class AlbertPolicy(BaseModelPolicy):
+    """The encoder, with a head or without; any number of ranks share its heads."""
 
     checks = (Heads("num_attention_heads", uneven=True),)
     stages = Stages(
@@ -21,8 +22,6 @@ class AlbertModelPolicy(PretrainedPolicy):
         blocks="encoder.albert_layer_groups",
         last="pooler",
     )
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder and of its head.
@@ -43,5 +42,17 @@ class AlbertModelPolicy(PretrainedPolicy):
                 norm("attention.LayerNorm", "full_layer_layer_norm"),
                 region(col="ffn", row="ffn_output"),
             ],
-            **self.rules,
+            **self.heads(),
         }
+
+    @override
+    def heads(self) -> ModulePolicy:
+        """Return the rules of the head: words are scored by a decoder tied to the embedding, its bias beside it."""
+        words: ModulePolicy = {"AlbertMLMHead": [replicate("dense"), norm("LayerNorm"), head("decoder", bias="bias")]}
+        if is_for(self.model, "MaskedLM"):
+            return {**words, self.model: [loss(masked_lm_loss)]}
+        if is_for(self.model, "PreTraining"):
+            labels, logits = ("labels", "sentence_order_label"), ("prediction_logits", "sop_logits")
+            order = replicate("sop_classifier.classifier")
+            return {**words, self.model: [order, loss(pretraining_loss, labels=labels, logits=logits)]}
+        return super().heads()

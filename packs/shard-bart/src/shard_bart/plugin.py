@@ -16,13 +16,14 @@ _FAMILIES = {
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve BART, mBART, Marian and Pegasus, and their heads."""
-    specs = []
-    for family, names in _FAMILIES.items():
-        module = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
-        for name in names:
-            own = "families" if family != "Bart" else "policy" if name == "Model" else "heads"
-            specs.append(PolicySpec(target=f"{module}.{family}{name}", policy=f"shard_bart.{own}:{family}{name}Policy"))
-    return specs
+    return [
+        PolicySpec(
+            target=f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{name}",
+            policy="shard_bart.policy:BartPolicy",
+        )
+        for family, names in _FAMILIES.items()
+        for name in names
+    ]
 
 
 @hookimpl

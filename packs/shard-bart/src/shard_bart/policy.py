@@ -1,8 +1,11 @@
-"""How BART is sharded: an encoder, and a decoder that attends to it; heads are in `shard_bart.heads`."""
+"""How BART is sharded, and mBART, Marian and Pegasus, which are built like it under other names.
+
+They differ in where their norms are: behind the blocks of mBART and Pegasus, tokens come together again at one.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import (
@@ -17,43 +20,54 @@ from shardcore.styles import (
     sequence,
     vocab,
 )
-from shardcore_transformers import PretrainedPolicy
-
-__all__ = ["BartDecoderPolicy", "BartModelPolicy"]
+from shardcore_transformers import BaseModelPolicy
 
 
-class BartDecoderPolicy(PretrainedPolicy):
-    """The decoder, and what is the same in an encoder. Families differ in their names and in where their norms are."""
+class BartPolicy(BaseModelPolicy):
+    """Encoder and decoder, or the decoder alone, with a head or without."""
 
-    #: What the names of the model's classes begin with.
-    family: ClassVar[str] = "Bart"
-    #: Where tokens may be together again: the norm after the blocks, or without one the last block.
-    ends: ClassVar[str] = "layers[-1]"
+    labels = ("qa_outputs", "classification_head.dense", "classification_head.out_proj")
     stages = Stages(
-        first=("embed_tokens", "embed_positions", "layernorm_embedding"),
-        blocks="layers",
-        last="layer_norm",
-        optional=("layernorm_embedding", "layer_norm"),
+        first=("shared", "encoder.embed_tokens", "encoder.embed_positions", "encoder.layernorm_embedding"),
+        blocks=("encoder.layers", "decoder.layers"),
+        between=(
+            "encoder.layer_norm",
+            "decoder.embed_tokens",
+            "decoder.embed_positions",
+            "decoder.layernorm_embedding",
+        ),
+        last="decoder.layer_norm",
+        optional=(
+            "shared",  # a Marian of two vocabularies shares no embedding
+            "encoder.layernorm_embedding",
+            "encoder.layer_norm",
+            "decoder.layernorm_embedding",
+            "decoder.layer_norm",
+        ),
     )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rules of the decoder and of its head."""
-        crossing = self.attention("encoder_attn")
+        """Return the rules of encoder, decoder and head."""
+        family = type(self.base.decoder).__name__.removesuffix("Decoder")
+        encoder: ModulePolicy = {f"{family}Encoder": self.stack(), f"{family}EncoderLayer": self.block()}
         return {
-            f"{self.family}Decoder": [enter_arg("", "encoder_hidden_states"), *self.stack(cross_attentions="heads")],
-            f"{self.family}DecoderLayer": [*self.block(), *crossing],
-            f"{self.family}Attention": [attribute("num_heads", per_rank)],
-            **self.head(),
+            self.base: [vocab("shared", optional=True)],
+            **(encoder if hasattr(self.base, "encoder") else {}),
+            f"{family}Decoder": [enter_arg("", "encoder_hidden_states"), *self.stack(cross_attentions="heads")],
+            f"{family}DecoderLayer": [*self.block(), *self.attention("encoder_attn")],
+            f"{family}Attention": [attribute("num_heads", per_rank)],
+            **self.heads(),
         }
 
     def stack(self, **captured: Any) -> list[Rule]:
         """Return the rules of a stack of blocks."""
+        last = "layer_norm" if hasattr(self.base.decoder, "layer_norm") else "layers[-1]"
         return [
             vocab("embed_tokens"),
             replicate("embed_positions"),
             norm("layernorm_embedding", "layer_norm", optional=True),
             layer_drop("layerdrop"),
-            sequence(scatter="layers[0]", gather=self.ends),
+            sequence(scatter="layers[0]", gather=last),
             outputs(attentions="heads", hidden_states="sequence", heads="layers.0.self_attn.num_heads", **captured),
         ]
 
@@ -68,31 +82,3 @@ class BartDecoderPolicy(PretrainedPolicy):
             region(enter=name, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
             norm(f"{name}_layer_norm"),
         ]
-
-    def head(self) -> ModulePolicy:
-        """Return the rules of the head."""
-        return {}
-
-
-_ENCODER, _DECODER = (BartDecoderPolicy.stages.under(stack) for stack in ("encoder", "decoder"))
-
-
-class BartModelPolicy(BartDecoderPolicy):
-    """Encoder and decoder without a head."""
-
-    stages = Stages(
-        first=("shared", *_ENCODER.first),
-        blocks=("encoder.layers", "decoder.layers"),
-        between=(*_ENCODER.last, *_DECODER.first),
-        last=_DECODER.last,
-        optional=("shared", *_ENCODER.optional, *_DECODER.optional),
-    )
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of encoder, decoder and head; a Marian of two vocabularies shares no embedding."""
-        return {
-            **super().module_policy(),
-            f"{self.family}Model": [vocab("shared", optional=True)],
-            f"{self.family}Encoder": self.stack(),
-            f"{self.family}EncoderLayer": self.block(),
-        }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
 from typing_extensions import override
 
 from shard_bert import before5, heads
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import enter_arg, norm, outputs, region, replicate, sequence, vocab
-from shardcore_transformers import PretrainedPolicy
+from shardcore_transformers import BaseModelPolicy
 
 
-class BertPolicy(PretrainedPolicy):
+class BertPolicy(BaseModelPolicy):
     """An encoder like BERT, or with ``is_decoder`` a decoder, with a head or without."""
 
     checks = (Heads("num_attention_heads"),)
@@ -29,29 +28,18 @@ class BertPolicy(PretrainedPolicy):
     #: The attention that context parallelism may compute.
     context: ClassVar[str | tuple[str, ...]] = () if before5.IS_OLD else "attention.self"
 
-    @override
-    def set_model(self, model: nn.Module) -> None:
-        super().set_model(model)
-        if inside := self._inside():
-            heads = tuple(name for name, _ in model.named_children() if name != inside)
-            self.stages = type(self).stages.under(inside, then=heads)
-
-    def _inside(self) -> str:
-        """Return the name of the encoder in the model, which has its blocks; nothing if the model is one."""
-        return next((name for name, child in self.model.named_children() if hasattr(child, "encoder")), "")
-
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder, its blocks, and what makes words or labels of what it returns."""
-        encoder = self.model.get_submodule(self._inside())
+        encoder = self.base
         block = encoder.encoder.layer[0]
-        rules: ModulePolicy = {
+        return {
             encoder: self.encoder(),
             encoder.embeddings: self.embeddings(),
             encoder.encoder: [enter_arg("", "encoder_hidden_states")] if hasattr(block, "crossattention") else [],
             type(block): self.block(),
             **(before5.rules_of(encoder) if before5.IS_OLD else {}),
+            **(self.heads() if self.inside else {}),
         }
-        return rules if encoder is self.model else {**rules, **self.heads()}
 
     def encoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""
@@ -92,6 +80,7 @@ class BertPolicy(PretrainedPolicy):
             norm(f"{name}.{self.attended}", optional=optional),
         ]
 
+    @override
     def heads(self) -> ModulePolicy:
         """Return the rules of what makes words or labels of the states."""
         return heads.rules_of(self.model)

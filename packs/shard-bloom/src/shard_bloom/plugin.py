@@ -11,9 +11,7 @@ _HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassifi
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve BLOOM and its heads."""
-    return [
-        PolicySpec(target=f"{_MODELS}.Bloom{head}", policy=f"shard_bloom.policy:Bloom{head}Policy") for head in _HEADS
-    ]
+    return [PolicySpec(target=f"{_MODELS}.Bloom{head}", policy="shard_bloom.policy:BloomPolicy") for head in _HEADS]
 
 
 @hookimpl

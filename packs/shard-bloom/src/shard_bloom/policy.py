@@ -1,4 +1,4 @@
-"""How BLOOM is sharded: what every class of its modules needs, and what each head adds.
+"""How BLOOM is sharded: what every class of its modules needs.
 
 The attention and the MLP add the residual connection themselves, so their linears enter by themselves, and tokens stay
 whole between blocks: the attention counts them before it calls its linears.
@@ -6,25 +6,21 @@ whole between blocks: the attention counts them before it calls its linears.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import nn
 
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import (
     attribute,
-    head,
     norm,
     outputs,
     per_rank,
     refuse,
     region,
-    replicate,
     segments,
     slice_arg,
     vocab,
 )
-from shardcore_transformers import PretrainedPolicy
+from shardcore_transformers import BaseModelPolicy
 
 _SLOW = "slow_but_exact with pretraining_tp above 1 multiplies by slices of the whole weights of the row linears"
 
@@ -34,13 +30,11 @@ def _multiplies_by_slices(module: nn.Module) -> bool:
     return bool(module.slow_but_exact) and getattr(module, "pretraining_tp", 1) > 1
 
 
-class BloomModelPolicy(PretrainedPolicy):
-    """The decoder without a head. ALiBi is made once for all heads; each rank takes that of its own."""
+class BloomPolicy(BaseModelPolicy):
+    """The decoder, with a head or without. ALiBi is made once for all heads; each rank takes that of its own."""
 
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first=("word_embeddings", "word_embeddings_layernorm"), blocks="h", last="ln_f")
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head."""
@@ -63,33 +57,5 @@ class BloomModelPolicy(PretrainedPolicy):
             ],
             "BloomAttention": [slices, attribute("num_heads", per_rank)],
             "BloomMLP": [slices],
-            **self.rules,
+            **self.heads(),
         }
-
-
-class BloomForCausalLMPolicy(BloomModelPolicy):
-    """The next word; its linear is tied to the embedding."""
-
-    stages = BloomModelPolicy.stages.under("transformer", then="lm_head")
-    rules: ClassVar[ModulePolicy] = {"BloomForCausalLM": [head("lm_head")]}
-
-
-class BloomForSequenceClassificationPolicy(BloomModelPolicy):
-    """A label for each sequence."""
-
-    stages = BloomModelPolicy.stages.under("transformer", then="score")
-    rules: ClassVar[ModulePolicy] = {"BloomForSequenceClassification": [replicate("score")]}
-
-
-class BloomForTokenClassificationPolicy(BloomModelPolicy):
-    """A label for each token."""
-
-    stages = BloomModelPolicy.stages.under("transformer", then=("dropout", "classifier"))
-    rules: ClassVar[ModulePolicy] = {"BloomForTokenClassification": [replicate("classifier")]}
-
-
-class BloomForQuestionAnsweringPolicy(BloomModelPolicy):
-    """Scores for where an answer starts and ends."""
-
-    stages = BloomModelPolicy.stages.under("transformer", then="qa_outputs")
-    rules: ClassVar[ModulePolicy] = {"BloomForQuestionAnswering": [replicate("qa_outputs")]}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shard_deberta import heads, policy
+from shard_deberta.policy import DebertaV2Policy
 from shardcore.policy import Heads, ModulePolicy, Rule
 from shardcore.styles import attribute, by_heads, local_heads, refuse, region, segments, shared_rng
 
@@ -16,14 +16,15 @@ def _mixes_heads(layer: nn.Module) -> bool:
     return bool(attention.self.talking_head)
 
 
-class DebertaModelPolicy(policy.DebertaV2ModelPolicy):
-    """The encoder without a head."""
+class DebertaPolicy(DebertaV2Policy):
+    """The encoder, with a head or without."""
 
     checks = (Heads("num_attention_heads"),)
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of DeBERTa-v2, also of a head, for the classes of DeBERTa."""
-        return {str(name).replace("DebertaV2", "Deberta"): rules for name, rules in super().module_policy().items()}
+        rules = super().module_policy()
+        return {key.replace("DebertaV2", "Deberta") if isinstance(key, str) else key: rules[key] for key in rules}
 
     def attention(self) -> list[Rule]:
         """Return the rules of the attention: positions always have linears of their own."""
@@ -46,19 +47,3 @@ class DebertaModelPolicy(policy.DebertaV2ModelPolicy):
             attribute("attention.self.num_attention_heads", local_heads),
             shared_rng("attention.self.pos_dropout", optional=True),
         ]
-
-
-class DebertaForMaskedLMPolicy(DebertaModelPolicy, heads.DebertaV2ForMaskedLMPolicy):
-    """Masked words."""
-
-
-class DebertaForSequenceClassificationPolicy(DebertaModelPolicy, heads.DebertaV2ForSequenceClassificationPolicy):
-    """A label for each sequence."""
-
-
-class DebertaForTokenClassificationPolicy(DebertaModelPolicy, heads.DebertaV2ForTokenClassificationPolicy):
-    """A label for each token."""
-
-
-class DebertaForQuestionAnsweringPolicy(DebertaModelPolicy, heads.DebertaV2ForQuestionAnsweringPolicy):
-    """Scores for where an answer starts and ends."""

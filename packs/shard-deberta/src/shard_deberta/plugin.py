@@ -6,19 +6,18 @@ from shardcore.hooks import PolicySpec, hookimpl
 
 _FIRST = "transformers.models.deberta.modeling_deberta.Deberta"
 _SECOND = "transformers.models.deberta_v2.modeling_deberta_v2.DebertaV2"
-_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve DeBERTa and DeBERTa-v2, and their heads."""
-    first = {head: f"first:Deberta{head}Policy" for head in ("Model", *_HEADS)}
-    second = {head: f"heads:DebertaV2{head}Policy" for head in (*_HEADS, "ForMultipleChoice")}
-    second["Model"] = "policy:DebertaV2ModelPolicy"
     return [
-        PolicySpec(target=f"{models}{head}", policy=f"shard_deberta.{policy}")
-        for models, policies in ((_FIRST, first), (_SECOND, second))
-        for head, policy in policies.items()
+        *(PolicySpec(target=f"{_FIRST}{head}", policy="shard_deberta.first:DebertaPolicy") for head in _HEADS),
+        *(
+            PolicySpec(target=f"{_SECOND}{head}", policy="shard_deberta.policy:DebertaV2Policy")
+            for head in (*_HEADS, "ForMultipleChoice")
+        ),
     ]
 
 

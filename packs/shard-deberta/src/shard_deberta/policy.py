@@ -1,4 +1,4 @@
-"""How DeBERTa-v2 is sharded: what every class of its modules needs; `shard_deberta.heads` adds what each head needs.
+"""How DeBERTa-v2 is sharded: what every class of its modules needs.
 
 Its attention is disentangled: content attends to relative positions, and positions attend to content. The table of
 relative positions is made before the blocks, and enters each of them.
@@ -6,29 +6,42 @@ relative positions is made before the blocks, and enters each of them.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
+from torch import nn
+from typing_extensions import override
+
+from shard_bert.heads import is_for, masked_lm_loss
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
     enter_arg,
+    head,
     local_heads,
+    loss,
     norm,
     outputs,
+    refuse,
     region,
     replicate,
     sequence,
     shared_rng,
     vocab,
 )
-from shardcore_transformers import PretrainedPolicy
+from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["DebertaV2ModelPolicy"]
+__all__ = ["DebertaV2Policy"]
 
 
-class DebertaV2ModelPolicy(PretrainedPolicy):
-    """The encoder without a head; any number of ranks share its heads."""
+def _reads_the_table(model: nn.Module) -> bool:
+    config: Any = model.config
+    return not config.legacy
 
+
+class DebertaV2Policy(BaseModelPolicy):
+    """The encoder, with a head or without; any number of ranks share its heads."""
+
+    labels = ("pooler", "classifier", "qa_outputs")
     checks = (Heads("num_attention_heads", uneven=True),)
     stages = Stages(
         first=("embeddings", "encoder.conv"),
@@ -36,8 +49,6 @@ class DebertaV2ModelPolicy(PretrainedPolicy):
         everywhere=("encoder.rel_embeddings", "encoder.LayerNorm"),
         optional=("encoder.conv", "encoder.rel_embeddings", "encoder.LayerNorm"),
     )
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder and of its head."""
@@ -56,7 +67,7 @@ class DebertaV2ModelPolicy(PretrainedPolicy):
                 region(col="intermediate.dense", row="output.dense"),
                 norm("output.LayerNorm"),
             ],
-            **self.rules,
+            **self.heads(),
         }
 
     def tokens(self) -> list[Rule]:
@@ -81,3 +92,20 @@ class DebertaV2ModelPolicy(PretrainedPolicy):
             attribute("attention.self.num_attention_heads", local_heads),
             shared_rng("attention.self.pos_dropout", optional=True),
         ]
+
+    @override
+    def heads(self) -> ModulePolicy:
+        """Return the rules of the head: words are scored by a decoder tied to the embedding, its bias beside it."""
+        if not is_for(self.model, "MaskedLM"):
+            return super().heads()
+        no_decoder = (
+            "with legacy=False the head has no decoder: it multiplies by the embedding of words, which is split"
+        )
+        return {
+            "LegacyDebertaV2PredictionHeadTransform": [replicate("dense"), norm("LayerNorm")],
+            "LegacyDebertaV2LMPredictionHead": [head("decoder", bias="bias")],
+            self.model: [
+                refuse(_reads_the_table, no_decoder, todo="build the model with legacy=True"),
+                loss(masked_lm_loss),
+            ],
+        }

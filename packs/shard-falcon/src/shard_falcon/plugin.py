@@ -11,10 +11,7 @@ _HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassifi
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve Falcon and its heads."""
-    return [
-        PolicySpec(target=f"{_MODELS}.Falcon{head}", policy=f"shard_falcon.policy:Falcon{head}Policy")
-        for head in _HEADS
-    ]
+    return [PolicySpec(target=f"{_MODELS}.Falcon{head}", policy="shard_falcon.policy:FalconPolicy") for head in _HEADS]
 
 
 @hookimpl

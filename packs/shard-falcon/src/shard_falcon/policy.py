@@ -1,4 +1,4 @@
-"""How Falcon is sharded: what every class of its modules needs, and what each head adds.
+"""How Falcon is sharded: what every class of its modules needs.
 
 Its generations differ in how many query heads share a KV head: a group in the new architecture (40B, 11B, 180B), all of
 them with multi-query attention (7B), a single one in Falcon-RW. In one weight, group lies after group.
@@ -6,24 +6,22 @@ them with multi-query attention (7B), a single one in Falcon-RW. In one weight, 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Stages
 from shardcore.styles import (
     attribute,
-    head,
     local_heads,
     local_kv_heads,
     norm,
     outputs,
     region,
-    replicate,
     segments,
     sequence,
     slice_arg,
     vocab,
 )
-from shardcore_transformers import PretrainedPolicy
+from shardcore_transformers import BaseModelPolicy
 
 
 class _GroupedHeads(Heads):
@@ -35,13 +33,11 @@ class _GroupedHeads(Heads):
         return HeadCounts(query=config.num_attention_heads, kv=1 if shared else config.num_kv_heads, ranks=ranks)
 
 
-class FalconModelPolicy(PretrainedPolicy):
-    """The decoder without a head; any number of ranks share its heads, unless it has ALiBi."""
+class FalconPolicy(BaseModelPolicy):
+    """The decoder, with a head or without; any number of ranks share its heads, unless it has ALiBi."""
 
     checks = (_GroupedHeads("num_attention_heads", kv="num_kv_heads", uneven=True),)
     stages = Stages(first="word_embeddings", blocks="h", last="ln_f", everywhere="rotary_emb")
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head. Which norms a block has depends on its generation."""
@@ -66,33 +62,5 @@ class FalconModelPolicy(PretrainedPolicy):
                 attribute("self_attention.num_kv_heads", local_kv_heads),
                 region(enter="mlp", col="mlp.dense_h_to_4h", row="mlp.dense_4h_to_h"),
             ],
-            **self.rules,
+            **self.heads(),
         }
-
-
-class FalconForCausalLMPolicy(FalconModelPolicy):
-    """The next word; its linear is tied to the embedding."""
-
-    stages = FalconModelPolicy.stages.under("transformer", then="lm_head")
-    rules: ClassVar[ModulePolicy] = {"FalconForCausalLM": [head("lm_head")]}
-
-
-class FalconForSequenceClassificationPolicy(FalconModelPolicy):
-    """A label for each sequence."""
-
-    stages = FalconModelPolicy.stages.under("transformer", then="score")
-    rules: ClassVar[ModulePolicy] = {"FalconForSequenceClassification": [replicate("score")]}
-
-
-class FalconForTokenClassificationPolicy(FalconModelPolicy):
-    """A label for each token."""
-
-    stages = FalconModelPolicy.stages.under("transformer", then=("dropout", "classifier"))
-    rules: ClassVar[ModulePolicy] = {"FalconForTokenClassification": [replicate("classifier")]}
-
-
-class FalconForQuestionAnsweringPolicy(FalconModelPolicy):
-    """Scores for where an answer starts and ends."""
-
-    stages = FalconModelPolicy.stages.under("transformer", then="qa_outputs")
-    rules: ClassVar[ModulePolicy] = {"FalconForQuestionAnswering": [replicate("qa_outputs")]}

@@ -5,15 +5,13 @@ The attention of the last block holds that bias and returns it, so no region is 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from shard_gpt_neo.neox import GPTNeoXModelPolicy
+from shard_gpt_neo.neox import GPTNeoXPolicy
 from shardcore.policy import ModulePolicy, Stages
-from shardcore.styles import attribute, head, local_heads, norm, outputs, region, replicate, segments, sequence, vocab
+from shardcore.styles import attribute, local_heads, norm, outputs, region, replicate, segments, sequence, vocab
 
 
-class GPTNeoXJapaneseModelPolicy(GPTNeoXModelPolicy):
-    """GPT-NeoX-Japanese without a head; its attention counts heads."""
+class GPTNeoXJapanesePolicy(GPTNeoXPolicy):
+    """GPT-NeoX-Japanese, with a head or without; its attention counts heads."""
 
     stages = Stages(first="embed_in", blocks="layers", last="final_layer_norm", everywhere="rotary_emb")
 
@@ -37,12 +35,5 @@ class GPTNeoXJapaneseModelPolicy(GPTNeoXModelPolicy):
                 attribute("attention.num_attention_heads", local_heads),
                 region(enter="mlp", col="mlp.dense_h_to_4h", row="mlp.dense_4h_to_h"),
             ],
-            **self.rules,
+            **self.heads(),
         }
-
-
-class GPTNeoXJapaneseForCausalLMPolicy(GPTNeoXJapaneseModelPolicy):
-    """GPT-NeoX-Japanese with its language-model head, tied to the embedding."""
-
-    stages = GPTNeoXJapaneseModelPolicy.stages.under("gpt_neox_japanese", then="embed_out")
-    rules: ClassVar[ModulePolicy] = {"GPTNeoXJapaneseForCausalLM": [head("embed_out")]}

@@ -11,13 +11,12 @@ _HEADS = {
     "gpt_neox": _ALL,
     "gpt_neox_japanese": ("ForCausalLM",),
 }
-_FAMILIES = {"gpt_neo": "GPTNeo", "gptj": "GPTJ", "gpt_neox": "GPTNeoX", "gpt_neox_japanese": "GPTNeoXJapanese"}
-_FILES = {"gpt_neox": "neox", "gpt_neox_japanese": "neox_japanese"}
-
-
-def _file(module: str, head: str) -> str:
-    """Return the file that the policy is in."""
-    return _FILES.get(module) or ("policy" if head == "Model" else "heads")
+_POLICIES = {
+    "gpt_neo": ("GPTNeo", "policy"),
+    "gptj": ("GPTJ", "policy"),
+    "gpt_neox": ("GPTNeoX", "neox"),
+    "gpt_neox_japanese": ("GPTNeoXJapanese", "neox_japanese"),
+}
 
 
 @hookimpl
@@ -26,9 +25,9 @@ def shardcore_policies() -> list[PolicySpec]:
     return [
         PolicySpec(
             target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
-            policy=f"shard_gpt_neo.{_file(module, head)}:{family}{head}Policy",
+            policy=f"shard_gpt_neo.{file}:{family}Policy",
         )
-        for module, family in _FAMILIES.items()
+        for module, (family, file) in _POLICIES.items()
         for head in ("Model", *_HEADS[module])
     ]
 

@@ -1,25 +1,21 @@
-"""How GPT-Neo and GPT-J are sharded: the blocks of each; `shard_gpt_neo.heads` adds what each head needs."""
+"""How GPT-Neo and GPT-J are sharded: the blocks of each."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import attribute, norm, outputs, per_rank, region, replicate, sequence, vocab
-from shardcore_transformers import PretrainedPolicy
+from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["GPTJModelPolicy", "GPTNeoModelPolicy"]
+__all__ = ["GPTJPolicy", "GPTNeoPolicy"]
 
 _CAPTURED = outputs(attentions="heads", hidden_states="sequence")
 
 
-class GPTNeoModelPolicy(PretrainedPolicy):
-    """GPT-Neo without a head."""
+class GPTNeoPolicy(BaseModelPolicy):
+    """GPT-Neo, with a head or without."""
 
     checks = (Heads("num_heads"),)
     stages = Stages(first=("wte", "wpe"), blocks="h", last="ln_f")
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head."""
@@ -42,18 +38,16 @@ class GPTNeoModelPolicy(PretrainedPolicy):
                 attribute("attn.attention.num_heads", per_rank),
                 region(enter="mlp", col="mlp.c_fc", row="mlp.c_proj"),
             ],
-            **self.rules,
+            **self.heads(),
         }
 
 
-class GPTJModelPolicy(PretrainedPolicy):
-    """GPT-J without a head: attention and MLP read the same normalized tokens."""
+class GPTJPolicy(BaseModelPolicy):
+    """GPT-J, with a head or without: attention and MLP read the same normalized tokens."""
 
     checks = (Heads("n_head"),)
     # Blocks share the positions since transformers 5.24; before, each has its own.
     stages = Stages(first="wte", blocks="h", last="ln_f", everywhere="rotary_emb", optional="rotary_emb")
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head."""
@@ -75,5 +69,5 @@ class GPTJModelPolicy(PretrainedPolicy):
                 attribute("attn.num_attention_heads", per_rank),
                 region(enter="mlp", col="mlp.fc_in", row="mlp.fc_out"),
             ],
-            **self.rules,
+            **self.heads(),
         }

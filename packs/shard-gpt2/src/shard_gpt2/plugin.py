@@ -8,7 +8,6 @@ _GPT2 = "transformers.models.gpt2.modeling_gpt2"
 _MODELS = (
     "GPT2Model",
     "GPT2LMHeadModel",
-    "GPT2DoubleHeadsModel",
     "GPT2ForSequenceClassification",
     "GPT2ForTokenClassification",
     "GPT2ForQuestionAnswering",
@@ -18,7 +17,11 @@ _MODELS = (
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve GPT-2 and its heads."""
-    return [PolicySpec(target=f"{_GPT2}.{name}", policy=f"shard_gpt2.policy:{name}Policy") for name in _MODELS]
+    double = "GPT2DoubleHeadsModel"
+    return [
+        PolicySpec(target=f"{_GPT2}.{double}", policy="shard_gpt2.policy:GPT2DoubleHeadsPolicy"),
+        *(PolicySpec(target=f"{_GPT2}.{name}", policy="shard_gpt2.policy:GPT2Policy") for name in _MODELS),
+    ]
 
 
 @hookimpl

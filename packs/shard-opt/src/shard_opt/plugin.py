@@ -11,7 +11,7 @@ _MODELS = ("OPTModel", "OPTForCausalLM", "OPTForSequenceClassification", "OPTFor
 def shardcore_policies() -> list[PolicySpec]:
     """Serve OPT and its heads."""
     return [
-        PolicySpec(target=f"transformers.models.opt.modeling_opt.{name}", policy=f"shard_opt.policy:{name}Policy")
+        PolicySpec(target=f"transformers.models.opt.modeling_opt.{name}", policy="shard_opt.policy:OPTPolicy")
         for name in _MODELS
     ]
 

@@ -1,13 +1,10 @@
-"""How OPT is sharded: what every class of its modules needs, and what each head adds."""
+"""How OPT is sharded: what every class of its modules needs."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import (
     attribute,
-    head,
     layer_drop,
     norm,
     outputs,
@@ -16,11 +13,11 @@ from shardcore.styles import (
     replicate,
     vocab,
 )
-from shardcore_transformers import PretrainedPolicy
+from shardcore_transformers import BaseModelPolicy
 
 
-class OPTModelPolicy(PretrainedPolicy):
-    """The decoder without a head.
+class OPTPolicy(BaseModelPolicy):
+    """The decoder, with a head or without.
 
     Its blocks flatten rows and tokens into one dim, so tokens are not split between them (sequence parallelism).
     """
@@ -31,8 +28,6 @@ class OPTModelPolicy(PretrainedPolicy):
         blocks="decoder.layers",
         last=("decoder.final_layer_norm", "decoder.project_out"),
     )
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder and of its head."""
@@ -56,26 +51,5 @@ class OPTModelPolicy(PretrainedPolicy):
                 attribute("self_attn.num_heads", per_rank),
                 region(col="fc1", row="fc2"),
             ],
-            **self.rules,
+            **self.heads(),
         }
-
-
-class OPTForCausalLMPolicy(OPTModelPolicy):
-    """The decoder with its language-model head, tied to the embedding."""
-
-    stages = OPTModelPolicy.stages.under("model", then="lm_head")
-    rules: ClassVar[ModulePolicy] = {"OPTForCausalLM": [head("lm_head")]}
-
-
-class OPTForSequenceClassificationPolicy(OPTModelPolicy):
-    """The decoder with a label for each sequence."""
-
-    stages = OPTModelPolicy.stages.under("model", then="score")
-    rules: ClassVar[ModulePolicy] = {"OPTForSequenceClassification": [replicate("score")]}
-
-
-class OPTForQuestionAnsweringPolicy(OPTModelPolicy):
-    """The decoder with start and end scores for each token."""
-
-    stages = OPTModelPolicy.stages.under("model", then="qa_outputs")
-    rules: ClassVar[ModulePolicy] = {"OPTForQuestionAnswering": [replicate("qa_outputs")]}

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-_MODELS = ("Model", "EncoderModel")
-_HEADS = ("ForConditionalGeneration", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+_MODELS = (
+    "Model",
+    "EncoderModel",
+    "ForConditionalGeneration",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve T5, mT5 and umT5, and their heads."""
-    specs = []
-    for family in ("T5", "MT5", "UMT5"):
-        module = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
-        for name in (*_MODELS, *_HEADS):
-            own = "multilingual" if family != "T5" else "policy" if name in _MODELS else "heads"
-            specs.append(PolicySpec(target=f"{module}.{family}{name}", policy=f"shard_t5.{own}:{family}{name}Policy"))
-    return specs
+    return [
+        PolicySpec(
+            target=f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{name}",
+            policy="shard_t5.policy:T5Policy",
+        )
+        for family in ("T5", "MT5", "UMT5")
+        for name in _MODELS
+    ]
 
 
 @hookimpl

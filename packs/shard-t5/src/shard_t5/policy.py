@@ -1,46 +1,60 @@
-"""How T5 is sharded: what encoder and decoder need; heads are in `shard_t5.heads`."""
+"""How T5 is sharded, and mT5 and umT5, whose classes have other names: what every class of its modules needs."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
-from shardcore.styles import attribute, by_heads, enter_arg, norm, outputs, per_rank, region, sequence, vocab
-from shardcore_transformers import PretrainedPolicy
+from shardcore.styles import (
+    attribute,
+    by_heads,
+    enter_arg,
+    head,
+    norm,
+    outputs,
+    per_rank,
+    region,
+    replicate,
+    sequence,
+    vocab,
+)
+from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["T5EncoderModelPolicy", "T5ModelPolicy"]
 
+class T5Policy(BaseModelPolicy):
+    """Encoder and decoder, or the encoder alone, with a head or without.
 
-class T5EncoderModelPolicy(PretrainedPolicy):
-    """The encoder alone.
-
-    The first block makes a bias of positions for the heads of the rank, and hands it on to the others.
+    The first block makes a bias of positions for the heads of the rank, and hands it on to the others; in umT5 every
+    block makes its own.
     """
 
-    #: What the names of the model's classes begin with.
-    family: ClassVar[str] = "T5"
-    #: The class that holds the embedding, and what is beside it there.
-    holder: ClassVar[str] = "EncoderModel"
-    beside: ClassVar[tuple[Rule, ...]] = ()
     checks = (Heads("num_heads"),)
-    stages = Stages(first=("shared", "encoder.embed_tokens"), blocks="encoder.block", last="encoder.final_layer_norm")
+    labels = ("qa_outputs", "classifier", "classification_head.dense", "classification_head.out_proj")
+    stages = Stages(
+        first=("shared", "encoder.embed_tokens"),
+        blocks=("encoder.block", "decoder.block"),
+        between=("encoder.final_layer_norm", "decoder.embed_tokens"),
+        last=("decoder.final_layer_norm", "lm_head", "qa_outputs"),
+        optional=("lm_head", "qa_outputs"),
+    )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rules of the model and of its head."""
+        """Return the rules of encoder and decoder, and of the head."""
+        family = type(self.base.encoder).__name__.removesuffix("Stack")
+        crossing: ModulePolicy = {f"{family}LayerCrossAttention": self.attention("EncDecAttention")}
         return {
-            f"{self.family}{self.holder}": [vocab("shared"), *self.beside],
-            f"{self.family}Stack": [
+            self.base: [vocab("shared"), head("lm_head", optional=True), replicate("qa_outputs", optional=True)],
+            f"{family}Stack": [
                 vocab("embed_tokens"),
                 enter_arg("", "encoder_hidden_states"),
                 norm("final_layer_norm", rms="variance_epsilon"),
                 sequence(scatter="block[0]", gather="final_layer_norm"),
                 outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence"),
             ],
-            f"{self.family}LayerSelfAttention": self.attention("SelfAttention"),
-            f"{self.family}LayerFF": [norm("layer_norm", rms="variance_epsilon")],
-            f"{self.family}DenseActDense": [region(enter="", col="wi", row="wo", optional=True)],
-            f"{self.family}DenseGatedActDense": [region(enter="", col=("wi_0", "wi_1"), row="wo", optional=True)],
-            **self.head(),
+            f"{family}LayerSelfAttention": self.attention("SelfAttention"),
+            **(crossing if hasattr(self.base, "decoder") else {}),
+            f"{family}LayerFF": [norm("layer_norm", rms="variance_epsilon")],
+            f"{family}DenseActDense": [region(enter="", col="wi", row="wo", optional=True)],
+            f"{family}DenseGatedActDense": [region(enter="", col=("wi_0", "wi_1"), row="wo", optional=True)],
+            **self.heads(),
         }
 
     def attention(self, name: str) -> list[Rule]:
@@ -57,24 +71,3 @@ class T5EncoderModelPolicy(PretrainedPolicy):
             attribute(f"{name}.n_heads", per_rank),
             attribute(f"{name}.inner_dim", per_rank),
         ]
-
-    def head(self) -> ModulePolicy:
-        """Return the rules of the head."""
-        return {}
-
-
-class T5ModelPolicy(T5EncoderModelPolicy):
-    """Encoder and decoder."""
-
-    holder: ClassVar[str] = "Model"
-    stages = Stages(
-        first=("shared", "encoder.embed_tokens"),
-        blocks=("encoder.block", "decoder.block"),
-        between=("encoder.final_layer_norm", "decoder.embed_tokens"),
-        last="decoder.final_layer_norm",
-    )
-
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of the encoder, and those of the decoder's attention to it."""
-        crossing = self.attention("EncDecAttention")
-        return {**super().module_policy(), f"{self.family}LayerCrossAttention": crossing}

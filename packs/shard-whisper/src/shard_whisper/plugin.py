@@ -11,11 +11,7 @@ _MODELS = ("WhisperModel", "WhisperForConditionalGeneration", "WhisperForAudioCl
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve Whisper and its heads."""
-    specs = []
-    for name in _MODELS:
-        module = "policy" if name == "WhisperModel" else "heads"
-        specs.append(PolicySpec(target=f"{_WHISPER}.{name}", policy=f"shard_whisper.{module}:{name}Policy"))
-    return specs
+    return [PolicySpec(target=f"{_WHISPER}.{name}", policy="shard_whisper.policy:WhisperPolicy") for name in _MODELS]
 
 
 @hookimpl

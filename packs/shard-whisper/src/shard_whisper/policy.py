@@ -18,57 +18,61 @@ from shardcore.styles import (
     shared_numpy,
     vocab,
 )
-from shardcore_transformers import PretrainedPolicy
-
-__all__ = ["DECODER", "ENCODER", "WhisperModelPolicy"]
+from shardcore_transformers import BaseModelPolicy
 
 
-def _attention(name: str) -> list[Rule]:
-    """Return the rules of one attention; encoder and decoder may have different numbers of heads."""
-    columns = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-    return [
-        region(enter=name, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
-        attribute(f"{name}.num_heads", per_rank),
-        norm(f"{name}_layer_norm"),
-    ]
+class WhisperPolicy(BaseModelPolicy):
+    """Encoder and decoder, or one of them alone, with a head or without."""
 
-
-def _stack(**captured: Any) -> list[Rule]:
-    """Return the rules that encoder and decoder share."""
-    return [
-        replicate("embed_positions"),
-        layer_drop("layerdrop"),
-        norm("layer_norm"),
-        sequence(scatter="layers[0]", gather="layer_norm"),
-        outputs(attentions="heads", hidden_states="sequence", heads="layers.0.self_attn.num_heads", **captured),
-    ]
-
-
-_LAYER: list[Rule] = [*_attention("self_attn"), region(col="fc1", row="fc2"), norm("final_layer_norm")]
-ENCODER: ModulePolicy = {
-    "WhisperEncoder": [replicate("conv1", "conv2"), *_stack()],
-    "WhisperEncoderLayer": _LAYER,
-}
-DECODER: ModulePolicy = {
-    "WhisperDecoder": [
-        vocab("embed_tokens"),
-        enter_arg("", "encoder_hidden_states"),
-        *_stack(cross_attentions="heads"),
-    ],
-    "WhisperDecoderLayer": [*_LAYER, *_attention("encoder_attn")],
-}
-
-
-class WhisperModelPolicy(PretrainedPolicy):
-    """Encoder and decoder without a head."""
-
+    words = ("proj_out",)
     stages = Stages(
         first=("encoder.conv1", "encoder.conv2", "encoder.embed_positions"),
         blocks=("encoder.layers", "decoder.layers"),
         between=("encoder.layer_norm", "decoder.embed_tokens", "decoder.embed_positions"),
-        last="decoder.layer_norm",
+        last=("decoder.layer_norm", "layer_weights", "projector", "classifier"),
+        optional=("layer_weights", "projector", "classifier"),  # of a recording's label, beside an encoder alone
     )
 
     def module_policy(self) -> ModulePolicy:
-        """Return the rules of encoder and decoder; SpecAugment, which masks features in training, draws from numpy."""
-        return {**ENCODER, **DECODER, "WhisperModel": [shared_numpy("_mask_input_features")]}
+        """Return the rules of encoder, decoder and head."""
+        base = [replicate("layer_weights", "projector", "classifier", optional=True)]
+        if hasattr(self.base, "_mask_input_features"):  # SpecAugment, which masks features in training
+            base.append(shared_numpy("_mask_input_features"))
+        words = [vocab("embed_tokens"), enter_arg("", "encoder_hidden_states")]
+        encoder: ModulePolicy = {
+            "WhisperEncoder": [replicate("conv1", "conv2"), *self.stack()],
+            "WhisperEncoderLayer": self.block(),
+        }
+        decoder: ModulePolicy = {
+            "WhisperDecoder": [*words, *self.stack(cross_attentions="heads")],
+            "WhisperDecoderLayer": [*self.block(), *self.attention("encoder_attn")],
+        }
+        return {
+            self.base: base,
+            **(encoder if hasattr(self.base, "encoder") else {}),
+            **(decoder if hasattr(self.base, "decoder") else {}),
+            **self.heads(),
+        }
+
+    def stack(self, **captured: Any) -> list[Rule]:
+        """Return the rules that encoder and decoder share."""
+        return [
+            replicate("embed_positions"),
+            layer_drop("layerdrop"),
+            norm("layer_norm"),
+            sequence(scatter="layers[0]", gather="layer_norm"),
+            outputs(attentions="heads", hidden_states="sequence", heads="layers.0.self_attn.num_heads", **captured),
+        ]
+
+    def block(self) -> list[Rule]:
+        """Return the rules of what blocks of both stacks have."""
+        return [*self.attention("self_attn"), region(col="fc1", row="fc2"), norm("final_layer_norm")]
+
+    def attention(self, name: str) -> list[Rule]:
+        """Return the rules of one attention; encoder and decoder may have different numbers of heads."""
+        columns = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        return [
+            region(enter=name, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
+            attribute(f"{name}.num_heads", per_rank),
+            norm(f"{name}_layer_norm"),
+        ]
