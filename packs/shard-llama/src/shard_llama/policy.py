@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
-from typing_extensions import override
-
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
-from shardcore.styles import attribute, head, local_groups, norm, outputs, region, replicate, sequence, vocab
-from shardcore_transformers import PretrainedPolicy
+from shardcore.styles import attribute, local_groups, norm, outputs, region, sequence, vocab
+from shardcore_transformers import BaseModelPolicy
 
 
-class LlamaPolicy(PretrainedPolicy):
+class LlamaPolicy(BaseModelPolicy):
     """A decoder like Llama, with a head or without. Families that differ from it derive from it, and say in what."""
 
     #: The attribute of the norms with epsilon; None if they are none that can be fused.
@@ -26,32 +23,15 @@ class LlamaPolicy(PretrainedPolicy):
     row: ClassVar[str] = "down_proj"
     #: What normalizes the queries and keys of each head, in the attention.
     head_norms: tuple[str, ...] = ()
-    #: What makes labels of the states.
     labels: ClassVar[tuple[str, ...]] = ("score", "qa_outputs")
     #: The attention that context parallelism may compute.
     context: ClassVar[str | tuple[str, ...]] = "self_attn"
     checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
-    #: Of the decoder; those of a model with a head follow.
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
-
-    @override
-    def set_model(self, model: nn.Module) -> None:
-        super().set_model(model)
-        if inside := self._inside():
-            then = tuple(name for name, _ in model.named_children() if name != inside)
-            self.stages = type(self).stages.under(inside, then=then)
-
-    def _inside(self) -> str:
-        """Return the name of the decoder in the model, which has its blocks; nothing if the model is one."""
-        return next((name for name, child in self.model.named_children() if hasattr(child, "layers")), "")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the decoder, its blocks, and what makes labels or scores of what it returns."""
-        decoder = self.model.get_submodule(self._inside())
-        rules: ModulePolicy = {decoder: self.decoder(), type(decoder.layers[0]): self.block()}
-        if decoder is self.model:
-            return rules
-        return {**rules, self.model: [head("lm_head", optional=True), replicate(*self.labels, optional=True)]}
+        return {self.base: self.decoder(), type(self.base.layers[0]): self.block(), **self.heads()}
 
     def decoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""

@@ -19,7 +19,7 @@ _HEADS = (
 def shardcore_policies() -> list[PolicySpec]:
     """Serve ModernBERT and its heads."""
     return [
-        PolicySpec(target=f"{_MODELS}.ModernBert{head}", policy=f"shard_modernbert.policy:ModernBert{head}Policy")
+        PolicySpec(target=f"{_MODELS}.ModernBert{head}", policy="shard_modernbert.policy:ModernBertPolicy")
         for head in _HEADS
     ]
 
