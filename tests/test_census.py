@@ -56,7 +56,7 @@ def test_first_is_a_class_of_each_type_that_has_a_plan_and_no_pack() -> None:
     kinds = census.classes()
     names = list(kinds)
     assert (
-        names.index("Qwen3NextForCausalLM")
+        names.index("ExaoneMoeForCausalLM")
         < names.index("LlamaForCausalLM")
         < names.index("LlamaForTokenClassification")
     )

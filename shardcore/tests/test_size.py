@@ -16,7 +16,7 @@ ROOMS = {
     "fsdp": 690,
     "hooks": 310,
     "mesh": 1040,
-    "nn": 9320,
+    "nn": 9330,
     "others": 2440,
     "pipeline": 2800,
     "plan": 2020,

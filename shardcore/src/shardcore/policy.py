@@ -181,6 +181,7 @@ class Heads:
     Attributes:
         query: the attribute of ``model.config`` with the number of query heads, or their number itself.
         kv: the same of key/value heads, of which multi-query attention has 1; None if there is one for each query head.
+        of: the class of modules whose rules mean these heads, where others than the attention have heads of their own.
         uneven: ranks may have unequal numbers of heads, where their number does not divide: the rules set every number
             of heads that a forward reads, by functions of `HeadCounts` or `per_rank`.
     """
@@ -188,6 +189,7 @@ class Heads:
     query: str | int
     kv: str | int | None = None
     uneven: bool = False
+    of: str = ""
 
     def counts(self, model: nn.Module, ranks: int) -> HeadCounts | None:
         """Return the head counts of ``model``, or None if its configuration does not have the attributes."""

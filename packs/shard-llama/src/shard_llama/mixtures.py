@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from shard_llama.policy import LlamaPolicy
 from shardcore.policy import Rule
-from shardcore.styles import experts, region
+from shardcore.styles import experts
 
 
 class MixturePolicy(LlamaPolicy):
@@ -27,7 +28,7 @@ class MixturePolicy(LlamaPolicy):
         """Return the rules of what follows the attention in a block."""
         columns, row = self.columns, self.row
         return [
-            region(enter="mlp", col=tuple(f"mlp.{name}" for name in columns), row=f"mlp.{row}", optional=True),
+            *(replace(rule, optional=True) for rule in super().feed_forward()),
             experts(
                 self.mixture,
                 router=self.router,

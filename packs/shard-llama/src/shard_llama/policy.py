@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardcore.policy import Heads, ModulePolicy, Rule, Stages
+from shardcore.policy import Check, Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, local_groups, norm, outputs, region, sequence, vocab
 from shardcore_transformers import BaseModelPolicy
 
@@ -18,7 +18,10 @@ class LlamaPolicy(BaseModelPolicy):
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     #: The norm behind the blocks.
     final: ClassVar[str] = "norm"
-    #: The linears of the MLP.
+    #: The linear at the end of the attention.
+    output: ClassVar[str] = "o_proj"
+    #: The MLP of a block, and its linears.
+    mlp: ClassVar[str] = "mlp"
     columns: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     row: ClassVar[str] = "down_proj"
     #: What normalizes the queries and keys of each head, in the attention.
@@ -26,7 +29,7 @@ class LlamaPolicy(BaseModelPolicy):
     labels: ClassVar[tuple[str, ...]] = ("score", "qa_outputs")
     #: The attention that context parallelism may compute.
     context: ClassVar[str | tuple[str, ...]] = "self_attn"
-    checks = (Heads("num_attention_heads", kv="num_key_value_heads"),)
+    checks: ClassVar[tuple[Check, ...]] = (Heads("num_attention_heads", kv="num_key_value_heads"),)
     stages = Stages(first="embed_tokens", blocks="layers", last="norm", everywhere="rotary_emb")
 
     def module_policy(self) -> ModulePolicy:
@@ -51,11 +54,11 @@ class LlamaPolicy(BaseModelPolicy):
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         norms = tuple(f"self_attn.{name}" for name in self.head_norms)
         return [
-            region(enter="self_attn", col=q, kv=(k, v), row="self_attn.o_proj", unit="head", partial=norms),
+            region(enter="self_attn", col=q, kv=(k, v), row=f"self_attn.{self.output}", unit="head", partial=norms),
             attribute("self_attn.num_key_value_groups", local_groups),
         ]
 
     def feed_forward(self) -> list[Rule]:
         """Return the rules of what follows the attention in a block."""
-        columns = tuple(f"mlp.{name}" for name in self.columns)
-        return [region(enter="mlp", col=columns, row=f"mlp.{self.row}")]
+        columns = tuple(f"{self.mlp}.{name}" for name in self.columns)
+        return [region(enter=self.mlp, col=columns, row=f"{self.mlp}.{self.row}")]

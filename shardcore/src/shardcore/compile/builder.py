@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from shardcore.compile.parts import Part
+from shardcore.compile.parts import Part, matches
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, ParallelMixin
@@ -159,15 +159,19 @@ class RuleScope(Scope):
     @property
     @override
     def heads(self) -> HeadCounts | None:
-        if self.part.heads is None and not self.part.heads_failed:
+        if self._heads_of not in self.part.heads:
             what = "the rule needs the numbers of heads, which the policy does not declare"
             self.problem(what, "add Heads(...) to the policy's checks")
-        return self.part.heads
+        return self.known_heads
 
     @property
     @override
     def known_heads(self) -> HeadCounts | None:
-        return self.part.heads
+        return self.part.heads.get(self._heads_of)
+
+    @property
+    def _heads_of(self) -> str:
+        return next((kind for kind in self.part.heads if kind and matches(self.module, kind)), "")
 
     @override
     def name(self, suffix: str) -> str:

@@ -107,9 +107,8 @@ def _check_heads(builder: PlanBuilder, part: Part) -> None:
     for check in part.policy.checks:
         if problem := check.problem(part.module, builder.ranks):
             builder.report(where=part.path, rule=rule, what=problem[0], todo=problem[1])
-            part.heads_failed |= isinstance(check, Heads)
-        elif isinstance(check, Heads):
-            part.heads = check.counts(part.module, builder.ranks)
+        if isinstance(check, Heads):
+            part.heads[check.of] = None if problem else check.counts(part.module, builder.ranks)
 
 
 def _module_policy(builder: PlanBuilder, policy: Policy) -> Rules:

@@ -30,8 +30,7 @@ class Part:
 
     Attributes:
         inner: the paths of the parts that its rules delegate.
-        heads: what the policy's checks count, if they can be split.
-        heads_failed: a check of heads was reported already.
+        heads: what the policy's checks count, by the class whose heads they are; None if they cannot be split.
     """
 
     path: str
@@ -40,8 +39,7 @@ class Part:
     origin: str
     rules: Rules
     inner: list[str] = field(default_factory=list)
-    heads: HeadCounts | None = None
-    heads_failed: bool = False
+    heads: dict[str, HeadCounts | None] = field(default_factory=dict)
 
     def holds(self, path: str) -> bool:
         """Tell whether the module ``path`` is this part's own, and no inner part's."""

@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.comm.dtensor_params import read_local, read_partial, splits_on_tp
+from shardcore.comm.strided import Runs
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout
-from shardcore.nn.linear.members import Reading
+from shardcore.nn.linear.members import Reading, take_rows
 from shardcore.nn.sequence.shard import SequenceShard
 
 __all__ = ["HeadParameters", "Replicated"]
@@ -36,10 +37,11 @@ class Replicated(ParallelMixin):
         with_region: the entry of the region around it reads the parameters, so that their gradients are summed with
             others; the module reads them itself where it is called outside of the region.
         names: the parameters that are meant; by default all of the module's own. Several rules may each name some.
+        used: the rows of partial ones that each rank uses, by rank, such as the channels of its heads; None for all.
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"names", "partial", "with_region"})
+    option_names: ClassVar[frozenset[str]] = frozenset({"names", "partial", "used", "with_region"})
     #: Whether a subclass gives each rank a part of the parameters, not all of them.
     holds_parts: ClassVar[bool] = False
 
@@ -51,6 +53,8 @@ class Replicated(ParallelMixin):
     _split: frozenset[str]
     #: While its region is open: what the region's entry has read for it.
     _shard_reading: Reading | None
+    #: The rows that it uses of what is summed; None for all.
+    _used: Runs | None
     #: Whether each gradient is a tensor that nobody else holds.
     _fresh: bool
     _native_class: type[nn.Module]
@@ -111,7 +115,7 @@ class Replicated(ParallelMixin):
         if "_summed" not in state:  # else another rule has named other parameters
             # A lookup makes the gradient of its table, which may be large; so it is not copied.
             state |= {"_summed": frozenset(), "_shard_sequence": None, "_native_class": native}
-            state["_shard_reading"] = None
+            state |= {"_shard_reading": None, "_used": options["used"][context.rank] if "used" in options else None}
             state["_fresh"] = native.forward is nn.Embedding.forward
             state["_split"] = frozenset(name for name in _own(new._parameters) if _is_split(new._parameters[name]))
         state["_summed"] |= frozenset(names or _own(new._parameters) if partial else ())
@@ -179,15 +183,17 @@ class Replicated(ParallelMixin):
         reading = None if torch.compiler.is_compiling() else self._shard_reading
         if reading is not None and reading.is_of(self._shard_parameters):
             found = dict(zip(_own(self._parameters), reading.parameters, strict=True))
-            return {**own, **{name: found[name] for name in shared}}
-        summed = [name for name in shared if name in self._summed or not (alike or name in self._split)]
-        local = dict(own)
-        if summed:
-            read = read_partial(context.channel, *(own[name] for name in summed), deferred=context.defers)
-            local.update(zip(summed, read, strict=True))
-        if rest := [name for name in shared if name not in summed]:
-            local.update(zip(rest, read_local(*(own[name] for name in rest), fresh=fresh), strict=True))
-        return local
+            local = {**own, **{name: found[name] for name in shared}}
+        else:
+            summed = [name for name in shared if name in self._summed or not (alike or name in self._split)]
+            local = dict(own)
+            if summed:
+                read = read_partial(context.channel, *(own[name] for name in summed), deferred=context.defers)
+                local.update(zip(summed, read, strict=True))
+            if rest := [name for name in shared if name not in summed]:
+                local.update(zip(rest, read_local(*(own[name] for name in rest), fresh=fresh), strict=True))
+        rows = self._used
+        return {**local, **{name: take_rows(local[name], rows) for name in shared}} if rows else local
 
     def _stand_in(self) -> Any:
         # A checkpoint in a compiled graph may not change what was there before it, so a stand-in holds the parameters.

@@ -13,6 +13,7 @@ A new word is a constructor with its `shardcore.policy.Rule`, both in one module
 
 from __future__ import annotations
 
+from shardcore.styles.columns import segments
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
 from shardcore.styles.heads import attention, bias_net, norm_over_heads, slice_arg
 from shardcore.styles.layers import (
@@ -33,7 +34,7 @@ from shardcore.styles.layers import (
 from shardcore.styles.local import by_heads
 from shardcore.styles.mixtures import experts
 from shardcore.styles.models import calls, delegate, head, loss, outputs, stage_attentions
-from shardcore.styles.regions import enter_arg, region, segments
+from shardcore.styles.regions import enter_arg, region
 from shardcore.styles.sequences import sequence
 
 __all__ = [

@@ -7,6 +7,7 @@ that ranks share. Each kind is a small class that says what does not fit, and by
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from shardcore.nn import ColumnLinear, FusedColumnLinear, ParallelMixin, RowLine
 from shardcore.nn.layout import are_parts
 from shardcore.nn.linear.alike import Product
 from shardcore.policy import HeadCounts
+from shardcore.styles._finding import written
 
-__all__ = ["Column", "Fused", "FusedHeads", "KeyValue", "Order", "Projection", "RegionSizes", "Role", "row_target"]
+__all__ = ["Column", "Fused", "FusedHeads", "Order", "RegionSizes", "Role", "row_target", "segments"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,73 +73,39 @@ class Column(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Projection(Column):
-    """One projection: as wide as the input of the row linear, or of any width for each head."""
-
-    @override
-    def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
-        if not cut.by_heads:
-            yield from _of_other_size(linear, cut, 1)
-        elif cut.heads is not None:
-            yield from _not_whole_heads(linear, cut.heads.query)
-
-    @override
-    def target(self, linear: Product, cut: RegionSizes) -> Target:
-        return _by_heads(linear, cut, Order(("query",))) or (ColumnLinear, {})
-
-
-@dataclass(frozen=True, slots=True)
-class KeyValue(Column):
-    """Keys or values. With fewer KV heads than ranks, neighbouring ranks compute the same head."""
-
-    @override
-    def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
-        if cut.heads is not None:
-            yield from _not_whole_heads(linear, cut.heads.kv)
-
-    @override
-    def target(self, linear: Product, cut: RegionSizes) -> Target:
-        replication = cut.heads.kv_replication if cut.heads else 1
-        options: dict[str, Any] = {"replication": replication} if replication > 1 else {}
-        if not options or (cut.heads is not None and not cut.heads.is_even):
-            return _by_heads(linear, cut, Order(("key",))) or (ColumnLinear, options)
-        if cut.inference_only:
-            # No optimizer state to save: a collective less for each token is worth more.
-            options["in_parts"] = False
-        return ColumnLinear, options
-
-
-@dataclass(frozen=True, slots=True)
 class Fused(Column):
-    """`shardcore.styles.segments` with a number of equal ones."""
+    """`shardcore.styles.segments` with equal ones; or one projection of queries or keys, of any width for each head."""
 
-    segments: int
-    by: str = "projection"
+    segments: int = 1
+    by: str = "head"
+    of: Role = "query"
 
     def __repr__(self) -> str:
-        by = "" if self.by == "projection" else f", by={self.by!r}"
-        return f"segments({self.name!r}, {self.segments}{by})"
+        return written("segments", self.name, self.segments, by=None if self.by == "projection" else self.by)
 
     @override
     def without(self, cut: RegionSizes) -> Misfit | None:
-        if self.by == "head" and not cut.by_heads:
+        if self.by == "head" and self.segments > 1 and not cut.by_heads:
             return "segments in the order of heads are cut between heads", 'say unit="head" or heads='
         return None
 
     @override
     def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
-        if self.by != "head":
+        if self.by != "head" or not cut.by_heads:
             yield from _of_other_size(linear, cut, self.segments)
         if cut.by_heads and cut.heads is not None:
-            yield from _not_whole_heads(linear, cut.heads.query)
+            yield from _not_whole_heads(linear, cut.heads.query if self.of == "query" else cut.heads.kv)
 
     @override
     def target(self, linear: Product, cut: RegionSizes) -> Target:
+        replication = cut.heads.kv_replication if cut.heads and cut.heads.is_even and self.of != "query" else 1
+        if replication > 1:
+            # For inference alone, without states of optimizers to save: a collective less for each token is worth more.
+            return ColumnLinear, {"replication": replication, **({"in_parts": False} if cut.inference_only else {})}
         if self.by == "head":  # head after head: cut between heads, like a linear that computes one projection
-            return _by_heads(linear, cut, Order(("query",))) or (ColumnLinear, {})
+            return _by_heads(linear, cut, Order((self.of,)))
         if cut.heads is not None and not cut.heads.is_even:
-            roles: tuple[Role, ...] = tuple("query" for _ in range(self.segments))
-            return _by_heads(linear, cut, Order(roles)) or (ColumnLinear, {})
+            return _by_heads(linear, cut, Order((self.of,) * self.segments))
         return FusedColumnLinear, {"segments": self.segments}
 
 
@@ -145,12 +113,11 @@ class Fused(Column):
 class FusedHeads(Column):
     """`shardcore.styles.segments` with the roles of heads."""
 
-    roles: tuple[Role, ...]
-    by: str = "projection"
+    order: Order
 
     def __repr__(self) -> str:
-        by = "" if self.by == "projection" else f", by={self.by!r}"
-        return f"segments({self.name!r}, {self.roles!r}{by})"
+        by, sizes = self.order.by, self.order.sizes
+        return written("segments", self.name, self.order.roles, by=by if by == "group" else None, sizes=sizes or None)
 
     @override
     def without(self, cut: RegionSizes) -> Misfit | None:
@@ -162,20 +129,23 @@ class FusedHeads(Column):
     def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
         if cut.heads is None:
             return
-        count = len(Order(self.roles, self.by).heads(range(cut.heads.query), range(cut.heads.kv)))
-        if linear.out_features % count != 0:
+        whole, sizes = self.order.heads(range(cut.heads.query), range(cut.heads.kv)), self.order.sizes
+        wanted = sum(sizes[place] for place, _ in whole) if sizes else linear.out_features // len(whole) * len(whole)
+        if linear.out_features != wanted:
+            many = f"{wanted} features" if sizes else f"{len(whole)} heads of one size"
             what = (
-                f"its {linear.out_features} output features are not {', '.join(self.roles)} of {cut.heads.query} query "
-                f"and {cut.heads.kv} key/value heads: that would be {count} heads of one size"
+                f"its {linear.out_features} output features are not {', '.join(self.order.roles)} of {cut.heads.query} "
+                f"query and {cut.heads.kv} key/value heads: that would be {many}"
             )
             yield what, "check the roles of segments(...), and Heads(...) in the policy's checks"
 
     @override
     def target(self, linear: Product, cut: RegionSizes) -> Target:
         alike = cut.heads is not None and cut.heads.is_even and cut.heads.query == cut.heads.kv
-        if alike and self.by == "projection" and len(self.roles) > 1:
-            return FusedColumnLinear, {"segments": len(self.roles)}
-        return _by_heads(linear, cut, Order(self.roles, self.by)) or (ColumnLinear, {})
+        roles, sizes = self.order.roles, self.order.sizes
+        if alike and self.order.by == "projection" and len(roles) > 1 and len(set(sizes)) < 2:
+            return FusedColumnLinear, {"segments": len(roles)}
+        return _by_heads(linear, cut, self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +156,12 @@ class Order:
         roles: what its projections are: ``"query"``, ``"key"`` or ``"value"``.
         by: ``"projection"``: all heads of the first, then all of the next; ``"group"``: for each KV head, the query
             heads that attend to it, then the head itself, in the order of the roles.
+        sizes: the features of a head in each projection; all are of one size if not given.
     """
 
     roles: tuple[Role, ...]
     by: str = "projection"
+    sizes: tuple[int, ...] = ()
 
     def heads(self, query: Sequence[int], kv: Sequence[int]) -> list[tuple[int, int]]:
         """Return (place of the role, head) of each head in order, if these are the query heads and the KV heads."""
@@ -207,9 +179,45 @@ class Order:
     def rows(self, size: int, counts: HeadCounts) -> tuple[Runs, ...]:
         """Return the rows of the heads that each rank uses, of a linear with ``size`` rows."""
         whole = self.heads(range(counts.query), range(counts.kv))
-        step, at = size // len(whole), {head: place for place, head in enumerate(whole)}
+        sizes = self.sizes or (size // len(whole),) * len(self.roles)
+        ends = itertools.accumulate(sizes[place] for place, _ in whole)
+        at = {head: (end - sizes[head[0]], end) for head, end in zip(whole, ends, strict=True)}
         ranks = [counts.at(rank) for rank in range(counts.ranks)]
-        return tuple(_merged([at[head] for head in self.heads(c.query_heads, c.kv_heads)], step) for c in ranks)
+        return tuple(_merged([at[head] for head in self.heads(c.query_heads, c.kv_heads)]) for c in ranks)
+
+
+def segments(
+    name: str,
+    what: int | tuple[Role, ...],
+    *,
+    by: Literal["projection", "head", "group"] = "projection",
+    sizes: tuple[int, ...] = (),
+) -> Column:
+    """A linear that computes several projections at once; for ``col=`` of a `region`.
+
+    Args:
+        name: the linear.
+        what: the number of projections, if all are equally wide; or what each of them is: ``("query", "key", "value")``
+            where there are fewer KV heads than query heads. The heads of all are of one size. With fewer KV heads than
+            ranks, neighbouring ranks compute the same head.
+        by: the order of its output features. ``"projection"``: one projection after the other, [q|k|v].
+            ``"head"``: head after head, [q0 k0 v0|q1 k1 v1|...]. ``"group"``: for each KV head, the query heads that
+            attend to it and then the head itself, [q0 q1 k0 v0|q2 q3 k1 v1|...].
+        sizes: with roles, the features of one head in each projection, where they differ; 1 for a number for each head.
+    """
+    if isinstance(what, int):
+        if by == "group" or sizes:
+            raise ValueError(
+                f'segments({name!r}, {what}): by="group" and sizes= need to know what is a "query", a "key"'
+            )
+        return Fused(name, what, by)
+    unknown = [role for role in what if role not in ("query", "key", "value")]
+    if unknown or "query" not in what or by == "head" or len(sizes) not in (0, len(what)):
+        raise ValueError(
+            f'segments({name!r}, {what!r}, by={by!r}): roles are "query", "key" and "value", the first among them, '
+            'and lie by="projection" or by="group"; sizes= has one for each'
+        )
+    return FusedHeads(name, Order(tuple(what), by, sizes))
 
 
 def row_target(linear: Product, cut: RegionSizes) -> Target:
@@ -220,25 +228,21 @@ def row_target(linear: Product, cut: RegionSizes) -> Target:
     return RowLinear, {"used": columns}
 
 
-def _by_heads(linear: Product, cut: RegionSizes, order: Order) -> Target | None:
-    """Return how a linear becomes one of which each rank uses its heads; None if they are the part that it holds."""
-    if cut.heads is None or not cut.by_heads:
-        return None
-    rows = order.rows(linear.out_features, cut.heads)
-    if are_parts(rows, linear.out_features):
-        return None
+def _by_heads(linear: Product, cut: RegionSizes, order: Order) -> Target:
+    """Return how a linear becomes one of which each rank uses its heads: those of the part that it holds, or others."""
+    rows = None if cut.heads is None or not cut.by_heads else order.rows(linear.out_features, cut.heads)
+    if rows is None or are_parts(rows, linear.out_features):
+        return ColumnLinear, {}
     # For inference alone: as for KV heads that ranks share.
     return ColumnLinear, {"used": rows, **({"in_parts": False} if cut.inference_only else {})}
 
 
-def _merged(heads: Sequence[int], step: int) -> Runs:
-    """Return the rows of ``heads``, of ``step`` rows each, as runs: one for heads that follow each other."""
+def _merged(heads: Sequence[tuple[int, int]]) -> Runs:
+    """Return the rows of heads as runs: one for heads that follow each other."""
     runs: list[tuple[int, int]] = []
-    for head in heads:
-        start, stop = head * step, (head + 1) * step
-        if runs and runs[-1][1] == start:
-            start = runs.pop()[0]
-        runs.append((start, stop))
+    for start, stop in heads:
+        first = runs.pop()[0] if runs and runs[-1][1] == start else start
+        runs.append((first, stop))
     return tuple(runs)
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from torch import nn
 from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.nn.linear.inside import InnerRowLinear
-from shardcore.plan.steps import EnterArgument, EnterRegion, Step
+from shardcore.plan.steps import ByRank, EnterArgument, EnterRegion, SetAttribute, Step
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, names_of, submodule, written
-from shardcore.styles.columns import Column, Fused, FusedHeads, KeyValue, Projection, RegionSizes, Role, row_target
+from shardcore.styles.columns import Column, Fused, FusedHeads, RegionSizes, row_target
 
-__all__ = ["enter_arg", "region", "segments"]
+__all__ = ["enter_arg", "region"]
 
 
 #: A column linear by its name, or one that computes several projections.
@@ -31,7 +32,7 @@ def region(
     row: str | tuple[str, ...],
     enter: str | tuple[str, ...] | None = None,
     after: str | tuple[str, ...] = (),
-    partial: str | tuple[str, ...] = (),
+    partial: Columns | tuple[Columns, ...] = (),
     kv: str | tuple[str, ...] = (),
     unit: Literal["column", "head"] = "column",
     heads: str | None = None,
@@ -55,7 +56,7 @@ def region(
             norm or a scale at its end. It is summed already, so they need no `partial`.
         partial: modules inside the module that enters that each rank applies to its heads, such as norms of queries and
             keys: what the rule `partial` says of them, but their gradients are summed together, in one all-reduce of
-            the region.
+            the region. `segments` for a depthwise convolution over several projections: each rank uses its channels.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks compute the same head.
         unit: what is never split: a single column, or an attention head, as the policy's ``Heads`` check counts them.
         heads: the attribute that counts the heads of this one module, in place of the policy's check.
@@ -72,7 +73,7 @@ def region(
         unit=None if unit == "column" else unit,
         heads=heads,
     )
-    columns = col if isinstance(col, tuple) else (col,)
+    columns, applied = (c if isinstance(c, tuple) else (c,) for c in (col, partial))
     *inside, last = names_of(row)
     return RegionRule(
         text=text,
@@ -80,43 +81,14 @@ def region(
         enter=() if enter is None else names_of(enter),
         inside=tuple(inside),
         after=names_of(after),
-        partial=names_of(partial),
-        col=tuple(Projection(c) if isinstance(c, str) else c for c in columns),
-        kv=tuple(map(KeyValue, names_of(kv))),
+        partial=tuple(name for name in applied if isinstance(name, str)),
+        channels=tuple(column for column in applied if isinstance(column, FusedHeads)),
+        col=tuple(Fused(c) if isinstance(c, str) else c for c in columns),
+        kv=tuple(Fused(name, of="key") for name in names_of(kv)),
         row=last,
         unit="head" if heads else unit,
         heads=heads,
     )
-
-
-def segments(
-    name: str,
-    what: int | tuple[Role, ...],
-    *,
-    by: Literal["projection", "head", "group"] = "projection",
-) -> Column:
-    """A linear that computes several projections at once; for ``col=`` of a `region`.
-
-    Args:
-        name: the linear.
-        what: the number of projections, if all are equally wide; or what each of them is: ``("query", "key", "value")``
-            where there are fewer KV heads than query heads. The heads of all are of one size. With fewer KV heads than
-            ranks, neighbouring ranks compute the same head.
-        by: the order of its output features. ``"projection"``: one projection after the other, [q|k|v].
-            ``"head"``: head after head, [q0 k0 v0|q1 k1 v1|...]. ``"group"``: for each KV head, the query heads that
-            attend to it and then the head itself, [q0 q1 k0 v0|q2 q3 k1 v1|...].
-    """
-    if isinstance(what, int):
-        if by == "group":
-            raise ValueError(f'segments({name!r}, {what}, by="group"): say what they are, ("query", "key", "value")')
-        return Fused(name, what, by)
-    unknown = [role for role in what if role not in ("query", "key", "value")]
-    if unknown or "query" not in what or by == "head":
-        raise ValueError(
-            f'segments({name!r}, {what!r}, by={by!r}): roles are "query", "key" and "value", the first among them, '
-            'and lie by="projection" or by="group"'
-        )
-    return FusedHeads(name, tuple(what), by)
 
 
 def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
@@ -144,6 +116,7 @@ class RegionRule(Rule):
     inside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
+    channels: tuple[FusedHeads, ...] = ()
     heads: str | None = None
 
     @property
@@ -153,9 +126,10 @@ class RegionRule(Rule):
 
     @override
     def plan(self, scope: Scope) -> None:
-        found = {name: scope.find(name) for name in (*(c.name for c in self.columns), *self.inside, self.row)}
+        columns = (*self.columns, *self.channels)
+        found = {name: scope.find(name) for name in (*(c.name for c in columns), *self.inside, self.row)}
         modules = {name: m for name, m in found.items() if m is not None}
-        linears = {name: p for name, m in modules.items() if isinstance(p := product_of(m), Product)}
+        linears = {name: p for name, m in modules.items() if isinstance(p := _product(m), Product)}
         for name, module in found.items():
             if module is not None and name not in linears:
                 scope.swap(name, ColumnLinear)  # records what is wrong with it
@@ -175,9 +149,15 @@ class RegionRule(Rule):
             return
         entry = self._entry(scope)
         self._check_after(scope, entry)
+        options: dict[str, Any] = {"partial": True, "with_region": bool(self.enter) and entry is not None}
         for name in self.partial:
             if scope.find(name) is not None:
-                scope.swap(name, Replicated, partial=True, with_region=bool(self.enter) and entry is not None)
+                scope.swap(name, Replicated, **options)
+        for name, order in ((channels.name, channels.order) for channels in self.channels):
+            used = order.rows(linears[name].out_features, cut.heads) if cut.heads else ()
+            scope.swap(name, Replicated, **options, used=used)
+            groups = ByRank.of([sum(stop - start for start, stop in runs) for runs in used])
+            scope.add(SetAttribute(path=scope.name(name), name="groups", value=groups))
         for column in self.columns:
             target, options = column.target(linears[column.name], cut)
             scope.swap(column.name, target, enters=entry is None, **options)
@@ -203,12 +183,13 @@ class RegionRule(Rule):
             heads=self._heads(scope) if by_heads else None,
             inference_only=bool(scope.config.inference_only),
         )
-        lacks = [lack for column in self.columns if (lack := column.without(cut))]
+        lacks = [lack for column in (*self.columns, *self.channels) if (lack := column.without(cut))]
         for what, todo in lacks:
             scope.problem(what, todo)
         if lacks:
             return None
-        misfits = [(c.name, *misfit) for c in self.columns for misfit in c.misfits(linears[c.name], cut)]
+        columns = (*self.columns, *self.channels)
+        misfits = [(c.name, *misfit) for c in columns for misfit in c.misfits(linears[c.name], cut)]
         if cut.heads is not None and cut.width % cut.heads.query:
             what = f"its {cut.width} input features are not whole heads: the configuration counts {cut.heads.query}"
             misfits.append((self.row, what, "check Heads(...) in the policy's checks, or unit="))
@@ -303,7 +284,7 @@ class RegionRule(Rule):
 
     def _beside(self, scope: Scope) -> Iterator[str]:
         """Yield the modules of ``partial=`` that have parameters: a norm that a model leaves out may be an identity."""
-        for name in self.partial:
+        for name in (*self.partial, *(c.name for c in self.channels)):
             module = scope.find(name)
             if module is not None and any(p is not None for p in module._parameters.values()):
                 yield name
@@ -345,6 +326,13 @@ class EnterArgRule(Rule):
             scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
         else:
             scope.add(EnterArgument(path=scope.name(self.module), argument=argument))
+
+
+def _product(module: nn.Module) -> Product | str:
+    """Return what a linear multiplies, or say why it is none; the channels of a depthwise convolution are features."""
+    if isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
+        return Product(module.in_channels, module.out_channels)
+    return product_of(module)
 
 
 def _needs_no_entry(scope: Scope) -> bool:

@@ -1,0 +1,102 @@
+"""How mixers of Mamba-2 are split in the regions around them: their norms, and the kernels that they do without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from shardcore.nn import HeadParameters, ParallelMixin
+from shardcore.nn.over_heads import NormOverHeads
+from shardcore.policy import Rule, Scope
+
+__all__ = ["gated_norm", "unfused"]
+
+
+class Unfused(ParallelMixin):
+    """A mixer that does without the kernel which multiplies by its last linear too.
+
+    A rank has a part of the weight of that, whose products are summed, which the kernel does not. A mixer asks for
+    the kernel in training only, and asks nothing else of it.
+    """
+
+    keeps_name: ClassVar[bool] = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the native mixer computes step by step."""
+        training, self.training = self.training, False
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.training = training
+
+
+class Multiplied(Unfused):
+    """A mixer that multiplies what its first linear makes by numbers that it keeps, of which a rank uses its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the native mixer computes of this rank's features."""
+        first: Any = self.in_proj
+        whole: Any = self.mup_vector
+        runs = first.exchange.used if first.exchange else first.rows
+        self._buffers["mup_vector"] = torch.cat([whole[..., start:stop] for start, stop in runs], -1)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._buffers["mup_vector"] = whole
+
+
+class GatedNormOverHeads(NormOverHeads):
+    """A root-mean-square norm over the features of all heads, each multiplied by its gate before."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return (..., m) for (..., m)."""
+        x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        x = x if gate is None else x * F.silu(gate.to(x.dtype))
+        return super().forward(x).to(hidden_states.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unfused(Rule):
+    multiplied: bool
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        scope.swap("", Multiplied if self.multiplied else Unfused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GatedNorm(Rule):
+    @override
+    def plan(self, scope: Scope) -> None:
+        heads, module = scope.heads, scope.find("norm")
+        weight = None if module is None else module._parameters.get("weight")
+        if heads is None or weight is None:
+            return
+        if heads.kv % heads.ranks == 0:
+            scope.swap("norm", HeadParameters, names=("weight",))
+        elif heads.kv == 1 and not getattr(module, "norm_before_gate", False):
+            size = len(weight) // heads.ranks
+            used = tuple(((rank * size, (rank + 1) * size),) for rank in range(heads.ranks))
+            scope.swap("norm", GatedNormOverHeads, eps="variance_epsilon", used=used)
+        else:
+            what = f"its norm is over each of {heads.kv} groups, of which {heads.ranks} ranks have parts"
+            scope.refuse(what, f"use a tensor_parallel_size that divides {heads.kv}")
+
+
+def unfused(*, multiplied: bool = False) -> Rule:
+    """Return the rule by which a mixer does without the kernel that computes all of it.
+
+    Args:
+        multiplied: its features are multiplied by numbers that it keeps, ``mup_vector``.
+    """
+    return _Unfused(text=f"unfused(multiplied={multiplied})", multiplied=multiplied)
+
+
+def gated_norm() -> Rule:
+    """Return the rule for the norm over the features of each group of heads, or of all, that are gated before."""
+    return _GatedNorm(text="gated_norm()")
