@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.policy import HeadCounts, Scope
+from shardcore.policy import HeadCounts, Heads, Scope
 
 __all__ = [
     "argument_of",
@@ -56,10 +56,10 @@ def number_of(scope: Scope, name: str) -> int | None:
     return None
 
 
-def heads_of(scope: Scope, name: str | None) -> HeadCounts | None:
+def heads_of(scope: Scope, name: str | Heads | None) -> HeadCounts | None:
     """Return the head counts of the policy, or those that ``name`` counts of one module; record what is wrong."""
-    if name is None:
-        return scope.heads
+    if not isinstance(name, str):
+        return scope.heads if name is None else name.counts(scope.module, scope.ranks)
     count = number_of(scope, name)
     return None if count is None else HeadCounts(query=count, kv=count, ranks=scope.ranks)
 

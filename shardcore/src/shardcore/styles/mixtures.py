@@ -27,7 +27,7 @@ def experts(
     block: str = "",
     *,
     weights: str = "experts",
-    router: str = "gate",
+    router: str | None = "gate",
     captured: int | None = None,
     col: str | tuple[str, ...] = (),
     row: str | None = None,
@@ -50,7 +50,8 @@ def experts(
         weights: the module below it that holds the experts: their weights as ``gate_up_proj`` (E, 2I, H), gate and up
             in turns or not, or ``up_proj`` (E, I, H), and ``down_proj`` (E, H, I), or both with their last dims
             exchanged, and biases of them (``down_proj_bias``); or a list of one module for each expert.
-        router: the module below it that scores the experts.
+        router: the module below it that scores the experts; None if it is outside: the weights of tokens that it makes
+            are an `enter_arg` of the block.
         captured: the place, in the tuple that the router returns, of the logits that the model captures for a balancing
             loss. The block must not use them.
         col: of a list of experts: the linears of one that are split over their output features.
@@ -81,7 +82,7 @@ class ExpertsRule(Rule):
 
     block: str
     weights: str
-    router: str
+    router: str | None
     captured: int | None
     col: tuple[str, ...]
     row: str | None
@@ -93,7 +94,8 @@ class ExpertsRule(Rule):
         block = scope.find(self.block)
         if block is None:
             return
-        weights, router = scope.find(self._below(self.weights)), scope.find(self._below(self.router))
+        weights = scope.find(self._below(self.weights))
+        router = nn.Module() if self.router is None else scope.find(self._below(self.router))
         if weights is None or router is None:
             return
         argument = argument_of(block, None)
@@ -119,12 +121,12 @@ class ExpertsRule(Rule):
             self._linears(scope, "", self.shared_col, self.shared_row, ("shared_col=", "shared_row="))
         for below, module in router.named_modules():
             if any(p is not None for p in module._parameters.values()):
-                scope.swap(self._below(self.router, below), Replicated, partial=True)
+                scope.swap(self._below(self.router or "", below), Replicated, partial=True)
         scope.add(
             EnterExperts(
                 path=scope.name(self.block),
                 argument=argument,
-                router=scope.name(self._below(self.router)),
+                router=scope.name(self._below(self.router or "")),
                 captured=self.captured,
             )
         )

@@ -15,7 +15,7 @@ from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.nn.linear.inside import InnerRowLinear
 from shardcore.plan.steps import ByRank, EnterArgument, EnterRegion, SetAttribute, Step
-from shardcore.policy import HeadCounts, Rule, Scope
+from shardcore.policy import HeadCounts, Heads, Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, names_of, submodule, written
 from shardcore.styles.columns import Column, Fused, FusedHeads, RegionSizes, row_target
 
@@ -35,7 +35,7 @@ def region(
     partial: Columns | tuple[Columns, ...] = (),
     kv: str | tuple[str, ...] = (),
     unit: Literal["column", "head"] = "column",
-    heads: str | None = None,
+    heads: str | Heads | None = None,
     optional: bool = False,
 ) -> Rule:
     """Column linears and the row linear that follows them, with activations split over the ranks in between.
@@ -59,7 +59,7 @@ def region(
             the region. `segments` for a depthwise convolution over several projections: each rank uses its channels.
         kv: key and value linears. With fewer KV heads than ranks, neighbouring ranks compute the same head.
         unit: what is never split: a single column, or an attention head, as the policy's ``Heads`` check counts them.
-        heads: the attribute that counts the heads of this one module, in place of the policy's check.
+        heads: the attribute that counts the heads of this one module, or their numbers, in place of the policy's check.
         optional: the region may be absent.
     """
     text = written(
@@ -117,7 +117,7 @@ class RegionRule(Rule):
     after: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     channels: tuple[FusedHeads, ...] = ()
-    heads: str | None = None
+    heads: str | Heads | None = None
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -204,7 +204,7 @@ class RegionRule(Rule):
     def _heads(self, scope: Scope) -> HeadCounts | None:
         """Return the head counts of the policy, or of this one module; record what is wrong with the latter."""
         heads = heads_of(scope, self.heads)
-        if self.heads is not None and heads is not None and not heads.is_even:
+        if isinstance(self.heads, str) and heads is not None and not heads.is_even:
             scope.problem(
                 f"{heads.query} heads ({self.heads}) cannot be split over {scope.ranks} ranks: whole heads are needed "
                 "on each rank, and uneven heads are not supported yet",
