@@ -102,6 +102,23 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         "collectives": (2, 4),
         "captured": False,
     },
+    # One layer has experts and positions, and sees chunks of the tokens; the other one has neither.
+    "Llama4": {
+        "headless": "Llama4Text",
+        "usual": {
+            "num_local_experts": 5,
+            "head_dim": 16,
+            "intermediate_size": 21,
+            "intermediate_size_mlp": 83,
+            "moe_layers": [0],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 4,
+            "floor_scale": 3,
+        },
+        "context": False,
+        "together": False,  # the experts are given each token scaled, in the place of its routing
+        "whole": ("router",),
+    },
     "MiniMaxM2": {"usual": {"num_local_experts": 5, "head_dim": 16}, "collectives": (4, 7)},
     "Olmoe": {"usual": {"num_experts": 5}, "collectives": (4, 7)},
 }

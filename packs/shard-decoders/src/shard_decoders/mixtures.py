@@ -66,6 +66,18 @@ class HunYuanMoEV1Policy(MixturePolicy):
     shared: ClassVar[str | None] = "shared_mlp"
 
 
+class Llama4Policy(MixturePolicy):
+    """Llama 4: some layers have experts, some an MLP; those without positions scale queries by the place of a token."""
+
+    context: ClassVar[str | tuple[str, ...]] = ()  # a place is counted from the first token that the attention is given
+    rms: ClassVar[str | None] = "eps"
+    mlp: ClassVar[str] = "feed_forward"
+    mixture: ClassVar[str] = "feed_forward"
+    router: ClassVar[str] = "router"
+    captured: ClassVar[int | None] = 1
+    shared: ClassVar[str | None] = "shared_expert"
+
+
 class MiniMaxM2Policy(MixturePolicy, Olmo2Policy):
     """MiniMax M2: normalizes queries and keys over the features of all heads, as OLMo 2 does."""
 

@@ -25,6 +25,7 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "helium": ("Helium", _LLAMA, _TOKENS),
     "hunyuan_v1_dense": ("HunYuanDenseV1", "shard_decoders.policy:HunYuanDenseV1Policy", _LABELS),
     "hunyuan_v1_moe": ("HunYuanMoEV1", "shard_decoders.mixtures:HunYuanMoEV1Policy", _LABELS),
+    "llama4": ("Llama4", "shard_decoders.mixtures:Llama4Policy", ()),
     "minimax_m2": ("MiniMaxM2", "shard_decoders.mixtures:MiniMaxM2Policy", ()),
     "nemotron": ("Nemotron", "shard_decoders.policy:NemotronPolicy", _ALL),
     "olmo2": ("Olmo2", "shard_decoders.policy:Olmo2Policy", _LABELS),
@@ -34,15 +35,17 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "smollm3": ("SmolLM3", _LLAMA, _ALL),
     "starcoder2": ("Starcoder2", "shard_decoders.policy:Starcoder2Policy", _TOKENS),
 }
+#: Families whose names are others without a language model.
+_HEADLESS = {"llama4": "Llama4Text"}
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
     """Serve each family, and its heads."""
     return [
-        PolicySpec(target=f"transformers.models.{module}.modeling_{module}.{family}{head}", policy=policy)
+        PolicySpec(target=f"transformers.models.{module}.modeling_{module}.{name}", policy=policy)
         for module, (family, policy, heads) in _FAMILIES.items()
-        for head in ("Model", "ForCausalLM", *heads)
+        for name in (f"{_HEADLESS.get(module, family)}Model", *(family + head for head in ("ForCausalLM", *heads)))
     ]
 
 

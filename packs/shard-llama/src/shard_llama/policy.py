@@ -20,7 +20,7 @@ class LlamaPolicy(BaseModelPolicy):
     final: ClassVar[str] = "norm"
     #: The linear at the end of the attention.
     output: ClassVar[str] = "o_proj"
-    #: The MLP of a block, and its linears.
+    #: What a block calls its MLP, and its linears.
     mlp: ClassVar[str] = "mlp"
     columns: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     row: ClassVar[str] = "down_proj"
