@@ -44,35 +44,67 @@ def build(name: str, *, experts: str = "eager", **options: Any) -> Any:
     model = shard_llama.cases.build(name, **{**_SIZES, **options})
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = experts  # the default multiplies in no float64
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:
+            parameter.requires_grad_(False)  # it selects, and is not trained with the model
     return model
 
 
-def _cases(family: str, **usual: Any) -> list[Case]:
+def _cases(family: str, shared: dict[str, Any] | None = None, **fields: Any) -> list[Case]:
     """Return the cases of a family; in the tied one the first block has an MLP, and queries have no latent states."""
     prefix = f"{family.lower()}_"
-    found = decoder_cases(
-        family,
-        prefix=prefix,
-        usual=usual,
-        shared={"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3, "q_lora_rank": None},
-        sizes=(1, 2, 3, 4),
-        build=build,
-        sharded=_LAYER,
+    first = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+    settings: dict[str, Any] = {
+        "sizes": (1, 2, 3, 4),
+        "sharded": _LAYER,
         # What two linears make enters; the gradients of their norms are summed, and of the router's weight.
-        collectives=(2, 5),
-        whole=("gate", "q_a_proj", "kv_a_proj_with_mqa"),
-        refuses=({"num_attention_heads": 1, "num_key_value_heads": 1},),
+        "collectives": (2, 5),
+        "whole": ("gate", "q_a_proj", "kv_a_proj_with_mqa"),
+        "refuses": ({"num_attention_heads": 1, "num_key_value_heads": 1},),
+        **fields,
+    }
+    found = decoder_cases(
+        family, prefix=prefix, shared={**first, **(shared or {"q_lora_rank": None})}, build=build, **settings
     )
-    found = [replace(case, supports=replace(case.supports, experts=_TOGETHER)) for case in found]
+    together = _TOGETHER and "experts" in settings["sharded"]
+    found = [replace(case, supports=replace(case.supports, experts=together)) for case in found]
+    tied = {"name": f"{prefix}tied"} if shared else {"name": f"{prefix}tied", "sharded": ("q_proj",)}
+    whole = settings["whole"] if shared else tuple(name for name in settings["whole"] if name != "q_a_proj")
+    return [replace(c, whole=whole, **tied) if c.name == f"{prefix}tied_shared_kv" else c for c in found]
+
+
+#: No block has experts.
+_DENSE: dict[str, Any] = {
+    "sharded": ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj", "mlp.up_proj", "embed_tokens"),
+    "whole": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "collectives": (2, 4),
+}
+#: Each token sees 4 of those before it.
+_SELECTED: dict[str, Any] = {
+    "usual": {"index_topk": 4, "index_head_dim": 12, "index_n_heads": 3},
+    "whole": ("gate", "q_a_proj", "kv_a_proj_with_mqa", "indexer"),
+    "context": False,
+    "shared": {"num_hidden_layers": 3},
+    "collectives": (2, 4),
+}
+
+
+def _latest() -> list[Case]:
+    """Return the cases of families that came after DeepSeek-V3."""
+    some = {"mlp_layer_types": ["sparse", "sparse"]}
+    first = {"mlp_layer_types": ["dense", "sparse", "sparse"], "q_lora_rank": None}
+    every = {"indexer_types": ["full", "shared"], **_SELECTED["usual"]}
     return [
-        replace(case, name=f"{prefix}tied", sharded=("q_proj",), whole=("gate", "kv_a_proj_with_mqa"))
-        if case.name == f"{prefix}tied_shared_kv"
-        else case
-        for case in found
+        *_cases("DeepseekV32", **_SELECTED),
+        *_cases("GlmMoeDsa", **{**_SELECTED, "usual": every, "shared": {"indexer_types": ["full", "shared", "full"]}}),
+        *_cases("Glm4MoeLite", usual=some, shared=first),
+        *_cases("Mistral4"),
+        *_cases("MiniCPM3", **_DENSE),
+        *_cases("Youtu", **_DENSE),
     ]
 
 
 def cases() -> list[Case]:
-    """Return the cases of DeepSeek-V2 and DeepSeek-V3."""
-    second = [] if not _TOGETHER else _cases("DeepseekV2", topk_method=_ROUTING)
-    return [*second, *_cases("DeepseekV3")]
+    """Return the cases of DeepSeek, and of what is built like it."""
+    second = [] if not _TOGETHER else _cases("DeepseekV2", usual={"topk_method": _ROUTING})
+    return [*second, *_cases("DeepseekV3"), *(_latest() if Version("5.17.0") <= _RELEASE else [])]

@@ -1,4 +1,4 @@
-"""How DeepSeek-V2 and DeepSeek-V3 are sharded: latent attention, and experts in all but the first blocks."""
+"""How decoders with the latent attention of DeepSeek are sharded, with experts in all but the first blocks or none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from shard_llama.mixtures import MixturePolicy
 from shardcore.policy import Heads, Rule
-from shardcore.styles import region, replicate
+from shardcore.styles import partial, region, replicate
 
 
 class DeepseekPolicy(MixturePolicy):
@@ -34,6 +34,29 @@ class DeepseekPolicy(MixturePolicy):
                 partial=_below("self_attn", *norms),
             ),
             replicate(*_below("self_attn", *whole)),
+        ]
+
+
+class DeepseekV32Policy(DeepseekPolicy):
+    """DeepSeek-V3.2 and GLM-5: what selects the tokens that each one sees is whole on every rank, and reads all tokens.
+
+    So the attention enters as one, and what makes the latent states sums its gradients.
+    """
+
+    context: ClassVar[str | tuple[str, ...]] = ()
+
+    def attention(self) -> list[Rule]:
+        """Return the rules of the latent attention; a layer may use the selection of the one before it."""
+        latent = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+        return [
+            region(
+                enter="self_attn",
+                col=_below("self_attn", "q_b_proj", "kv_b_proj"),
+                row="self_attn.o_proj",
+                unit="head",
+                partial=_below("self_attn", *latent),
+            ),
+            partial(*_below("self_attn.indexer", "wq_b", "wk", "k_norm", "weights_proj"), optional=True),
         ]
 
 

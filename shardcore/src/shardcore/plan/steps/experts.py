@@ -75,8 +75,7 @@ class EnterExperts(Step):
                     yield from self._replicated(plan, step)
 
     def _replicated(self, plan: PlanView, step: Step) -> Iterator[Problem]:
-        for name, _ in plan.model.get_submodule(step.path).named_parameters(recurse=False):
-            full = f"{step.path}.{name}"
+        for full, _ in plan.model.get_submodule(step.path).named_parameters(step.path, recurse=False):
             yield Problem(
                 where=full,
                 rule=plan.rule_of(full) or step.describe(),
