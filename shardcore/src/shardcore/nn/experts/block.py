@@ -74,8 +74,7 @@ class ExpertsBlock(ParallelMixin):
         out = super().forward(*args, **kwargs)
         if not isinstance(out, tuple):
             return self._leave(out)
-        ranks = self._shard_context.size
-        others = (share_gradient(o, ranks) if isinstance(o, Tensor) else o for o in out[1:])
+        others = (share_gradient(o, self._shard_context.size) if isinstance(o, Tensor) else o for o in out[1:])
         return (self._leave(out[0]), *others)
 
     def _enter(self, x: Tensor) -> Tensor:
@@ -84,6 +83,8 @@ class ExpertsBlock(ParallelMixin):
         return packed(x)
 
     def _leave(self, out: Tensor) -> Tensor:
+        if (tokens := self._experts_sequence) is not None and tokens.last is not None and out.ndim == 2:
+            out = out.unflatten(0, (-1, tokens.last))  # a block may return its tokens as it multiplied them, (B * S, H)
         return leave_region(out, self._shard_context.channel, self._experts_sequence, type(self).__name__)
 
 
