@@ -87,6 +87,32 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "joined": {"mm_tokens_per_image": 4},
         "collectives": (2, 3),  # the third is that of the norms on queries and keys
     },
+    "Gemma4": {
+        "tower": {
+            "model_type": "gemma4_vision",
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        },
+        "sounds": {
+            "model_type": "gemma4_audio",
+            "subsampling_conv_channels": [8, 4],
+            "attention_chunk_size": 4,
+            "attention_context_left": 4,
+            "output_proj_dims": 40,
+        },
+        "language": {
+            "model_type": "gemma4_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 5,
+            "global_head_dim": 24,
+            "vocab_size_per_layer_input": _WORDS,
+        },
+        "joined": {"video_token_id": _MARKS, "audio_token_id": 98, "tie_word_embeddings": True},
+        "collectives": (2, 3),
+    },
     "Idefics3": {
         "tower": {"size": None},
         "language": {"model_type": "llama"},
@@ -188,6 +214,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 #: The classes of what is inside of a family and no other pack's.
 _TOWERS = {
+    "Gemma4AudioModel": "Gemma4",
+    "Gemma4VisionModel": "Gemma4",
     "Idefics3VisionTransformer": "Idefics3",
     "InternVLVisionModel": "InternVL",
     "PixtralVisionModel": "Mistral3",
@@ -203,6 +231,12 @@ _TEXTS = {
     "Qwen3VLMoeTextModel": "Qwen3VLMoe",
     "Qwen3VLTextModel": "Qwen3VL",
 }
+#: Of the tower of sounds: a block has two MLPs, and convolutions that mix its tokens.
+_SOUNDS: dict[str, Any] = {
+    "collectives": (3, 4),
+    "whole": ("lconv1d",),
+    "supports": Supports(captured=("attentions", "hidden_states"), dropout=False),
+}
 
 
 def _family(name: str) -> dict[str, Any]:
@@ -216,7 +250,7 @@ def _class(name: str) -> Any:
     return next(getattr(home, name) for home in homes if hasattr(home, name))
 
 
-def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **options: Any) -> Any:
+def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, beside: int = 0, **options: Any) -> Any:
     """Return a tiny model of the class ``name``; what no call reads is not trained, since no optimizer steps it.
 
     Args:
@@ -224,11 +258,14 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **o
         dropout: of the attention of the language model, or of the tower if it is one.
         seed: of the parameters.
         heads: of the language model, or of the tower if it is one.
+        beside: the size of what each block of Gemma 4 reads of the words beside the states.
         **options: of the configuration.
     """
     family = _family(name)
-    kv, tower = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), heads), {**_TOWER, **family["tower"]}
+    kv = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), heads)
+    tower = {**_TOWER, **family["sounds" if "Audio" in name else "tower"]}
     language = {**_LANGUAGE, **kv, "attention_dropout": dropout, **family["language"]}
+    language |= {"hidden_size_per_layer_input": beside} if name.startswith("Gemma4") else {}
     if name in _TOWERS:
         settings = {**tower, **dict.fromkeys(("num_attention_heads", "num_heads"), heads), "attention_dropout": dropout}
     elif name in _TEXTS:
@@ -242,7 +279,7 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **o
         model.set_experts_implementation("eager")  # the default multiplies in no float64
     with torch.no_grad():
         for module in model.modules():
-            if "Gemma" in type(module).__name__ and "Norm" in type(module).__name__:
+            if "Norm" in (kind := type(module).__name__) and "Gemma" in kind and "Gemma4" not in kind:
                 module.weight.sub_(1)  # they multiply by 1 + weight
     for path, parameter in model.named_parameters():
         if name not in _TOWERS and any(part in path for part in family.get("unused", ())):
@@ -258,6 +295,12 @@ def _images(name: str, ids: Tensor, generator: torch.Generator) -> dict[str, Ten
         if name in _TOWERS:
             return {"grid_thw": grid, "hidden_states": patches}
         return {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": (ids == _IMAGE).long()}
+    if name.startswith("Gemma4"):
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, -1, -1).contiguous()
+        patches = torch.rand(3, 16, 12, generator=generator, dtype=torch.float64)
+        if name in _TOWERS:
+            return {"pixel_values": patches, "pixel_position_ids": places}
+        return {"pixel_values": patches, "image_position_ids": places, "mm_token_type_ids": (ids == _IMAGE).long()}
     family = _family(name)
     pieces = (family["pieces"],) if "pieces" in family and name not in _TOWERS else ()
     images = {"pixel_values": torch.randn(3, *pieces, 3, 8, 8, generator=generator, dtype=torch.float64)}
@@ -275,6 +318,9 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     lengths = torch.tensor([7, 4, 6]).roll(seed)
     mask = (torch.arange(_TEXT) < lengths[:, None]).long()
     ids = torch.randint(1, _MARKS, (3, _TEXT), generator=generator) * mask
+    if name == "Gemma4AudioModel":
+        sounds = torch.randn(3, 24, 8, generator=generator, dtype=torch.float64)
+        return {"input_features": sounds, "attention_mask": torch.arange(24) < 2 * lengths[:, None]}
     if name in _TOWERS:
         return _images(name, ids, generator)
     seen = torch.full((3, _family(name).get("tokens", 4)), _IMAGE)
@@ -335,6 +381,12 @@ def cases() -> list[Case]:
     kind, own = "Gemma3ForSequenceClassification", _FAMILIES["Gemma3"]
     layers = "model.language_model.layers"
     found.append(_case("gemma3_sequence_classification", kind, own, outputs=("logits",), layers=layers))
+    kind, own = "Gemma4ForConditionalGeneration", _FAMILIES["Gemma4"]
+    small = _case("gemma4_small_generation", kind, own, outputs=("logits",), layers=layers)
+    # The model reads the table of words by itself, which is whole then.
+    alone = replace(_SPLIT, sequence=False, generation=True)
+    fields = {"sharded": ("q_proj", "v_proj"), "whole": ("per_layer",), "supports": alone}
+    found.append(replace(small, build=partial(build, kind, beside=6), **fields))
     for kind, family in _TEXTS.items():
         own = _FAMILIES[family]
         together = own["supports"].sequence
@@ -349,10 +401,13 @@ def cases() -> list[Case]:
             "loss": tower_loss,
             "sharded": ("qkv",) if patches else ("q_proj", "v_proj"),
         }
-        if family == "Mistral3":
+        if family in ("Gemma4", "Mistral3") and "Audio" not in kind:
             fields["loss"] = even_loss
         supports = replace(_PATCHES, sequence=False, dropout=False) if patches else _SPLIT
+        if "Audio" in kind:
+            found.append(_case("gemma4_sounds", kind, _SOUNDS, **fields))
+            continue
         # The bias of queries, keys and values together is one more.
-        cost = {"collectives": (2, 3) if patches else (2, 2)}
+        cost = {"collectives": (2, 3) if patches or family == "Gemma4" else (2, 2)}
         found.append(_case(f"{family.lower()}_tower", kind, cost, supports=supports, **fields))
     return found

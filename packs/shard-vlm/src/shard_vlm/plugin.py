@@ -23,6 +23,8 @@ _FAMILIES = {
 }
 #: What is inside of them and no other pack's, and the policy of each.
 _PARTS = {
+    "gemma4.modeling_gemma4.Gemma4AudioModel": "shard_vlm.gemma:Gemma4AudioModelPolicy",
+    "gemma4.modeling_gemma4.Gemma4VisionModel": "shard_vlm.gemma:Gemma4VisionModelPolicy",
     "idefics3.modeling_idefics3.Idefics3VisionTransformer": "shard_vlm.towers:IdeficsTowerPolicy",
     "internvl.modeling_internvl.InternVLVisionModel": "shard_vlm.towers:InternVLVisionModelPolicy",
     "pixtral.modeling_pixtral.PixtralVisionModel": "shard_vlm.towers:PixtralVisionModelPolicy",
@@ -47,6 +49,8 @@ def shardcore_policies() -> list[PolicySpec]:
         for kind in ("Model", "ForConditionalGeneration")
     }
     joined["gemma3.modeling_gemma3.Gemma3ForSequenceClassification"] = "shard_vlm.policy:VisionLanguagePolicy"
+    for kind in ("Model", "ForConditionalGeneration"):
+        joined[f"gemma4.modeling_gemma4.Gemma4{kind}"] = "shard_vlm.gemma:Gemma4MultimodalPolicy"
     return [
         PolicySpec(target=f"transformers.models.{target}", policy=policy)
         for target, policy in {**joined, **_PARTS}.items()
