@@ -20,7 +20,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     # Each kind of norms on queries and keys is a collective more, and so is an activation that is learned.
     "Apertus": {"sharded": _UNGATED, "collectives": (2, 4)},
     "Arcee": {"sharded": _UNGATED},
+    # Norms of heads are not shared by ranks that share a head.
+    "Cohere": {"usual": {"logit_scale": 0.5, "use_qk_norm": True}, "shared": {"use_qk_norm": False}},
     "Cohere2": {"usual": {**_WINDOW, "logit_scale": 0.5}},
+    "Cwm": {"usual": {**_WINDOW, "head_dim": 16}},
     "Ernie4_5": {"usual": {"head_dim": 16}, "dropout": False},
     "Exaone4": {"usual": {**_WINDOW, "head_dim": 16}, "collectives": (2, 3)},
     "Granite": {
@@ -33,7 +36,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Helium": {"usual": {"head_dim": 16}},
     "HunYuanDenseV1": {"usual": {"head_dim": 16}, "collectives": (2, 3)},
+    "HyperCLOVAX": {"usual": {"use_post_norm": True, "head_dim": 16}},
+    "Jais2": {"sharded": _UNGATED},
     "Nemotron": {"sharded": _UNGATED},
+    "Olmo": {},
     "Olmo2": {"collectives": (4, 6)},
     "Olmo3": {"usual": _WINDOW, "collectives": (4, 6)},
     "SeedOss": {"usual": {"head_dim": 16}},
@@ -47,6 +53,19 @@ _FIRST: dict[str, Any] = {"first_k_dense_replace": 1, "moe_layer_start_index": 1
 
 #: The same of those with experts. The gradient of a router's weight is a collective more.
 _MIXTURES: dict[str, dict[str, Any]] = {
+    "Afmoe": {
+        "usual": {
+            **_WINDOW,
+            "num_experts": 5,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 21,
+            "num_dense_layers": 0,
+            "head_dim": 16,
+        },
+        "shared": {"num_dense_layers": 1},
+        "whole": ("router",),
+        "collectives": (2, 4),
+    },
     "Dots1": {
         "usual": {
             "n_routed_experts": 5,
@@ -70,6 +89,19 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         "shared": _FIRST,
         "dropout": False,
     },
+    "ExaoneMoe": {
+        "usual": {
+            "num_experts": 5,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 21,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "head_dim": 16,
+            **_WINDOW,
+        },
+        "collectives": (2, 4),
+        "captured": False,
+    },
+    "FlexOlmo": {"usual": {"num_experts": 5}, "collectives": (4, 7)},
     "Glm4Moe": {
         "usual": {
             "n_routed_experts": 5,
@@ -97,6 +129,18 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         "whole": ("router",),
     },
     "GraniteMoe": {"usual": {"num_local_experts": 5}, "whole": ("router",)},
+    "HYV3": {
+        "usual": {
+            "mlp_bias": False,
+            "num_experts": 5,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 21,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "head_dim": 16,
+        },
+        "collectives": (2, 4),
+        "captured": False,
+    },
     "HunYuanMoEV1": {
         "usual": {"num_experts": 5, "moe_topk": 2, "head_dim": 16},
         "collectives": (2, 4),
@@ -119,8 +163,16 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         "together": False,  # the experts are given each token scaled, in the place of its routing
         "whole": ("router",),
     },
+    "Mellum": {
+        "usual": {"num_experts": 5, "moe_intermediate_size": 21, "head_dim": 16, **_WINDOW},
+        "collectives": (2, 4),
+    },
     "MiniMaxM2": {"usual": {"num_local_experts": 5, "head_dim": 16}, "collectives": (4, 7)},
     "Olmoe": {"usual": {"num_experts": 5}, "collectives": (4, 7)},
+    "SolarOpen": {
+        "usual": {"n_routed_experts": 5, "n_shared_experts": 1, "moe_intermediate_size": 21, "head_dim": 16},
+        "captured": False,
+    },
 }
 
 

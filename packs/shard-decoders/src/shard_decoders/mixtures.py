@@ -11,11 +11,34 @@ from shard_decoders.policy import Olmo2Policy
 from shard_llama.mixtures import MixturePolicy
 from shard_llama.policy import LlamaPolicy
 from shardcore.policy import Rule
-from shardcore.styles import by_heads
+from shardcore.styles import attribute, by_heads, local_groups, partial, region
+
+
+class AfmoePolicy(MixturePolicy):
+    """AFMoE (Trinity): a gate for all that the heads return, norms around attention and MLP."""
+
+    norms: ClassVar[tuple[str, ...]] = (*LlamaPolicy.norms, "pre_mlp_layernorm", "post_mlp_layernorm")
+    head_norms = ("q_norm", "k_norm")
+    router: ClassVar[str] = "router"
+    shared: ClassVar[str | None] = "shared_experts"
+
+    def attention(self) -> list[Rule]:
+        """Return the rules of the attention of a block."""
+        q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
+        norms = tuple(f"self_attn.{name}" for name in self.head_norms)
+        columns = (q, "self_attn.gate_proj")
+        return [
+            region(enter="self_attn", col=columns, kv=(k, v), row="self_attn.o_proj", unit="head", partial=norms),
+            attribute("self_attn.num_key_value_groups", local_groups),
+        ]
+
+    def feed_forward(self) -> list[Rule]:
+        """Return the rules of what follows the attention in a block."""
+        return [*super().feed_forward(), partial("mlp.expert_bias", optional=True)]
 
 
 class Dots1Policy(MixturePolicy):
-    """dots.llm1."""
+    """dots.llm1, EXAONE with experts, Hunyuan 3."""
 
     head_norms = ("q_norm", "k_norm")
     captured: ClassVar[int | None] = None
@@ -26,6 +49,10 @@ class Ernie45MoePolicy(MixturePolicy):
     """ERNIE 4.5."""
 
     shared: ClassVar[str | None] = "shared_experts"
+
+
+class FlexOlmoPolicy(MixturePolicy, Olmo2Policy):
+    """FlexOlmo: OLMo 2 with experts."""
 
 
 class Glm4MoePolicy(MixturePolicy):
@@ -78,6 +105,12 @@ class Llama4Policy(MixturePolicy):
     shared: ClassVar[str | None] = "shared_expert"
 
 
+class MellumPolicy(MixturePolicy):
+    """Mellum 2."""
+
+    head_norms = ("q_norm", "k_norm")
+
+
 class MiniMaxM2Policy(MixturePolicy, Olmo2Policy):
     """MiniMax M2: normalizes queries and keys over the features of all heads, as OLMo 2 does."""
 
@@ -88,3 +121,10 @@ class OlmoePolicy(MixturePolicy, Olmo2Policy):
     """OLMoE."""
 
     norms: ClassVar[tuple[str, ...]] = LlamaPolicy.norms
+
+
+class SolarOpenPolicy(MixturePolicy):
+    """Solar Open."""
+
+    captured: ClassVar[int | None] = None
+    shared: ClassVar[str | None] = "shared_experts"

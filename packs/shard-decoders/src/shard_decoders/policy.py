@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from shard_llama.policy import LlamaPolicy
 from shardcore.policy import Rule
-from shardcore.styles import norm_over_heads, region
+from shardcore.styles import by_heads, norm, norm_over_heads, region
 
 _BOTH_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -35,6 +35,14 @@ class Cohere2Policy(LlamaPolicy):
     rms: ClassVar[str | None] = None  # the norms subtract the mean
 
 
+class CoherePolicy(Cohere2Policy):
+    """Cohere (Command R): Cohere 2, but that each head may have norms of queries and keys of its own."""
+
+    def attention(self) -> list[Rule]:
+        """Return the rules of the attention of a block."""
+        return [*super().attention(), by_heads("self_attn.q_norm", "self_attn.k_norm", optional=True)]
+
+
 class Exaone4Policy(LlamaPolicy):
     """EXAONE 4: normalizes what attention and MLP return."""
 
@@ -48,11 +56,25 @@ class HunYuanDenseV1Policy(LlamaPolicy):
     head_norms = ("query_layernorm", "key_layernorm")
 
 
+class HyperCLOVAXPolicy(LlamaPolicy):
+    """HyperCLOVA X: may normalize what attention and MLP return, too."""
+
+    def block(self) -> list[Rule]:
+        """Return the rules of one block."""
+        return [*super().block(), norm("post_norm1", "post_norm2", rms=self.rms, optional=True)]
+
+
 class NemotronPolicy(LlamaPolicy):
-    """Nemotron: its norms multiply by 1 + weight, and its MLP has no gate."""
+    """Nemotron, whose norms multiply by 1 + weight, and Jais 2, whose subtract the mean; their MLPs have no gate."""
 
     rms: ClassVar[str | None] = None
     columns: ClassVar[tuple[str, ...]] = ("up_proj",)
+
+
+class OlmoPolicy(LlamaPolicy):
+    """OLMo: its norms have no parameters."""
+
+    rms: ClassVar[str | None] = None
 
 
 class Olmo2Policy(LlamaPolicy):
