@@ -286,8 +286,8 @@ class BaseModelPolicy(PretrainedPolicy):
     @property
     def inside(self) -> str:
         """The name of the base model in the model; nothing if the model has no head."""
-        name: str = self.model.base_model_prefix
-        return name if hasattr(self.model, name) else ""
+        names = (self.model.base_model_prefix, "model")  # Llama 4 for text has the prefix of the model with images
+        return next((name for name in names if name and hasattr(self.model, name)), "")
 
     @property
     def base(self) -> Any:

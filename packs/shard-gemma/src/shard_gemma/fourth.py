@@ -26,7 +26,7 @@ class Gemma4Policy(Gemma2Policy):
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of a decoder like Llama, and of what differs from block to block."""
-        blocks = self.model.get_submodule(self._inside()).layers
+        blocks = self.base.layers
         return {**super().module_policy(), **{block: self.own(block) for block in blocks}}
 
     def decoder(self) -> list[Rule]:
@@ -62,14 +62,15 @@ class Gemma4Policy(Gemma2Policy):
     def own(self, block: Any) -> list[Rule]:
         """Return the rules of the attention and of the MLP of one block."""
         query, attention = self.model.config.num_attention_heads, block.self_attn
-        heads = Heads(query, kv=query // attention.num_key_value_groups, uneven=True)
+        kv = query // attention.num_key_value_groups
+        heads = Heads(query, kv=kv, uneven=True)
         queries, keys, norms = (
             tuple(f"self_attn.{name}" for name, _ in attention.named_children() if name in names)
             for names in (("q_proj",), ("k_proj", "v_proj"), ("q_norm", "k_norm"))
         )
 
         def groups(counts: HeadCounts) -> int:
-            return local_groups(replace(counts, kv=heads.kv))
+            return local_groups(replace(counts, kv=kv))
 
         return [
             region(enter="self_attn", col=queries, kv=keys, row="self_attn.o_proj", heads=heads, partial=norms),

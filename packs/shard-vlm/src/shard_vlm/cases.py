@@ -385,8 +385,8 @@ def cases() -> list[Case]:
     small = _case("gemma4_small_generation", kind, own, outputs=("logits",), layers=layers)
     # The model reads the table of words by itself, which is whole then.
     alone = replace(_SPLIT, sequence=False, generation=True)
-    fields = {"sharded": ("q_proj", "v_proj"), "whole": ("per_layer",), "supports": alone}
-    found.append(replace(small, build=partial(build, kind, beside=6), **fields))
+    beside = partial(build, kind, beside=6)
+    found.append(replace(small, build=beside, sharded=("q_proj", "v_proj"), whole=("per_layer",), supports=alone))
     for kind, family in _TEXTS.items():
         own = _FAMILIES[family]
         together = own["supports"].sequence

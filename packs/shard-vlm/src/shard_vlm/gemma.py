@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shard_gemma.fourth import Gemma4Policy
 from shard_vlm.policy import VisionLanguagePolicy
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
@@ -110,7 +112,8 @@ class Gemma4MultimodalPolicy(VisionLanguagePolicy):
     def module_policy(self) -> ModulePolicy:
         """Return the rules of what joins the models inside, and of the head."""
         rules = dict(super().module_policy())
-        if self.inside.language_model.config.hidden_size_per_layer_input:
+        text: Any = self.inside.language_model
+        if text.config.hidden_size_per_layer_input:
             inside = [rule for rule in rules[self.inside] if "language_model" not in rule.text]
             rules[self.inside] = [*inside, delegate("language_model", policy=_WholeWordsPolicy)]
             if self.inside is not self.model:
