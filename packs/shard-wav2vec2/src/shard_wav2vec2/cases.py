@@ -1,24 +1,42 @@
-"""Tiny Wav2Vec2s for the conformance kit (`shardcore_testing`)."""
+"""Tiny encoders of speech for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2GumbelVectorQuantizer
 from typing_extensions import override
 
-from shardcore_testing import Case, Supports, hidden_loss, tiny
+from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
 _SAMPLES, _FRAMES, _LABELS = 31, 7, 3
+#: By what the names of classes begin with: the name of the model in one with a head, and options of the configuration.
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Wav2Vec2": ("wav2vec2", {}),
+    "Data2VecAudio": ("data2vec_audio", {"conv_pos_kernel_size": 5, "feat_extract_norm": "layer"}),
+    "Hubert": ("hubert", {}),
+    "UniSpeech": ("unispeech", {"num_ctc_classes": 9, "replace_prob": 0.0}),
+    "UniSpeechSat": ("unispeech_sat", {"num_clusters": 6}),
+}
 #: What is given masks; the others would draw them.
-_MASKED = ("Wav2Vec2Model", "Wav2Vec2ForPreTraining")
+_MASKED = (*(f"{family}Model" for family in _FAMILIES), "Wav2Vec2ForPreTraining")
+#: What upstream makes and does not read, or not without a mask: no optimizer steps it.
+_UNREAD = {
+    "UniSpeechForPreTraining": ("ctc_proj",),
+    "UniSpeechSatForPreTraining": (
+        "quantizer",
+        "project_",
+        "speaker_proj",
+        "label_embeddings",
+        "layer_norm_for_extract",
+    ),
+}
 _DROPOUTS = (
     "activation_dropout",
     "attention_dropout",
@@ -31,16 +49,28 @@ _DROPOUTS = (
 _CLASSES: dict[str, type[nn.Module]] = {}
 
 
-class LikeliestVectors(Wav2Vec2GumbelVectorQuantizer):  # type: ignore[misc]  # untyped in transformers
-    """A quantizer that draws nothing in training: the draws of two models differ."""
-
-    @override
+class _Likeliest:
+    @override  # type: ignore[misc]  # of the quantizer beside it
     def train(self, mode: bool = True) -> Any:
-        return super().train(False)
+        return super().train(False)  # type: ignore[misc]
+
+
+@cache
+def likeliest(quantizer: type[nn.Module]) -> type[nn.Module]:
+    """Return a quantizer that draws nothing in training: the draws of two models differ."""
+    return type(f"Likeliest{quantizer.__name__}", (_Likeliest, quantizer), {})
+
+
+def split(name: str) -> tuple[str, str]:
+    """Return the family and the head of a class."""
+    name = name.removeprefix("FSDP")
+    family = max((family for family in _FAMILIES if name.startswith(family)), key=len)
+    return family, name.removeprefix(family)
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, stable: bool = False, **options: Any) -> Any:
     """Return a tiny model of the class ``name``; a ``stable`` one has its norms where the large models have them."""
+    family, head = split(name)
     settings: dict[str, Any] = {
         "vocab_size": 23,
         "hidden_size": 48,
@@ -66,6 +96,7 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, stable: bool = Fals
         "num_labels": _LABELS,
         "attn_implementation": "eager",
         **dict.fromkeys(_DROPOUTS, dropout),
+        **_FAMILIES[family][1],
         **({"do_stable_layer_norm": True, "feat_extract_norm": "layer", "conv_bias": True} if stable else {}),
         **options,
     }
@@ -73,8 +104,12 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, stable: bool = Fals
     for module in model.modules():
         if is_parametrized(module):  # torch makes a class for each; the kit compares those of two models
             module.__class__ = _CLASSES.setdefault(type(module).__name__, type(module))
-    if name == "Wav2Vec2ForPreTraining":
-        model.quantizer.__class__ = LikeliestVectors
+    if head == "ForPreTraining":
+        model.quantizer.__class__ = likeliest(type(model.quantizer))
+    unread = (*_UNREAD.get(name, ()), *(() if name in _MASKED else ("masked_spec_embed",)))
+    for path, parameter in model.named_parameters():
+        if any(part in path for part in unread):
+            parameter.requires_grad_(False)
     return model
 
 
@@ -87,16 +122,18 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     batch = {"input_values": sound * mask}
     if model.config.feat_extract_norm == "layer":  # the others were trained without a mask
         batch["attention_mask"] = mask
-    match type(model).__name__.removeprefix("FSDP").removeprefix("Wav2Vec2"):
-        case "Model":
+    match split(type(model).__name__):
+        case (_, "Model"):
             batch["mask_time_indices"] = torch.rand(3, _FRAMES, generator=generator) < 0.3
-        case "ForPreTraining":
+        case ("Wav2Vec2", "ForPreTraining"):
             batch["mask_time_indices"] = torch.rand(3, _FRAMES, generator=generator) < 0.5
             batch["sampled_negative_indices"] = torch.randint(0, _FRAMES, (3, _FRAMES, 4), generator=generator)
-        case "ForCTC":
+        case (_, "ForPreTraining"):
+            pass
+        case (_, "ForCTC"):
             batch["labels"] = torch.tensor([[1, 2], [5, -100], [3, 4]]) + (seed % 3)
             batch["labels"][1, 1] = -100
-        case "ForAudioFrameClassification":
+        case (_, "ForAudioFrameClassification"):
             labels = torch.randint(0, _LABELS, (3, _FRAMES), generator=generator)
             batch["labels"] = torch.nn.functional.one_hot(labels, _LABELS)
         case _:
@@ -104,13 +141,21 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     return batch
 
 
+def projected_loss(out: Any) -> Tensor:
+    """Return a loss where upstream has none yet: a weighted mean of what is compared."""
+    found = (out.get("logits"), out.projected_states, out.projected_quantized_states)
+    return weighted_mean(*(tensor for tensor in found if tensor is not None))
+
+
 _STABLE = {"stable": True}
+_WEIGHTED = {"use_weighted_layer_sum": True}  # a sum of the states of all layers, which no stage has
 
 
 def _case(name: str, kind: str, usual: dict[str, Any] | None = None, *, pipeline: bool = True, **fields: Any) -> Case:
+    model = _FAMILIES[split(kind)[0]][0]
     settings: dict[str, Any] = {
         "outputs": ("logits",),
-        "layers": "wav2vec2.encoder.layers",
+        "layers": f"{model}.encoder.layers",
         "sharded": ("attention.q_proj", "attention.out_proj", "intermediate_dense", "output_dense"),
         "refuses": ({"num_attention_heads": 1},),
         "supports": Supports(
@@ -125,33 +170,48 @@ def _case(name: str, kind: str, usual: dict[str, Any] | None = None, *, pipeline
     return Case(name=name, build=partial(build, kind, **usual or {}), inputs=inputs, **settings)
 
 
-def cases() -> list[Case]:
-    """Return a case for every class, and one with adapters in its layers."""
+def _family(family: str) -> list[Case]:
+    """Return a case for every class of a family."""
+    stem = "" if family == "Wav2Vec2" else f"{family.lower()}_"
+    stable = {} if family == "Data2VecAudio" else _STABLE
     projected = ("projected_states", "projected_quantized_states")
-    weighted = {"use_weighted_layer_sum": True}  # a sum of the states of all layers, which no stage has
+    kinds: dict[str, dict[str, Any]] = {
+        "CTC": {"options": {"attn_implementation": ("eager", "sdpa"), **({"stable": (False, True)} if stable else {})}},
+        "SequenceClassification": {"usual": {**stable, **_WEIGHTED}, "pipeline": False},
+        "AudioFrameClassification": {"usual": _WEIGHTED, "pipeline": False},
+        # transformers asks for the states of all layers: gathered where tokens are split
+        "XVector": {"usual": stable, "outputs": ("logits", "embeddings"), "collectives": (3, 2)},
+        "PreTraining": {
+            "usual": stable,
+            "outputs": projected[: 1 if family == "UniSpeechSat" else 2],
+            "pipeline": False,
+        },
+    }
+    if family != "Wav2Vec2":
+        kinds["PreTraining"]["loss"] = projected_loss
+    names = {"XVector": "xvector", "CTC": "ctc", "PreTraining": "pretraining"}
+    names |= {"SequenceClassification": "sequence_classification"}
+    names |= {"AudioFrameClassification": "audio_frame_classification"}
+    adapter = {"add_adapter": True, "output_hidden_size": 20, "num_adapter_layers": 2}
+    features = () if family == "Hubert" else ("extract_features",)
     return [
-        _case(
-            "ctc",
-            "Wav2Vec2ForCTC",
-            options={"attn_implementation": ("eager", "sdpa"), "stable": (False, True)},
+        *(
+            _case(stem + names[head], f"{family}For{head}", **fields)
+            for head, fields in kinds.items()
+            if hasattr(transformers, f"{family}For{head}")
         ),
-        _case("stable_ctc", "Wav2Vec2ForCTC", {**_STABLE, "adapter_attn_dim": 5}, whole=("adapter_layer",)),
         _case(
-            "model",
-            "Wav2Vec2Model",
-            {"add_adapter": True, "output_hidden_size": 20, "num_adapter_layers": 2},
+            f"{stem}model",
+            f"{family}Model",
+            adapter if family in ("Wav2Vec2", "Data2VecAudio") else stable,
             loss=hidden_loss,
-            outputs=("last_hidden_state", "extract_features"),
+            outputs=("last_hidden_state", *features),
             layers="encoder.layers",
         ),
-        _case("pretraining", "Wav2Vec2ForPreTraining", _STABLE, outputs=projected, pipeline=False),
-        _case("sequence_classification", "Wav2Vec2ForSequenceClassification", {**_STABLE, **weighted}, pipeline=False),
-        _case("audio_frame_classification", "Wav2Vec2ForAudioFrameClassification", weighted, pipeline=False),
-        _case(
-            "xvector",
-            "Wav2Vec2ForXVector",
-            _STABLE,
-            outputs=("logits", "embeddings"),
-            collectives=(3, 2),  # transformers asks for the states of all layers: gathered where tokens are split
-        ),
     ]
+
+
+def cases() -> list[Case]:
+    """Return a case for every class, and one with adapters in its layers."""
+    adapters = _case("stable_ctc", "Wav2Vec2ForCTC", {**_STABLE, "adapter_attn_dim": 5}, whole=("adapter_layer",))
+    return [adapters, *(case for family in _FAMILIES for case in _family(family))]

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-_MODELS = "transformers.models.wav2vec2.modeling_wav2vec2"
-_HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForCTC",
-    "ForSequenceClassification",
-    "ForAudioFrameClassification",
-    "ForXVector",
-)
+_SPEECH = ("Model", "ForCTC", "ForSequenceClassification")
+_FRAMES = (*_SPEECH, "ForAudioFrameClassification", "ForXVector")
+#: By the module of transformers: what the names of its classes begin with, the policy, and the heads.
+_FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "data2vec.modeling_data2vec_audio": ("Data2VecAudio", "policy:Wav2Vec2Policy", _FRAMES),
+    "hubert.modeling_hubert": ("Hubert", "policy:Wav2Vec2Policy", _SPEECH),
+    "unispeech.modeling_unispeech": ("UniSpeech", "policy:Wav2Vec2Policy", (*_SPEECH, "ForPreTraining")),
+    "unispeech_sat.modeling_unispeech_sat": ("UniSpeechSat", "policy:Wav2Vec2Policy", (*_FRAMES, "ForPreTraining")),
+    "wav2vec2.modeling_wav2vec2": ("Wav2Vec2", "policy:Wav2Vec2Policy", (*_FRAMES, "ForPreTraining")),
+}
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve Wav2Vec2 and its heads."""
-    specs = []
-    for head in _HEADS:
-        module = "policy" if head == "Model" else "heads"
-        specs.append(
-            PolicySpec(target=f"{_MODELS}.Wav2Vec2{head}", policy=f"shard_wav2vec2.{module}:Wav2Vec2{head}Policy")
-        )
-    return specs
+    """Serve each family, and its heads."""
+    return [
+        PolicySpec(target=f"transformers.models.{module}.{family}{head}", policy=f"shard_wav2vec2.{policy}")
+        for module, (family, policy, heads) in _FAMILIES.items()
+        for head in heads
+    ]
 
 
 @hookimpl

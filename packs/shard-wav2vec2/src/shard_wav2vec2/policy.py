@@ -1,19 +1,17 @@
-"""How Wav2Vec2 is sharded: convolutions that every rank has whole, and an encoder that is split."""
+"""How Wav2Vec2 is sharded, and encoders of speech that are built like it: convolutions are whole, blocks are split."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shard_wav2vec2.layerdrop import layer_drop_of_config
-from shardcore.policy import Heads, ModulePolicy, Stages
+from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, local_heads, norm, outputs, region, replicate, sequence, shared_numpy
-from shardcore_transformers import PretrainedPolicy
+from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["Wav2Vec2ModelPolicy"]
+__all__ = ["Wav2Vec2Policy"]
 
 
-class Wav2Vec2ModelPolicy(PretrainedPolicy):
-    """The model without a head; any number of ranks share its heads.
+class Wav2Vec2Policy(BaseModelPolicy):
+    """The model with a head or without; any number of ranks share its heads.
 
     Its norms lie before attention and behind the last layer (``do_stable_layer_norm``), or the other way round.
     """
@@ -24,39 +22,59 @@ class Wav2Vec2ModelPolicy(PretrainedPolicy):
         blocks="encoder.layers",
         last="adapter",
         everywhere="encoder.layer_norm",
-        optional="masked_spec_embed",
+        optional=("masked_spec_embed", "adapter"),
     )
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the model and of its head."""
-        config = self.model.config
-        stable = "StableLayerNorm" if config.do_stable_layer_norm else ""
-        # A sum of the states of all layers is taken where each rank has those of its own tokens.
-        divided = () if config.use_weighted_layer_sum else "attention"
-        end = "layer_norm" if stable else "layers[-1]"
-        qkv = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+        encoder, adapter = self.base.encoder, getattr(self.base, "adapter", None)
         return {
-            "Wav2Vec2Model": [
+            self.base: [
                 replicate("feature_extractor", "feature_projection"),
                 replicate("masked_spec_embed", "adapter", optional=True),
                 shared_numpy("_mask_hidden_states"),
                 outputs(attentions="heads", hidden_states="sequence"),
             ],
-            f"Wav2Vec2Encoder{stable}": [
-                replicate("pos_conv_embed"),
-                norm("layer_norm"),
-                layer_drop_of_config("layerdrop"),
-                sequence(scatter="layers[0]", gather=end, attention=divided),
-            ],
-            f"Wav2Vec2EncoderLayer{stable}": [
-                norm("layer_norm", "final_layer_norm"),
-                region(enter="attention", col=qkv, row="attention.out_proj", unit="head"),
-                attribute("attention.num_heads", local_heads),
-                region(enter="feed_forward", col="feed_forward.intermediate_dense", row="feed_forward.output_dense"),
-                replicate("adapter_layer", optional=True),
-            ],
-            **({"Wav2Vec2Adapter": [shared_numpy("forward")]} if config.add_adapter else {}),
-            **self.rules,
+            encoder: self.encoder(),
+            type(encoder.layers[0]): [*self.attention(), *self.block()],
+            **({} if adapter is None else {adapter: [shared_numpy("forward")]}),
+            **self.heads(),
         }
+
+    def encoder(self) -> list[Rule]:
+        """Return the rules of what is around the blocks."""
+        config = self.model.config
+        # A sum of the states of all layers is taken where each rank has those of its own tokens.
+        attention = () if config.use_weighted_layer_sum else "attention"
+        end = "layer_norm" if getattr(config, "do_stable_layer_norm", False) else "layers[-1]"
+        return [
+            replicate("pos_conv_embed"),
+            norm("layer_norm"),
+            layer_drop_of_config("layerdrop"),
+            sequence(scatter="layers[0]", gather=end, attention=attention),
+        ]
+
+    def attention(self) -> list[Rule]:
+        """Return the rules of the attention of a block."""
+        return [
+            region(
+                enter="attention",
+                col=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+                row="attention.out_proj",
+                unit="head",
+            ),
+            attribute("attention.num_heads", local_heads),
+        ]
+
+    def block(self) -> list[Rule]:
+        """Return the rules of what else is in a block."""
+        return [
+            norm("layer_norm", "final_layer_norm"),
+            region(enter="feed_forward", col="feed_forward.intermediate_dense", row="feed_forward.output_dense"),
+            replicate("adapter_layer", optional=True),
+        ]
+
+    def heads(self) -> ModulePolicy:
+        """Return the rules of what is behind the model: all of it is whole on every rank."""
+        own = [name for name in (*self.model._modules, *self.model._parameters) if name != self.inside]
+        return {self.model: [replicate(*own, optional=True)]} if self.inside else {}
