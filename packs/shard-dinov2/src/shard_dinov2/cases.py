@@ -1,4 +1,4 @@
-"""Tiny DINOv2s for the conformance kit (`shardcore_testing`)."""
+"""Tiny DINOv2s and DINOv3s for the conformance kit (`shardcore_testing`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ __all__ = ["build", "cases", "inputs"]
 
 _SIZE, _PATCH = 12, 2
 _CAPTURED = ("attentions", "hidden_states")
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "drop_path_rate")
 #: A gated MLP has two projections in one linear.
 _HAS_GATED = Version(torch.__version__) >= Version("2.12")
+#: DINOv3 as the pack serves it: with a list of blocks in an encoder.
+_HAS_THIRD = Version(transformers.__version__) >= Version("5.10.0rc0")
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -27,12 +30,15 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> 
         "patch_size": _PATCH,
         "hidden_size": 44,  # and so many features of the MLP: three ranks do not divide them
         "mlp_ratio": 1,
+        "intermediate_size": 37,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_labels": 3,
         "attn_implementation": "eager",
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"), dropout),
-        **({"num_register_tokens": 3} if "Registers" in name else {}),
+        **dict.fromkeys(_DROPOUTS, dropout),
+        **({} if name.startswith("Dinov2") and "Registers" not in name else {"num_register_tokens": 3}),
+        # Each dim of the image rotates a quarter of a head; a scale would be drawn in training.
+        **({"hidden_size": 48, "pos_embed_rescale": None} if name.startswith("DINOv3") else {}),
         **options,
     }
     return tiny(getattr(transformers, name), seed=seed, **settings)
@@ -54,34 +60,47 @@ def maps_loss(out: Any) -> Tensor:
     return weighted_mean(*out.feature_maps)
 
 
-def _cases(family: str, prefix: str, around: str) -> list[Case]:
-    def case(name: str, head: str, *, sequence: bool = True, **fields: Any) -> Case:
-        settings: dict[str, Any] = {
-            "inputs": inputs,
-            "layers": f"{around if head == 'ForImageClassification' else ''}encoder.layer",
-            "sharded": ("attention.", "mlp."),
-            "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=sequence, context=sequence, captured=_CAPTURED),
-            **fields,
-        }
-        return Case(
-            name=prefix + name, build=partial(build, f"{family}{head}", **settings.pop("with_", {})), **settings
-        )
+def _case(name: str, kind: str, *, around: str = "", blocks: str = "encoder.layer", **fields: Any) -> Case:
+    sequence = not kind.endswith("Backbone")
+    settings: dict[str, Any] = {
+        "inputs": inputs,
+        "layers": around + blocks,
+        "sharded": ("attention.", "mlp."),
+        "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=sequence, context=sequence, captured=_CAPTURED),
+        **fields,
+    }
+    return Case(name=name, build=partial(build, kind, **settings.pop("with_", {})), **settings)
 
+
+_STATES: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state", "pooler_output")}
+_MAPS: dict[str, Any] = {"loss": maps_loss, "with_": {"out_features": ["stage1", "stage2"]}}
+
+
+def _second(family: str, prefix: str, around: str) -> list[Case]:
     ways = {"attn_implementation": ("eager", "sdpa"), "qkv_bias": (True, False)}
-    states: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state", "pooler_output")}
-    maps: dict[str, Any] = {"loss": maps_loss, "with_": {"out_features": ["stage1", "stage2"]}}
-    gated = case("gated", "ForImageClassification", outputs=("logits",), with_={"use_swiglu_ffn": True})
+    labels: dict[str, Any] = {"around": around, "outputs": ("logits",)}
+    classifier = f"{family}ForImageClassification"
     return [
-        case("image_classification", "ForImageClassification", outputs=("logits",), options=ways),
-        *([gated] if _HAS_GATED else []),
-        case("masked", "Model", **states, inputs=partial(inputs, masked=True)),
-        case("backbone", "Backbone", sequence=False, **maps),
+        _case(f"{prefix}image_classification", classifier, options=ways, **labels),
+        *([_case(f"{prefix}gated", classifier, with_={"use_swiglu_ffn": True}, **labels)] if _HAS_GATED else []),
+        _case(f"{prefix}masked", f"{family}Model", **_STATES, inputs=partial(inputs, masked=True)),
+        _case(f"{prefix}backbone", f"{family}Backbone", **_MAPS),
+    ]
+
+
+def _third() -> list[Case]:
+    ways = {"attn_implementation": ("eager", "sdpa"), "use_gated_mlp": (False, True)}
+    masked = partial(inputs, masked=True)
+    return [
+        _case("dinov3_masked", "DINOv3ViTModel", blocks="model.layer", **_STATES, inputs=masked, options=ways),
+        _case("dinov3_backbone", "DINOv3ViTBackbone", blocks="model.layer", **_MAPS),
     ]
 
 
 def cases() -> list[Case]:
     """Return a case for every class, and for both kinds of MLP."""
     return [
-        *_cases("Dinov2", "dinov2_", "dinov2."),
-        *_cases("Dinov2WithRegisters", "registers_", "dinov2_with_registers."),
+        *_second("Dinov2", "dinov2_", "dinov2."),
+        *_second("Dinov2WithRegisters", "registers_", "dinov2_with_registers."),
+        *(_third() if _HAS_THIRD else []),
     ]

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-_FAMILIES = {"dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
-_HEADS = ("Model", "ForImageClassification", "Backbone")
+_ALL = ("Model", "ForImageClassification", "Backbone")
+#: By the module of transformers: what the names of its classes and of its policies begin with, and what they end with.
+_FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "dinov2": ("Dinov2", "Dinov2", _ALL),
+    "dinov2_with_registers": ("Dinov2WithRegisters", "Dinov2", _ALL),
+    "dinov3_vit": ("DINOv3ViT", "DINOv3ViT", ("Model", "Backbone")),
+}
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve DINOv2 with registers and without, its classifiers and its backbones."""
+    """Serve DINOv2 with registers and without, DINOv3, their classifiers and their backbones."""
     return [
         PolicySpec(
             target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
-            policy=f"shard_dinov2.policy:{family}{head}Policy",
+            policy=f"shard_dinov2.policy:{policy}{'Backbone' if head == 'Backbone' else ''}Policy",
+            requires="transformers>=5.10.0rc0" if module == "dinov3_vit" else None,  # its blocks had another place
         )
-        for module, family in _FAMILIES.items()
-        for head in _HEADS
+        for module, (family, policy, heads) in _FAMILIES.items()
+        for head in heads
     ]
 
 

@@ -1,17 +1,18 @@
-"""How DINOv2 is sharded, with registers and without, and what each head adds."""
+"""How DINOv2 is sharded, with registers and without, and DINOv3, which is built like it."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from transformers.models.dinov2 import modeling_dinov2
+from typing_extensions import override
 
 from shard_dinov2 import early
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
-from shardcore.styles import norm, outputs, region, replicate, sequence, shared_rng
-from shardcore_transformers import PretrainedPolicy
+from shardcore.styles import attribute, local_heads, norm, outputs, region, replicate, sequence, shared_rng
+from shardcore_transformers import BaseModelPolicy
 
-#: In early releases of transformers blocks have other names.
+#: In early releases of transformers blocks of DINOv2 have other names.
 IS_EARLY = hasattr(modeling_dinov2, "Dinov2SelfAttention")
 
 _ATTENTION: list[Rule] = [
@@ -23,71 +24,80 @@ _ATTENTION: list[Rule] = [
     )
 ]
 _GATED = region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj", optional=True)
-_BLOCK: list[Rule] = [
-    norm("norm1", "norm2"),
-    *(early.ATTENTION if IS_EARLY else _ATTENTION),
-    region(enter="mlp", col="mlp.fc1", row="mlp.fc2", optional=True),
-    early.GATED if IS_EARLY else _GATED,  # a block has one kind of MLP or the other
-    replicate("layer_scale1", "layer_scale2"),
-    shared_rng("drop_path"),
-]
-_STAGES = Stages(first="embeddings", blocks="encoder.layer", last="layernorm")
-_REGISTERS = "dinov2_with_registers"
 
 
-class Dinov2ModelPolicy(PretrainedPolicy):
-    """The encoder without a head; any number of ranks share its heads."""
+class Dinov2Policy(BaseModelPolicy):
+    """The encoder with a head or without; any number of ranks share its heads."""
 
-    family: ClassVar[str] = "Dinov2"
     checks = (Heads("num_attention_heads", uneven=True),)
-    stages = _STAGES
-    #: What a head adds.
-    rules: ClassVar[ModulePolicy] = {}
+    stages = Stages(first="embeddings", blocks="encoder.layer", last="layernorm")
+    #: The list of blocks, and the norm behind them.
+    blocks: ClassVar[str] = "encoder.layer"
+    final: ClassVar[str] = "layernorm"
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder and of its head."""
         return {
-            f"{self.family}Embeddings": [replicate("")],
-            f"{self.family}Layer": _BLOCK,
-            f"{self.family}Model": [
-                norm("layernorm"),
-                sequence(scatter="encoder.layer[0]", gather="layernorm", attention="attention"),
-                outputs(attentions="heads", hidden_states="sequence"),
-            ],
-            **self.rules,
+            self.base.embeddings: [replicate("")],
+            type(self.base.get_submodule(f"{self.blocks}.0")): self.block(),
+            self.base: self.encoder(),
+            **self.heads(),
         }
 
+    def encoder(self) -> list[Rule]:
+        """Return the rules of what is around the blocks."""
+        return [
+            norm(self.final),
+            sequence(scatter=f"{self.blocks}[0]", gather=self.final, attention="attention"),
+            outputs(attentions="heads", hidden_states="sequence"),
+        ]
 
-class Dinov2ForImageClassificationPolicy(Dinov2ModelPolicy):
-    """The encoder with a label for each image."""
+    def block(self) -> list[Rule]:
+        """Return the rules of one block, which has one kind of MLP or the other."""
+        return [
+            norm("norm1", "norm2"),
+            *self.attention(),
+            *self.mlp(),
+            replicate("layer_scale1", "layer_scale2"),
+            shared_rng("drop_path"),
+        ]
 
-    stages = _STAGES.under("dinov2", then="classifier")
-    rules: ClassVar[ModulePolicy] = {"Dinov2ForImageClassification": [replicate("classifier")]}
+    def attention(self) -> list[Rule]:
+        """Return the rules of the attention of a block."""
+        return early.ATTENTION if IS_EARLY else _ATTENTION
+
+    def mlp(self) -> list[Rule]:
+        """Return the rules of the MLP of a block."""
+        plain = region(enter="mlp", col="mlp.fc1", row="mlp.fc2", optional=True)
+        return [plain, early.GATED if IS_EARLY else _GATED]
 
 
-class Dinov2BackbonePolicy(Dinov2ModelPolicy):
+class Dinov2BackbonePolicy(Dinov2Policy):
     """The encoder as a backbone, which reads the states of every block by itself: its tokens stay whole."""
 
-    def module_policy(self) -> ModulePolicy:
-        """Return the rules of the encoder, and of the norm of all features."""
-        inner = {name: rules for name, rules in super().module_policy().items() if name != f"{self.family}Model"}
-        return {**inner, f"{self.family}Backbone": [norm("layernorm"), outputs(attentions="heads")]}
+    @override
+    def encoder(self) -> list[Rule]:
+        return [norm(self.final), outputs(attentions="heads")]
 
 
-class Dinov2WithRegistersModelPolicy(Dinov2ModelPolicy):
-    """The encoder with registers beside the patches."""
+class DINOv3ViTPolicy(Dinov2Policy):
+    """DINOv3: positions of patches rotate queries and keys."""
 
-    family: ClassVar[str] = "Dinov2WithRegisters"
+    stages = Stages(first="embeddings", blocks="model.layer", last="norm", everywhere="rope_embeddings")
+    blocks: ClassVar[str] = "model.layer"
+    final: ClassVar[str] = "norm"
+    inside = ""  # the encoder that is named like a base model is no model with a head's
+
+    @override
+    def attention(self) -> list[Rule]:
+        return [*_ATTENTION, attribute("attention.num_heads", local_heads)]
+
+    @override
+    def mlp(self) -> list[Rule]:
+        return [
+            _GATED if self.model.config.use_gated_mlp else region(enter="mlp", col="mlp.up_proj", row="mlp.down_proj")
+        ]
 
 
-class Dinov2WithRegistersForImageClassificationPolicy(Dinov2WithRegistersModelPolicy):
-    """The encoder with registers and a label for each image."""
-
-    stages = _STAGES.under(_REGISTERS, then="classifier")
-    rules: ClassVar[ModulePolicy] = {"Dinov2WithRegistersForImageClassification": [replicate("classifier")]}
-
-
-class Dinov2WithRegistersBackbonePolicy(Dinov2BackbonePolicy):
-    """The encoder with registers as a backbone."""
-
-    family: ClassVar[str] = "Dinov2WithRegisters"
+class DINOv3ViTBackbonePolicy(DINOv3ViTPolicy, Dinov2BackbonePolicy):
+    """DINOv3 as a backbone."""
