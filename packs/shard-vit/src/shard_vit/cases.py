@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from shardcore_testing import Case, Supports, hidden_loss, weighted_mean
 
 __all__ = ["build_timm", "build_vit", "cases"]
 
+#: Of the families that are built like ViT, the layout that is served.
+_HAS_RELATIVES = Version(transformers.__version__) >= Version("5.9.0rc0")
 #: What becomes of the keyword ``dropout``.
 _VIT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _TIMM_DROPOUTS = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
@@ -30,7 +33,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def build_vit(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
-    """Return the ViT of transformers with this class name: 36 patches and the class token, two layers."""
+    """Return the model of transformers with this class name: 36 patches and maybe tokens, two layers."""
     settings: dict[str, Any] = {
         "image_size": 24,
         "patch_size": 4,
@@ -44,8 +47,8 @@ def build_vit(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any)
         **dict.fromkeys(_VIT_DROPOUTS, dropout),
         **options,
     }
-    model = getattr(transformers, name)(transformers.ViTConfig(**settings))
-    return randomize(model, seed).to(torch.float64)
+    model_class = getattr(transformers, name)
+    return randomize(model_class(model_class.config_class(**settings)), seed).to(torch.float64)
 
 
 def build_timm(*, distilled: bool = False, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -76,7 +79,7 @@ def images(size: int, seed: int, rows: int = 3) -> Tensor:
 def _vit_inputs(model: Any, seed: int) -> dict[str, Tensor]:
     inputs = {"pixel_values": images(model.config.image_size, seed)}
     generator = torch.Generator().manual_seed(seed)
-    if "Classification" in type(model).__name__:
+    if type(model).__name__.removeprefix("FSDP").endswith("Classification"):
         inputs["labels"] = torch.randint(0, model.config.num_labels, (3,), generator=generator)
     elif "Masked" in type(model).__name__:
         patches = (model.config.image_size // model.config.patch_size) ** 2
@@ -92,6 +95,10 @@ def _loss_of_logits(out: Tensor) -> Tensor:
     return weighted_mean(out)
 
 
+def _loss_of_both(out: Any) -> Tensor:
+    return weighted_mean(out.cls_logits, out.distillation_logits)
+
+
 def cases() -> list[Case]:
     """Return the models of transformers, and those of timm where it is installed."""
     vit: dict[str, Any] = {
@@ -100,26 +107,30 @@ def cases() -> list[Case]:
         "sharded": ("attention.",),
         "supports": Supports(sequence=True, context=True, captured=("attentions", "hidden_states")),
     }
+    masked = replace(vit["supports"], micro_batches=False)  # a mean over masked patches
+    states: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state", "pooler_output")}
+    unpooled: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state",)}
+    logits: dict[str, Any] = {"outputs": ("logits",)}
+    pixels: dict[str, Any] = {"outputs": ("reconstruction",), "supports": masked}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "model": ("ViTModel", states),
+        "image_classification": ("ViTForImageClassification", logits),
+        "masked_image_modeling": ("ViTForMaskedImageModeling", pixels),
+    }
+    if _HAS_RELATIVES:
+        kinds |= {
+            "deit_model": ("DeiTModel", states),
+            "deit_image_classification": ("DeiTForImageClassification", logits),
+            "deit_with_teacher": ("DeiTForImageClassificationWithTeacher", {"loss": _loss_of_both, **logits}),
+            "deit_masked_image_modeling": ("DeiTForMaskedImageModeling", pixels),
+            "ijepa_model": ("IJepaModel", unpooled),
+            "ijepa_image_classification": ("IJepaForImageClassification", logits),
+            "msn_model": ("ViTMSNModel", unpooled),
+            "msn_image_classification": ("ViTMSNForImageClassification", logits),
+        }
     found = [
-        Case(
-            name="model",
-            build=functools.partial(build_vit, "ViTModel"),
-            loss=hidden_loss,
-            outputs=("last_hidden_state", "pooler_output"),
-            **vit,
-        ),
-        Case(
-            name="image_classification",
-            build=functools.partial(build_vit, "ViTForImageClassification"),
-            outputs=("logits",),
-            **vit,
-        ),
-        Case(
-            name="masked_image_modeling",
-            build=functools.partial(build_vit, "ViTForMaskedImageModeling"),
-            outputs=("reconstruction",),
-            **{**vit, "supports": replace(vit["supports"], micro_batches=False)},  # a mean over masked patches
-        ),
+        Case(name=name, build=functools.partial(build_vit, kind), **{**vit, **fields})
+        for name, (kind, fields) in kinds.items()
     ]
     return found + (_timm_cases() if importlib.util.find_spec("timm") else [])
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-_VIT = "transformers.models.vit.modeling_vit"
-_MODELS = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
-#: transformers 5.9 renamed the modules of ViT; where the policies for both are, and how their names begin.
-_LAYOUTS = {"transformers>=5.9.0rc0": "policy:", "transformers<5.9.0rc0": "before59:Old"}
+_LABELS = ("Model", "ForImageClassification")
+_ALL = (*_LABELS, "ForMaskedImageModeling")
+#: By the module of transformers: what the names of its classes begin with, and the heads.
+_FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "deit": ("DeiT", (*_ALL, "ForImageClassificationWithTeacher")),
+    "ijepa": ("IJepa", _LABELS),
+    "vit": ("ViT", _ALL),
+    "vit_msn": ("ViTMSN", _LABELS),
+}
+#: transformers 5.9 renamed the modules of ViT. Only ViT itself is served before.
+_NEW, _OLD = "transformers>=5.9.0rc0", "transformers<5.9.0rc0"
 #: Matched by name; timm 1.0.23 is the first whose attention computes its width from the heads that it has.
 _TIMM = PolicySpec(
     target="timm.models.vision_transformer.VisionTransformer",
@@ -18,13 +25,19 @@ _TIMM = PolicySpec(
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve ViT of transformers in both layouts, and timm's vision transformers."""
+    """Serve ViT of transformers in both layouts, what is built like it, and timm's vision transformers."""
+    vit = "transformers.models.vit.modeling_vit.ViT"
     return [
         *(
-            PolicySpec(target=f"{_VIT}.{name}", policy=f"shard_vit.{prefix}{name}Policy", requires=requires)
-            for name in _MODELS
-            for requires, prefix in _LAYOUTS.items()
+            PolicySpec(
+                target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
+                policy="shard_vit.policy:ViTPolicy",
+                requires=_NEW,
+            )
+            for module, (family, heads) in _FAMILIES.items()
+            for head in heads
         ),
+        *(PolicySpec(target=f"{vit}{head}", policy="shard_vit.before59:OldViTPolicy", requires=_OLD) for head in _ALL),
         _TIMM,
     ]
 
