@@ -23,6 +23,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Hubert": ("hubert", {}),
     "UniSpeech": ("unispeech", {"num_ctc_classes": 9, "replace_prob": 0.0}),
     "UniSpeechSat": ("unispeech_sat", {"num_clusters": 6}),
+    "WavLM": ("wavlm", {"num_buckets": 8, "max_bucket_distance": 6}),
 }
 #: What is given masks; the others would draw them.
 _MASKED = (*(f"{family}Model" for family in _FAMILIES), "Wav2Vec2ForPreTraining")
@@ -152,17 +153,18 @@ _WEIGHTED = {"use_weighted_layer_sum": True}  # a sum of the states of all layer
 
 
 def _case(name: str, kind: str, usual: dict[str, Any] | None = None, *, pipeline: bool = True, **fields: Any) -> Case:
-    model = _FAMILIES[split(kind)[0]][0]
+    family = split(kind)[0]
+    gated = family == "WavLM"  # its attention is written out, for whole heads, and returns a mean over all
     settings: dict[str, Any] = {
         "outputs": ("logits",),
-        "layers": f"{model}.encoder.layers",
+        "layers": f"{_FAMILIES[family][0]}.encoder.layers",
         "sharded": ("attention.q_proj", "attention.out_proj", "intermediate_dense", "output_dense"),
         "refuses": ({"num_attention_heads": 1},),
         "supports": Supports(
-            tensor_parallel=(1, 2, 3, 4),
+            tensor_parallel=(1, 2, 4) if gated else (1, 2, 3, 4),
             sequence=True,
-            context=not (usual or {}).get("use_weighted_layer_sum"),
-            captured=("attentions", "hidden_states"),
+            context=not gated and not (usual or {}).get("use_weighted_layer_sum"),
+            captured=("hidden_states",) if gated else ("attentions", "hidden_states"),
             pipeline=pipeline,
         ),
         **fields,
@@ -175,8 +177,9 @@ def _family(family: str) -> list[Case]:
     stem = "" if family == "Wav2Vec2" else f"{family.lower()}_"
     stable = {} if family == "Data2VecAudio" else _STABLE
     projected = ("projected_states", "projected_quantized_states")
+    attention = ("eager",) if family == "WavLM" else ("eager", "sdpa")
     kinds: dict[str, dict[str, Any]] = {
-        "CTC": {"options": {"attn_implementation": ("eager", "sdpa"), **({"stable": (False, True)} if stable else {})}},
+        "CTC": {"options": {"attn_implementation": attention, **({"stable": (False, True)} if stable else {})}},
         "SequenceClassification": {"usual": {**stable, **_WEIGHTED}, "pipeline": False},
         "AudioFrameClassification": {"usual": _WEIGHTED, "pipeline": False},
         # transformers asks for the states of all layers: gathered where tokens are split

@@ -13,6 +13,7 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "unispeech.modeling_unispeech": ("UniSpeech", "policy:Wav2Vec2Policy", (*_SPEECH, "ForPreTraining")),
     "unispeech_sat.modeling_unispeech_sat": ("UniSpeechSat", "policy:Wav2Vec2Policy", (*_FRAMES, "ForPreTraining")),
     "wav2vec2.modeling_wav2vec2": ("Wav2Vec2", "policy:Wav2Vec2Policy", (*_FRAMES, "ForPreTraining")),
+    "wavlm.modeling_wavlm": ("WavLM", "wavlm:WavLMPolicy", _FRAMES),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shard_wav2vec2.layerdrop import layer_drop_of_config
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, local_heads, norm, outputs, region, replicate, sequence, shared_numpy
@@ -25,6 +27,9 @@ class Wav2Vec2Policy(BaseModelPolicy):
         optional=("masked_spec_embed", "adapter"),
     )
 
+    #: The attention that context parallelism may compute.
+    divided: ClassVar[str | tuple[str, ...]] = "attention"
+
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the model and of its head."""
         encoder, adapter = self.base.encoder, getattr(self.base, "adapter", None)
@@ -33,7 +38,7 @@ class Wav2Vec2Policy(BaseModelPolicy):
                 replicate("feature_extractor", "feature_projection"),
                 replicate("masked_spec_embed", "adapter", optional=True),
                 shared_numpy("_mask_hidden_states"),
-                outputs(attentions="heads", hidden_states="sequence"),
+                self.captured(),
             ],
             encoder: self.encoder(),
             type(encoder.layers[0]): [*self.attention(), *self.block()],
@@ -45,7 +50,7 @@ class Wav2Vec2Policy(BaseModelPolicy):
         """Return the rules of what is around the blocks."""
         config = self.model.config
         # A sum of the states of all layers is taken where each rank has those of its own tokens.
-        attention = () if config.use_weighted_layer_sum else "attention"
+        attention = () if config.use_weighted_layer_sum else self.divided
         end = "layer_norm" if getattr(config, "do_stable_layer_norm", False) else "layers[-1]"
         return [
             replicate("pos_conv_embed"),
@@ -53,6 +58,10 @@ class Wav2Vec2Policy(BaseModelPolicy):
             layer_drop_of_config("layerdrop"),
             sequence(scatter="layers[0]", gather=end, attention=attention),
         ]
+
+    def captured(self) -> Rule:
+        """Return the rule for what the model returns of its blocks."""
+        return outputs(attentions="heads", hidden_states="sequence")
 
     def attention(self) -> list[Rule]:
         """Return the rules of the attention of a block."""
