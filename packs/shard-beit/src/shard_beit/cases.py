@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
-from shard_beit.policy import IS_EARLY
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
 
+#: Whether BEiT has the names of BERT, as Data2Vec has in every release.
+_IS_EARLY = Version(transformers.__version__) < Version("5.9.0rc0")
 _SIZE, _PATCH = 12, 2
 _TOKENS = 23
 
@@ -41,7 +43,7 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     """Return three images with what the head of ``model`` learns from."""
     generator = torch.Generator().manual_seed(seed)
     batch = {"pixel_values": torch.randn(3, 3, _SIZE, _SIZE, generator=generator, dtype=torch.float64)}
-    match type(model).__name__[len("Beit") :]:
+    match type(model).__name__.removeprefix("FSDP").removeprefix("Beit").removeprefix("Data2VecVision"):
         case "ForImageClassification":
             batch["labels"] = torch.randint(0, 3, (3,), generator=generator)
         case "ForMaskedImageModeling":
@@ -59,21 +61,25 @@ def maps_loss(out: Any) -> Tensor:
     return weighted_mean(*out.feature_maps)
 
 
-def _case(name: str, head: str, *, pipeline: bool = True, **fields: Any) -> Case:
-    around = "" if head == "Model" or (IS_EARLY and head == "Backbone") else "beit."
+def _case(name: str, head: str, *, family: str = "Beit", pipeline: bool = True, **fields: Any) -> Case:
+    early = _IS_EARLY or family != "Beit"
+    model = "beit." if family == "Beit" else "data2vec_vision."
+    around = "" if head == "Model" or (early and head == "Backbone") else model
     settings: dict[str, Any] = {
         "inputs": inputs,
-        "layers": around + ("encoder.layer" if IS_EARLY else "layers"),
+        "layers": around + ("encoder.layer" if early else "layers"),
         "sharded": ("attention.", "relative_position_bias_table"),
         "supports": Supports(captured=("attentions", "hidden_states"), pipeline=pipeline),
         **fields,
     }
-    return Case(name=name, build=partial(build, f"Beit{head}", **settings.pop("with_", {})), **settings)
+    return Case(name=name, build=partial(build, f"{family}{head}", **settings.pop("with_", {})), **settings)
 
 
 def cases() -> list[Case]:
     """Return a case for every class, and for biases that all layers share."""
     ways = {"attn_implementation": ("eager", "sdpa"), "use_absolute_position_embeddings": (False, True)}
+    pixels = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [2, 3]}
+    data2vec: dict[str, Any] = {"family": "Data2VecVision", "outputs": ("logits",)}
     shared = {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}
     return [
         _case("image_classification", "ForImageClassification", outputs=("logits",), options=ways),
@@ -84,7 +90,7 @@ def cases() -> list[Case]:
             with_=shared,
             # The bias is computed once, and each reentrant checkpoint would go back through it. Early releases compute
             # it for each layer.
-            supports=Supports(captured=("attentions", "hidden_states"), reentrant=IS_EARLY),
+            supports=Supports(captured=("attentions", "hidden_states"), reentrant=_IS_EARLY),
         ),
         _case("masked_image_modeling", "ForMaskedImageModeling", outputs=("logits",), with_={"use_mask_token": True}),
         _case("model", "Model", loss=hidden_loss, outputs=("last_hidden_state", "pooler_output")),
@@ -92,8 +98,12 @@ def cases() -> list[Case]:
             "semantic_segmentation",
             "ForSemanticSegmentation",
             outputs=("logits",),
-            with_={"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [2, 3]},
+            with_=pixels,
             pipeline=False,
         ),
         _case("backbone", "Backbone", loss=maps_loss, with_={"out_features": ["stage1", "stage2"]}, pipeline=False),
+        _case("data2vec_image_classification", "ForImageClassification", options=ways, **data2vec),
+        _case("data2vec_shared", "ForImageClassification", with_=shared, **data2vec),
+        _case("data2vec_semantic_segmentation", "ForSemanticSegmentation", with_=pixels, pipeline=False, **data2vec),
+        _case("data2vec_model", "Model", loss=hidden_loss, **{**data2vec, "outputs": ("last_hidden_state",)}),
     ]
