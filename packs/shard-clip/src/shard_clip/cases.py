@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 __all__ = ["build", "cases", "inputs"]
+
+_HAS_SECOND = Version(transformers.__version__) >= Version("5.10.0rc0")
+_STATES = ("last_hidden_state",)
 
 _WORDS, _END = 101, 100  # divides by no number of ranks
 _TOKENS = {"bos_token_id": 1, "eos_token_id": _END, "pad_token_id": 0}
@@ -34,7 +38,9 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 12, **
     vision = {**_tower(72, 2 * heads, dropout), "image_size": 8, "patch_size": 4}
     met = {"projection_size": 72} if name.startswith("Siglip") else {"projection_dim": 20}  # where both towers meet
     settings: dict[str, Any] = {"attn_implementation": "eager", **options}
-    match name.removeprefix("CLIP").removeprefix("Siglip"):
+    if name.startswith("Siglip2"):  # images of several sizes, in patches
+        vision["num_patches"] = vision.pop("image_size") // 2
+    match name.removeprefix("CLIP").removeprefix("Siglip").removeprefix("2"):
         case "TextModel" | "TextModelWithProjection":
             settings |= {**text, **met}
         case "VisionModel" | "VisionModelWithProjection":
@@ -52,18 +58,27 @@ def _ids(generator: torch.Generator, seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
+def _patches(generator: torch.Generator, seed: int) -> dict[str, Tensor]:
+    shapes = torch.tensor([(2, 2), (1, 3), (2, 1)]).roll(seed, 0)
+    mask = (torch.arange(4) < shapes.prod(1, keepdim=True)).long()
+    pixels = torch.randn(3, 4, 48, generator=generator, dtype=torch.float64)
+    return {"pixel_values": pixels * mask[..., None], "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
 def inputs(model: Any, seed: int, *, size: int = 8) -> dict[str, Any]:
     """Return what the model's class takes: ids (3, 7) that end somewhere, images (3, 3, ``size``, ``size``), labels."""
     generator = torch.Generator().manual_seed(seed)
     name = type(model).__name__
     batch: dict[str, Any] = {} if "Vision" in name or "Image" in name else _ids(generator, seed)
-    if "Text" not in name:
+    if "Text" not in name and name.startswith("Siglip2"):
+        batch |= _patches(generator, seed)
+    elif "Text" not in name:
         batch["pixel_values"] = torch.randn(3, 3, size, size, generator=generator, dtype=torch.float64)
         if size != 8:
             batch["interpolate_pos_encoding"] = True
     if name.endswith("Classification"):
         batch["labels"] = torch.randint(0, 3, (3,), generator=generator)
-    elif name in ("CLIPModel", "SiglipModel"):
+    elif name in ("CLIPModel", "SiglipModel", "Siglip2Model"):
         batch["return_loss"] = True
     return batch
 
@@ -81,6 +96,16 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         **fields,
     }
     return Case(name=name, build=partial(build, kind), **settings)
+
+
+def _siglip(family: str, prefix: str, pooled: dict[str, Any], both: dict[str, Any]) -> list[Case]:
+    ways = {"vision_use_head": (True, False)}
+    return [
+        _case(f"{prefix}pairs", f"{family}Model", **both),
+        _case(f"{prefix}siglip_text", f"{family}TextModel", **pooled),
+        _case(f"{prefix}siglip_vision", f"{family}VisionModel", options=ways, **{**pooled, "outputs": _STATES}),
+        _case(f"{prefix}siglip_image_classification", f"{family}ForImageClassification", outputs=("logits",)),
+    ]
 
 
 def cases() -> list[Case]:
@@ -104,14 +129,6 @@ def cases() -> list[Case]:
         _case("vision", "CLIPVisionModel", **pooled),
         _case("larger_images", "CLIPVisionModelWithProjection", outputs=("image_embeds",), **larger),
         _case("image_classification", "CLIPForImageClassification", outputs=("logits",)),
-        _case("pairs", "SiglipModel", **both),
-        _case("siglip_text", "SiglipTextModel", **pooled),
-        _case(
-            "siglip_vision",
-            "SiglipVisionModel",
-            loss=hidden_loss,
-            outputs=("last_hidden_state",),
-            options={"vision_use_head": (True, False)},
-        ),
-        _case("siglip_image_classification", "SiglipForImageClassification", outputs=("logits",)),
+        *_siglip("Siglip", "", pooled, both),
+        *(_siglip("Siglip2", "second_", pooled, both) if _HAS_SECOND else []),
     ]

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from shardcore.hooks import PolicySpec, hookimpl
 
-#: The classes of a family, by its module and the module of its policies.
-_MODELS = {
-    ("clip.modeling_clip", "policy"): (
-        "CLIPModel",
-        "CLIPTextModel",
-        "CLIPTextModelWithProjection",
-        "CLIPVisionModel",
-        "CLIPVisionModelWithProjection",
-        "CLIPForImageClassification",
-    ),
-    ("siglip.modeling_siglip", "siglip"): (
-        "SiglipModel",
-        "SiglipTextModel",
-        "SiglipVisionModel",
-        "SiglipForImageClassification",
-    ),
+#: By the module of transformers: what the names of its classes and of its policies begin with.
+_FAMILIES = {
+    "clip": ("CLIP", "policy:CLIP"),
+    "siglip": ("Siglip", "siglip:Siglip"),
+    "siglip2": ("Siglip2", "siglip:Siglip"),
 }
+#: What the name of a class ends with -> that of its policy.
+_CLASSES = {
+    "Model": "Policy",
+    "TextModel": "TextPolicy",
+    "VisionModel": "VisionPolicy",
+    "ForImageClassification": "VisionPolicy",
+}
+_OF_CLIP = {"TextModelWithProjection": "TextPolicy", "VisionModelWithProjection": "VisionPolicy"}
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve CLIP and SigLIP, each of their towers, and their heads."""
+    """Serve CLIP, SigLIP and SigLIP 2, each of their towers, and their heads."""
     return [
-        PolicySpec(target=f"transformers.models.{library}.{name}", policy=f"shard_clip.{module}:{name}Policy")
-        for (library, module), names in _MODELS.items()
-        for name in names
+        PolicySpec(
+            target=f"transformers.models.{module}.modeling_{module}.{family}{name}",
+            policy=f"shard_clip.{start}{policy}",
+            requires="transformers>=5.10.0rc0" if family == "Siglip2" else None,  # its towers were wrapped once more
+        )
+        for module, (family, start) in _FAMILIES.items()
+        for name, policy in {**_CLASSES, **(_OF_CLIP if family == "CLIP" else {})}.items()
     ]
 
 
