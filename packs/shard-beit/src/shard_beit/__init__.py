@@ -1,1 +1,1 @@
-"""BEiT of transformers, for shardcore."""
+"""BEiT and Data2Vec's vision of transformers, for shardcore."""

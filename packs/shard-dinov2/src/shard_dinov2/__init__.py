@@ -1,1 +1,1 @@
-"""DINOv2 of transformers, with registers and without, for shardcore."""
+"""DINOv2 of transformers, with registers and without, and DINOv3, for shardcore."""

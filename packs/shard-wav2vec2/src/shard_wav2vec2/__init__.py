@@ -1,1 +1,1 @@
-"""The Wav2Vec2 family of transformers, for shardcore."""
+"""Wav2Vec2 of transformers, and what is built like it, for shardcore."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,16 +50,16 @@ _DROPOUTS = (
 _CLASSES: dict[str, type[nn.Module]] = {}
 
 
-class _Likeliest:
-    @override  # type: ignore[misc]  # of the quantizer beside it
+class _Likeliest(nn.Module):
+    @override
     def train(self, mode: bool = True) -> Any:
-        return super().train(False)  # type: ignore[misc]
+        return super().train(False)
 
 
-@cache
 def likeliest(quantizer: type[nn.Module]) -> type[nn.Module]:
     """Return a quantizer that draws nothing in training: the draws of two models differ."""
-    return type(f"Likeliest{quantizer.__name__}", (_Likeliest, quantizer), {})
+    name = f"Likeliest{quantizer.__name__}"
+    return _CLASSES.setdefault(name, type(name, (_Likeliest, quantizer), {}))
 
 
 def split(name: str) -> tuple[str, str]:

@@ -46,7 +46,7 @@ def _attend(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_bias: Tensor | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None, Tensor]:
     """Return what `WavLMAttention` returns for states (B, T, H), without weights, and the bias (B * heads/tp, T, T).
 
