@@ -13,7 +13,6 @@ from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.block import ExpertsBlock, ListedExpert, ListedExperts, RouterLogits
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
-from shardcore.plan.steps.regions import EnterArgument
 
 __all__ = ["EnterExperts", "SyncRouting"]
 
@@ -59,7 +58,7 @@ class EnterExperts(Step):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         for module in plan.model.get_submodule(self.path).modules():
             for step in plan.at_module(module):
-                if step == self or (isinstance(step, EnterArgument) and step.path == self.path):
+                if step == self:
                     continue
                 if step.enters or step.splits_heads:
                     yield step.problem(
