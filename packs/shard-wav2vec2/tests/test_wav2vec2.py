@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -85,6 +86,21 @@ def _pretraining() -> None:
             step_beside(reference, sharded, inputs(reference, seed), _loss)
     assert_same_gradients(reference, sharded)
     assert reference.quantizer.weight_proj.weight.grad.abs().max() > 0
+
+
+def test_masked_sound_of_wavlm(pool):
+    pool.run(_masked, world=2)
+
+
+def _masked() -> None:
+    reference = build("WavLMForCTC", stable=True).train()
+    sharded = shard_by(PLUGIN, copy.deepcopy(reference))
+    batch = inputs(build("Wav2Vec2ForCTC", stable=True), 0)
+    assert not batch["attention_mask"].all()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Support for mismatched key_padding_mask", UserWarning)
+        step_beside(reference, sharded, batch, _loss)
+    assert_same_gradients(reference, sharded)
 
 
 def _same_noise(logits: torch.Tensor, tau: float = 1, hard: bool = False) -> torch.Tensor:

@@ -62,11 +62,12 @@ def maps_loss(out: Any) -> Tensor:
 
 def _case(name: str, kind: str, *, around: str = "", blocks: str = "encoder.layer", **fields: Any) -> Case:
     sequence = not kind.endswith("Backbone")
+    context = sequence and not kind.startswith("DINOv3")
     settings: dict[str, Any] = {
         "inputs": inputs,
         "layers": around + blocks,
         "sharded": ("attention.", "mlp."),
-        "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=sequence, context=sequence, captured=_CAPTURED),
+        "supports": Supports(tensor_parallel=(1, 2, 3, 4), sequence=sequence, context=context, captured=_CAPTURED),
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **settings.pop("with_", {})), **settings)

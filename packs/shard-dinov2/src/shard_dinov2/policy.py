@@ -34,6 +34,8 @@ class Dinov2Policy(BaseModelPolicy):
     #: The list of blocks, and the norm behind them.
     blocks: ClassVar[str] = "encoder.layer"
     final: ClassVar[str] = "layernorm"
+    #: The attention that context parallelism may compute.
+    divided: ClassVar[str | tuple[str, ...]] = "attention"
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder and of its head."""
@@ -48,7 +50,7 @@ class Dinov2Policy(BaseModelPolicy):
         """Return the rules of what is around the blocks."""
         return [
             norm(self.final),
-            sequence(scatter=f"{self.blocks}[0]", gather=self.final, attention="attention"),
+            sequence(scatter=f"{self.blocks}[0]", gather=self.final, attention=self.divided),
             outputs(attentions="heads", hidden_states="sequence"),
         ]
 
@@ -86,6 +88,7 @@ class DINOv3ViTPolicy(Dinov2Policy):
     stages = Stages(first="embeddings", blocks="model.layer", last="norm", everywhere="rope_embeddings")
     blocks: ClassVar[str] = "model.layer"
     final: ClassVar[str] = "norm"
+    divided: ClassVar[str | tuple[str, ...]] = ()  # there are rotations for patches alone, not for every token
     inside = ""  # the encoder that is named like a base model is no model with a head's
 
     @override

@@ -121,7 +121,8 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     lengths = torch.tensor([(31, 23, 27), (25, 31, 19), (21, 29, 31)][seed % 3])
     mask = (torch.arange(_SAMPLES) < lengths[:, None]).long()
     batch = {"input_values": sound * mask}
-    if model.config.feat_extract_norm == "layer":  # the others were trained without a mask
+    gated = split(type(model).__name__)[0] == "WavLM"  # warns of its own masks; a test of the pack has one
+    if model.config.feat_extract_norm == "layer" and not gated:  # the others were trained without a mask
         batch["attention_mask"] = mask
     match split(type(model).__name__):
         case (_, "Model"):
