@@ -7,9 +7,9 @@ from shardcore.hooks import PolicySpec, hookimpl
 _ALL = ("Model", "ForImageClassification", "Backbone")
 #: By the module of transformers: what the names of its classes and of its policies begin with, and what they end with.
 _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "dinov2": ("Dinov2", "Dinov2", _ALL),
-    "dinov2_with_registers": ("Dinov2WithRegisters", "Dinov2", _ALL),
-    "dinov3_vit": ("DINOv3ViT", "DINOv3ViT", ("Model", "Backbone")),
+    "dinov2": ("Dinov2", "policy:Dinov2", _ALL),
+    "dinov2_with_registers": ("Dinov2WithRegisters", "policy:Dinov2", _ALL),
+    "dinov3_vit": ("DINOv3ViT", "third:DINOv3ViT", ("Model", "Backbone")),
 }
 
 
@@ -19,7 +19,7 @@ def shardcore_policies() -> list[PolicySpec]:
     return [
         PolicySpec(
             target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
-            policy=f"shard_dinov2.policy:{policy}{'Backbone' if head == 'Backbone' else ''}Policy",
+            policy=f"shard_dinov2.{policy}{'Backbone' if head == 'Backbone' else ''}Policy",
             requires="transformers>=5.10.0rc0" if module == "dinov3_vit" else None,  # its blocks had another place
         )
         for module, (family, policy, heads) in _FAMILIES.items()

@@ -1,4 +1,4 @@
-"""How DINOv2 is sharded, with registers and without, and DINOv3, which is built like it."""
+"""How DINOv2 is sharded, with registers and without."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing_extensions import override
 
 from shard_dinov2 import early
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
-from shardcore.styles import attribute, local_heads, norm, outputs, region, replicate, sequence, shared_rng
+from shardcore.styles import norm, outputs, region, replicate, sequence, shared_rng
 from shardcore_transformers import BaseModelPolicy
 
 #: In early releases of transformers blocks of DINOv2 have other names.
 IS_EARLY = hasattr(modeling_dinov2, "Dinov2SelfAttention")
 
-_ATTENTION: list[Rule] = [
+SPLIT: list[Rule] = [
     region(
         enter="attention",
         col=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
@@ -23,7 +23,7 @@ _ATTENTION: list[Rule] = [
         unit="head",
     )
 ]
-_GATED = region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj", optional=True)
+GATED = region(enter="mlp", col=("mlp.gate_proj", "mlp.up_proj"), row="mlp.down_proj", optional=True)
 
 
 class Dinov2Policy(BaseModelPolicy):
@@ -66,12 +66,12 @@ class Dinov2Policy(BaseModelPolicy):
 
     def attention(self) -> list[Rule]:
         """Return the rules of the attention of a block."""
-        return early.ATTENTION if IS_EARLY else _ATTENTION
+        return early.ATTENTION if IS_EARLY else SPLIT
 
     def mlp(self) -> list[Rule]:
         """Return the rules of the MLP of a block."""
         plain = region(enter="mlp", col="mlp.fc1", row="mlp.fc2", optional=True)
-        return [plain, early.GATED if IS_EARLY else _GATED]
+        return [plain, early.GATED if IS_EARLY else GATED]
 
 
 class Dinov2BackbonePolicy(Dinov2Policy):
@@ -80,27 +80,3 @@ class Dinov2BackbonePolicy(Dinov2Policy):
     @override
     def encoder(self) -> list[Rule]:
         return [norm(self.final), outputs(attentions="heads")]
-
-
-class DINOv3ViTPolicy(Dinov2Policy):
-    """DINOv3: positions of patches rotate queries and keys."""
-
-    stages = Stages(first="embeddings", blocks="model.layer", last="norm", everywhere="rope_embeddings")
-    blocks: ClassVar[str] = "model.layer"
-    final: ClassVar[str] = "norm"
-    divided: ClassVar[str | tuple[str, ...]] = ()  # there are rotations for patches alone, not for every token
-    inside = ""  # the encoder that is named like a base model is no model with a head's
-
-    @override
-    def attention(self) -> list[Rule]:
-        return [*_ATTENTION, attribute("attention.num_heads", local_heads)]
-
-    @override
-    def mlp(self) -> list[Rule]:
-        return [
-            _GATED if self.model.config.use_gated_mlp else region(enter="mlp", col="mlp.up_proj", row="mlp.down_proj")
-        ]
-
-
-class DINOv3ViTBackbonePolicy(DINOv3ViTPolicy, Dinov2BackbonePolicy):
-    """DINOv3 as a backbone."""
