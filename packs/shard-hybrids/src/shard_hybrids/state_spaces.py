@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from shardcore.nn import HeadParameters, ParallelMixin
-from shardcore.nn.over_heads import NormOverHeads
+from shardcore.nn import HeadParameters, NormOverHeads, ParallelMixin
 from shardcore.policy import Rule, Scope
 
 __all__ = ["gated_norm", "unfused"]

@@ -22,6 +22,7 @@ from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.loss.head import VocabHead
 from shardcore.nn.loss.logits import VocabParallelLogits
 from shardcore.nn.mixin import mixins
+from shardcore.nn.over_heads import NormOverHeads
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.nn.randomness import SharedNumpy, SharedRandom
 from shardcore.nn.replicated import HeadParameters, Replicated
@@ -34,6 +35,7 @@ __all__ = [
     "GroupShardedLayout",
     "HeadParameters",
     "Layout",
+    "NormOverHeads",
     "ParallelMixin",
     "ParallelModule",
     "ReplacedMethods",
