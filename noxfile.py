@@ -5,7 +5,7 @@ need no ranks (``smoke``). ``nox -s quick`` is what ``.ci/run`` runs: what ``nox
 (``newcomer``), and every mechanism and every family once, in one environment, two sessions at a time: those of the tag
 ``quick``. ``nox -s nightly`` is everything: all sizes, all releases, all recorded mistakes.
 
-In the nightly run each pack is tested by itself, every size and every case of the conformance kit, against the newest
+In the nightly run each pack is tested by itself, with its whole conformance kit, against the newest
 release that its ``[tool.shardcore.matrix]`` names: a session such as ``shard-bert-transformers-5.24.0``. Every other
 release is tested with all packs that name it, every mechanism and every family once: a session such as
 ``transformers-5.0.0`` (``-- -k shard-bert`` selects). Tags: ``tests`` (the core, each pack by itself, all packs

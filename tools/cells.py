@@ -55,7 +55,7 @@ class Pack:
 
     @property
     def whole(self) -> bool:
-        """Whether every size and every case run on the oldest release too, and not on the newest alone."""
+        """Whether the whole conformance kit runs on the oldest release too, and not on the newest alone."""
         return bool(self._metadata["tool"]["shardcore"].get("whole", False))
 
     @property
@@ -89,7 +89,7 @@ class Cell:
         environment: where the tests run.
         options: options of pytest. A library that has environments of its own selects what names it, and whether each
             policy has a case; the rest runs in the others. Tests of what only torch does run at the newest release.
-        whole: every size and every case of the conformance kit, and tests that take long; else every mechanism and
+        whole: the whole conformance kit, and tests that take long; else every mechanism and
             every family once, as in the quick run.
     """
 

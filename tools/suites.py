@@ -342,7 +342,7 @@ def suite_of(
         packs: the packs, which are installed with those that they need, and without others.
         environment: where it runs.
         against: library and release, for the table.
-        whole: every size and every case of the conformance kit, and not every mechanism and every family once.
+        whole: the whole conformance kit, and not every mechanism and every family once.
         options: further options of pytest.
         env: further environment variables of the tests.
     """

@@ -150,19 +150,38 @@ def _of_family(*, broken=False):
     return model
 
 
-def test_the_whole_kit_asks_for_a_capability_where_it_is_claimed_and_of_the_first_case():
-    from kit_net import CASE
+def test_the_whole_kit_asks_for_numbers_of_each_case_and_for_the_rest_where_it_is_new():
+    from kit_net import CASE, build
 
-    def case(name, **supports):
-        return dataclasses.replace(CASE, name=name, supports=dataclasses.replace(CASE.supports, **supports))
+    def case(name, build=build, **supports):
+        fields = {"name": name, "build": build, "supports": dataclasses.replace(CASE.supports, **supports)}
+        return dataclasses.replace(CASE, **fields)
 
-    cases = (case("plain"), case("also_plain"), case("head", experts=True, context=True))
+    def of(check):
+        return _asked(kit, check, stash=stash).ids
+
+    stash = pytest.Stash()
+    shared = functools.partial(build, kv_heads=2)  # two of four ranks share a head
+    cases = (
+        case("net"),
+        case("again"),
+        case("head", _of_another_class),
+        case("shared", shared),
+        case("more", context=True),
+    )
     kit = type("Kit", (PolicyConformance,), {"cases": cases})
-    for name, section in SECTIONS.items():
-        asked = _asked(kit, section.checks[0]).ids
-        every = {"plain", "head"} if section.claim else {"plain", "also_plain", "head"}
-        assert {tested.partition("-")[0] for tested in asked} == every, name
-        assert ("head-tp1" in asked) == (section.alone or section.replicas > 1), name
+    everywhere = ["net-tp1", "net-tp2", "net-tp4"]
+    assert of("gradients") == [*everywhere, "again-tp2", "head-tp2", "head-tp4", "shared-tp2", "shared-tp4", "more-tp2"]
+    assert of("optimizer") == [*everywhere, "shared-tp2", "shared-tp4", "more-tp2"]
+    assert of("dropout") == ["net-tp2", "shared-tp4", "more-tp2"]
+    assert of("resume") == ["net-tp2", "shared-tp4"]
+    assert of("data parallel") == ["net-tp1", "net-tp2", "shared-tp1", "more-tp1"]
+    assert of("context") == ["more-tp1"]
+    assert of("sequence modes") == ["net-tp2", "shared-tp4"]
+    assert of("experts") == []
+    # Another pack begins anew.
+    kit = type("Kit", (PolicyConformance,), {"cases": (case("other"),)})
+    assert of("dropout") == ["other-tp2"]
 
 
 KIT = """

@@ -28,7 +28,7 @@ from shardcore_testing import (
     checks_training,
 )
 from shardcore_testing.cases import Case
-from shardcore_testing.families import News, quick_size
+from shardcore_testing.families import News
 from shardcore_testing.findings import Finding, Ledger, worst
 from shardcore_testing.islands import no_float32_islands
 from shardcore_testing.pool import WorkerError, WorkerPool, WorkerTimeout, place
@@ -46,66 +46,66 @@ class Section:
         checks: the names of the checks that it makes.
         alone: it runs on one rank too.
         several: it runs on several ranks too.
-        mechanical: what it checks depends on the mechanism and hardly on the size. The conformance tests run it at each
-            size for the first case of a pack, and at the smallest size of several ranks for the others.
-        quick: the cases for which it runs with ``--quick``: those whose numbers are compared, or those whose plans show
-            a new signature, a new kind of step, mixin or layout (which is enough for a mechanism), or a new kind of
-            layout (for what is saved and read). See `shardcore_testing.families`.
-        claim: the capability that it is about: it runs for the cases that claim it, and for the first of a pack.
-        replicas: how many replicas of that many ranks it runs on. Several replicas run alone for every case, and of two
-            ranks each for the first.
+        quick: what a case has to show with ``--quick`` that no earlier one of the session has: numbers, which are
+            compared, a signature of its plan, a kind of step, mixin or layout (which is enough for a mechanism), or a
+            kind of layout (for what is saved and read). See `shardcore_testing.families`.
+        whole: the same without ``--quick``, in a pack: nothing, since what it compares is the class's own, such as a
+            loss; a family or a signature; a signature; or a kind of layout.
+        claim: the capability that it is about: it runs for the cases that claim it.
+        replicas: how many replicas of that many ranks it runs on.
     """
 
     run: Callable[[Subject, Ledger], None]
     checks: tuple[str, ...]
     alone: bool = False
     several: bool = True
-    mechanical: bool = False
     quick: Literal["numbers", "signature", "kind", "layout"] = "kind"
+    whole: Literal["every", "family", "signature", "layout"] = "family"
     claim: str = ""
     replicas: int = 1
 
-    def sizes(self, case: Case, *, first: bool) -> list[int]:
-        """Return the sizes at which a conformance test runs it for a case.
+    def sizes(self, case: Case, news: Mapping[int, News], *, quick: bool) -> list[int]:
+        """Return the sizes at which a conformance test runs it for a case; replicas have as many ranks.
+
+        A mechanism is shown at each size at which the plan is new; where kinds are, by replicas of two ranks too.
 
         Args:
             case: the case.
-            first: it is the first of its pack.
+            news: what the case shows, by size, smallest first.
+            quick: whether ``--quick`` was given.
         """
-        if self.claim and not (first or getattr(case.supports, self.claim)):
-            return []
-        of_several = sorted(size for size in case.supports.tensor_parallel if size > 1) if self.several else []
-        if self.replicas > 1:
-            return [1, *(size for size in of_several if size == 2 and (first or self.claim))]
-        if self.mechanical and not first:
-            del of_several[1:]
-        return [1, *of_several] if self.alone else of_several
-
-    def quick_sizes(self, case: Case, news: News) -> list[int]:
-        """Return the sizes at which a conformance test runs it for a case with ``--quick``; replicas have one rank."""
-        if not getattr(news, self.quick):
-            return []
         if self.claim and not getattr(case.supports, self.claim):
             return []
-        size = quick_size(case)
+        smallest = min(news)
+        new = [size for size, of in news.items() if self._runs(of, quick=quick, smallest=size == smallest)]
+        if not new:
+            return []
         if self.replicas > 1:
-            return [1]
-        if not self.several or size == 1:
-            return [1] if self.alone else []
-        return [1, size] if self.alone and news.kind else [size]
+            return [1, 2] if not quick and 2 in news and news[2].kind else [1]
+        several = [size for size in new if size > 1] if self.several else []
+        return [1, *several] if self.alone and (not several or news[smallest].kind) else several
+
+    def _runs(self, news: News, *, quick: bool, smallest: bool) -> bool:
+        if quick:
+            return bool(getattr(news, self.quick))
+        if self.whole == "every":
+            return smallest or (news.numbers if self.quick == "numbers" else news.signature)
+        return bool(getattr(news, self.whole)) or (self.whole == "family" and news.signature)
 
 
 SECTIONS: Mapping[str, Section] = {
-    "case": Section(run=checks_plan.case, checks=("case",), alone=True, several=False, quick="numbers"),
-    "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True, quick="numbers"),
+    "case": Section(run=checks_plan.case, checks=("case",), alone=True, several=False, quick="numbers", whole="every"),
+    "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True, quick="numbers", whole="every"),
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
     "pipeline": Section(run=checks_pipeline.pipeline, checks=("pipeline",), alone=True, several=False),
-    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), mechanical=True),
+    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), whole="every"),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
-    "training": Section(run=checks_training.training, checks=checks_training.TRAINING, alone=True, quick="numbers"),
-    "one row": Section(run=checks_calls.one_row, checks=("one row",), mechanical=True),
-    "parts": Section(run=checks_calls.parts, checks=("parts",), mechanical=True),
-    "inside": Section(run=checks_inside.inside, checks=("inside",), mechanical=True),
+    "training": Section(
+        run=checks_training.training, checks=checks_training.TRAINING, alone=True, quick="numbers", whole="every"
+    ),
+    "one row": Section(run=checks_calls.one_row, checks=("one row",)),
+    "parts": Section(run=checks_calls.parts, checks=("parts",)),
+    "inside": Section(run=checks_inside.inside, checks=("inside",)),
     "data parallel": Section(run=checks_data.data_parallel, checks=("data parallel",), alone=True, replicas=2),
     "experts": Section(
         run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts", quick="signature"
@@ -113,33 +113,32 @@ SECTIONS: Mapping[str, Section] = {
     "default experts": Section(
         run=checks_experts.default_experts,
         checks=("default experts",),
-        mechanical=True,
         claim="experts",
         quick="signature",
     ),
-    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), mechanical=True),
-    "options": Section(run=checks_training.options, checks=("options",), mechanical=True),
-    "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",), mechanical=True),
-    "communication": Section(run=checks_training.communication, checks=("communication",), mechanical=True),
-    "dropout": Section(run=checks_random.dropout, checks=("dropout",), mechanical=True),
-    "replicas": Section(run=checks_random.replicas, checks=("replicas",), mechanical=True),
-    "state": Section(run=checks_state.state, checks=("state dict",), mechanical=True, quick="layout"),
-    "checkpoint": Section(run=checks_state.checkpoint, checks=("checkpoint",), mechanical=True, quick="layout"),
-    "resume": Section(run=checks_resume.resume, checks=("resume",), mechanical=True, quick="layout"),
-    "loading": Section(run=checks_loading.loading, checks=("loading",), mechanical=True),
+    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",)),
+    "options": Section(run=checks_training.options, checks=("options",)),
+    "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",)),
+    "communication": Section(run=checks_training.communication, checks=("communication",)),
+    "dropout": Section(run=checks_random.dropout, checks=("dropout",)),
+    "replicas": Section(run=checks_random.replicas, checks=("replicas",)),
+    "state": Section(run=checks_state.state, checks=("state dict",), quick="layout", whole="layout"),
+    "checkpoint": Section(run=checks_state.checkpoint, checks=("checkpoint",), quick="layout", whole="layout"),
+    "resume": Section(run=checks_resume.resume, checks=("resume",), quick="layout", whole="layout"),
+    "loading": Section(run=checks_loading.loading, checks=("loading",)),
     "initialisation": Section(
-        run=checks_loading.initialisation, checks=("initialisation",), mechanical=True, quick="layout"
+        run=checks_loading.initialisation, checks=("initialisation",), quick="layout", whole="layout"
     ),
-    "saving": Section(run=checks_state.saving, checks=("save_pretrained",), quick="layout"),
-    "captured": Section(run=checks_state.captured, checks=("captured",), quick="signature"),
-    "generation": Section(run=checks_random.generation, checks=("generation",), quick="signature"),
-    "sequence": Section(run=checks_sequence.sequence, checks=("sequence",), mechanical=True),
-    "sequence modes": Section(run=checks_sequence.sequence_modes, checks=("sequence modes",), mechanical=True),
+    "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
+    "captured": Section(run=checks_state.captured, checks=("captured",), quick="signature", whole="every"),
+    "generation": Section(run=checks_random.generation, checks=("generation",), quick="signature", whole="every"),
+    "sequence": Section(run=checks_sequence.sequence, checks=("sequence",)),
+    "sequence modes": Section(run=checks_sequence.sequence_modes, checks=("sequence modes",), whole="signature"),
     "context": Section(
         run=checks_sequence.context, checks=("context",), alone=True, several=False, replicas=2, claim="context"
     ),
-    "split logits": Section(run=checks_logits.split_logits, checks=("split logits",), mechanical=True),
-    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed"), mechanical=True),
+    "split logits": Section(run=checks_logits.split_logits, checks=("split logits",)),
+    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed")),
 }
 
 #: Name of a check -> its section.

@@ -3,9 +3,10 @@
     class TestLlama(PolicyConformance):
         plugin = "shard_llama.plugin"
 
-Each test runs for every case of the pack at every tensor-parallel size that the case supports. Nothing is taken on the
-word of a loss, or of ranks that agree: outputs, losses and the gradient of every parameter are compared with the
-unsharded model, by that model's list of names.
+Gradients are compared for every case of the pack, and at every tensor-parallel size for each kind of class; what
+depends on the mechanism is tested for each family and each signature of plans. Nothing is taken on the word of a loss,
+or of ranks that agree: outputs, losses and the gradient of every parameter are compared with the unsharded model, by
+that model's list of names.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class PolicyConformance:
     plugin: ClassVar[str] = ""
     cases: ClassVar[Sequence[Case]] = ()
     timeout: ClassVar[float] = 120.0
-    # Where a session keeps which cases --quick has chosen.
+    # Where a session keeps what is new about which case.
     _chosen: ClassVar[pytest.StashKey[Chosen]] = pytest.StashKey()
 
     @classmethod
@@ -161,25 +162,21 @@ class PolicyConformance:
         metafunc.parametrize("judge", judged, ids=list(found), indirect=True)
 
     def _steps(self, config: pytest.Config) -> Callable[[Case], int]:
-        """Return what tells how many steps are compared; with ``--quick`` one, for each signature."""
-        if not config.getoption("quick"):
-            return lambda case: 2
-        news = self._news(config)
-        return lambda case: int(news[case.name].signature)
+        """Return what tells how many steps are compared: two for each family and signature, or one with ``--quick``."""
+        news, quick = self._news(config), config.getoption("quick")
+        if quick:
+            return lambda case: int(any(of.signature for of in news[case.name].values()))
+        return lambda case: 2 * any(of.family or of.signature for of in news[case.name].values())
 
-    def _news(self, config: pytest.Config) -> Mapping[str, News]:
-        return config.stash.setdefault(self._chosen, Chosen()).of(type(self), self.all_cases(), self.plugin)
+    def _news(self, config: pytest.Config) -> Mapping[str, Mapping[int, News]]:
+        chosen = config.stash.setdefault(self._chosen, Chosen(quick=config.getoption("quick")))
+        return chosen.of(type(self), self.all_cases(), self.plugin)
 
     def _sizes(self, section: Section, config: pytest.Config) -> Iterator[tuple[Case, list[int]]]:
         """Yield each case with the sizes at which a section runs for it."""
-        cases = self.all_cases()
-        if config.getoption("quick"):
-            news = self._news(config)
-            for case in cases:
-                yield case, section.quick_sizes(case, news[case.name])
-            return
-        for index, case in enumerate(cases):
-            yield case, section.sizes(case, first=index == 0)
+        news = self._news(config)
+        for case in self.all_cases():
+            yield case, section.sizes(case, news[case.name], quick=config.getoption("quick"))
 
     def test_discovery_imports_no_torch(self, fresh: dict[str, Finding]) -> None:
         """The plugin loads, and imports neither torch nor a model library."""

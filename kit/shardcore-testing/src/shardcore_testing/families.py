@@ -1,19 +1,20 @@
-"""Which cases go through which sections with ``--quick``.
+"""What each case of a pack shows that those before it did not, which decides the sections that it goes through.
 
-A plan says which kinds of steps, mixins and layouts a model gets: its *signature*. Gradients are compared for each
-kind of class of a pack (a base model, each kind of head), each family and each signature; steps, and what else
-depends on how kinds work together, once for each signature; and a mechanism, which works or does not whatever it
-stands beside, once for each kind of the core that blocks are made of. `shardcore_testing.checks.Section.quick` says
-which is which. The first case with a kind stands for it, so a session is quicker where small models come first.
+A plan says which kinds of steps, mixins and layouts a model gets: its *signature*. Numbers depend on everything; what
+depends on how kinds work together is shown once for each signature; and a mechanism, which works or does not whatever
+it stands beside, once for each kind of the core that blocks are made of. `shardcore_testing.checks.Section.sizes` says
+which section asks for what. With ``--quick`` those before a case are those of the session, so that it is quicker where
+small models come first; otherwise those of its pack, and each family shows every mechanism.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardcore_testing.cases import Case
+from shardcore_testing.cases import Case, Supports
 from shardcore_testing.subject import Subject, meta_copy
 
 __all__ = ["Chosen", "News", "layouts_of", "mechanisms_of", "quick_size", "signature_of"]
@@ -52,16 +53,18 @@ def layouts_of(plan: Any) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What a case shows that those before it did not.
+    """What a case shows at one size that those before it did not.
 
     Attributes:
         numbers: a kind of class of its pack, a family, or a signature.
+        family: a family, or what no earlier case of it supports.
         signature: kinds that no earlier case has together.
         kind: a kind that no earlier case has, of those that blocks are made of.
         layout: a kind of layout that no earlier case has.
     """
 
     numbers: bool
+    family: bool
     signature: bool
     kind: bool
     layout: bool
@@ -69,22 +72,32 @@ class News:
 
 @dataclass(slots=True)
 class Chosen:
-    """Asks cases in the order of a session what is new about them; each is built and planned once."""
+    """Asks cases in their order what is new about them; each is built and planned once for each size.
 
-    _heads: set[tuple[str, str]] = field(default_factory=set)
-    _families: set[object] = field(default_factory=set)
+    Args:
+        quick: at the smallest size of several ranks alone, and whatever pack comes next; otherwise at each size, and
+            every kit begins anew.
+    """
+
+    quick: bool
+    _heads: set[tuple[str, str, int]] = field(default_factory=set)
+    _families: set[tuple[object, int]] = field(default_factory=set)
+    _supported: set[tuple[object, str]] = field(default_factory=set)
     _signatures: set[frozenset[str]] = field(default_factory=set)
     _kinds: set[str] = field(default_factory=set)
-    _news: dict[object, dict[str, News]] = field(default_factory=dict)
+    _news: dict[object, dict[str, dict[int, News]]] = field(default_factory=dict)
 
-    def of(self, kit: object, cases: Sequence[Case], plugin: str) -> dict[str, News]:
-        """Return what is new about each case of a kit, by its name; asked once, in the order in which kits come."""
+    def of(self, kit: object, cases: Sequence[Case], plugin: str) -> dict[str, dict[int, News]]:
+        """Return what is new about each case of a kit, by its name and size; asked once, in the order of kits."""
         if kit not in self._news:
+            if not self.quick:
+                for seen in (self._heads, self._families, self._supported, self._signatures, self._kinds):
+                    seen.clear()
             self._news[kit] = {case.name: self.news(case, plugin) for case in cases}
         return self._news[kit]
 
-    def news(self, case: Case, plugin: str) -> News:
-        """Return what is new about the next case.
+    def news(self, case: Case, plugin: str) -> dict[int, News]:
+        """Return what is new about the next case, by size, the smallest first.
 
         All of a model that cannot be built, or not be planned, is new, so that its tests say why.
 
@@ -92,26 +105,39 @@ class Chosen:
             case: the case.
             plugin: the module of its pack; ``""`` for what is installed.
         """
+        several = sorted(size for size in case.supports.tensor_parallel if size > 1)
+        sizes = [quick_size(case)] if self.quick or not several else several
         try:
             model = case.build()
-            plan = Subject(case=case, tp=quick_size(case), plugin=plugin).plan(meta_copy(model))
+            return {tp: self._of_plan(model, Subject(case=case, tp=tp, plugin=plugin)) for tp in sizes}
         except Exception:
-            return News(numbers=True, signature=True, kind=True, layout=True)
+            return dict.fromkeys(sizes, News(numbers=True, family=True, signature=True, kind=True, layout=True))
+
+    def _of_plan(self, model: Any, subject: Subject) -> News:
+        plan = subject.plan(meta_copy(model))
         config = getattr(model, "config", model)
-        family, head = type(config), (plugin, _head(type(model), type(config)))
+        family, head = type(config), (subject.plugin, _head(type(model), type(config)), subject.tp)
         signature, layouts = signature_of(plan), layouts_of(plan)
         new = signature not in self._signatures
+        supported = {(family, of) for of in ("", *_supported(subject.case.supports))}
         found = News(
-            numbers=new or family not in self._families or head not in self._heads,
+            numbers=new or (family, subject.tp) not in self._families or head not in self._heads,
+            family=not supported <= self._supported,
             signature=new,
             kind=not mechanisms_of(plan) <= self._kinds,
             layout=not layouts <= self._kinds,
         )
         self._heads.add(head)
-        self._families.add(family)
+        self._families.add((family, subject.tp))
+        self._supported |= supported
         self._signatures.add(signature)
         self._kinds |= signature
         return found
+
+
+def _supported(supports: Supports) -> list[str]:
+    """Return the names of the capabilities, and of the outputs that can be asked for."""
+    return [*supports.captured, *(of.name for of in dataclasses.fields(supports) if getattr(supports, of.name) is True)]
 
 
 def _head(model: type, config: type) -> str:
