@@ -84,6 +84,12 @@ def of_patches(x, mask):
     return (F.l1_loss(logits(x, 4), x[:, None].expand(-1, 4), reduction="none") * mask).sum() / mask.sum()
 
 
+def of_tokens_that_are_there(x, labels, mask):
+    """As ELECTRA's discriminator has it."""
+    there = mask == 1
+    return F.binary_cross_entropy_with_logits(logits(x, 4)[there], labels[there].ne(-100).double())
+
+
 def of_no_function(x, labels):
     return logits(x, 3).square().mean()
 
@@ -117,6 +123,8 @@ POSITIONS = {"start_positions": torch.tensor([0, 1, 2, 1]), "end_positions": tor
         (summed, {"labels": LABELS}),
         (of_rows, {"labels": None}),
         (both_ends, POSITIONS),
+        (of_tokens_that_are_there, {"labels": LABELS, "mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]] * 2)}),
+        (of_tokens_that_are_there, {"labels": LABELS, "mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]] * 2)}),
         (listened("sum"), {"labels": LABELS}),
         (listened("mean"), {"labels": LABELS}),
         (of_no_function, {"labels": None}),
@@ -163,6 +171,14 @@ def test_a_mask_that_leaves_nothing_out_tells_nothing_of_one_that_does():
     for first in (0, 1):
         with pytest.raises(ConfigError, match="a mean over unknown"):
             together(of_patches, {"x": X, "mask": mask}, first=first)
+
+
+def test_numbers_that_a_mask_selects_are_no_rows():
+    batch = {"x": X, "labels": LABELS, "mask": torch.tensor([[1, 1, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2)}
+    with pytest.raises(ConfigError, match="a mean over unknown"):  # of the first half nobody can tell
+        together(of_tokens_that_are_there, batch)
+    wanted, got = together(of_tokens_that_are_there, batch, first=1)
+    assert got == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_trace_tells_it_where_gradients_are_off():

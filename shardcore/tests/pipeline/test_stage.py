@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def forward(stages: list[Stage], call: dict[str, Any], metadata: Any) -> list[tu
     for stage in stages:
         out = stage(call, arrived, metadata)
         flight.append((arrived, out))
-        arrived = [] if stage.is_last else [tensor.detach().requires_grad_() for tensor in out]
+        arrived = [] if stage.is_last else [t.detach().requires_grad_(t.is_floating_point()) for t in out]
     return flight
 
 
@@ -189,21 +190,104 @@ class Handed(Net):
         return self.head(F.dropout(x, 0.0)).square().sum()
 
 
+class Masked(Net):
+    """What is in front of the blocks returns a mask too, for which no NaN can stand."""
+
+    class Embeds(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x[:, :1] > 0
+
+    class Hides(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(mask == 1, 0.0)
+
+    given: ClassVar[Callable[[Tensor], Tensor]] = torch.logical_not
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = self.Embeds(4, 4)
+        self.blocks = nn.ModuleList(self.Hides(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, mask = self.embed(x)
+        for block in self.blocks:
+            x = block(x, self.given(mask))
+        return self.head(x).square().sum(), mask
+
+
+class Compares(Masked):
+    """The model itself makes the mask, of what is in front of the blocks: NaN is below nothing."""
+
+    stages = Stages(first="embed", blocks="blocks", last="head")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.embed(x)
+        mask = x[:, :1] < 0
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x).square().sum()
+
+
+class OneStageMakesIt(Masked):
+    stages = Stages(first="embed", blocks="blocks", last="head")
+
+
+class EachStageMakesIt(Masked):
+    stages = Stages(blocks="blocks", last="head", everywhere="embed")
+
+
+class BlocksAreGivenIt(OneStageMakesIt):
+    @staticmethod
+    def given(mask: Tensor) -> Tensor:
+        return mask
+
+
+class IsDrawn(OneStageMakesIt):
+    """By the model, for each call anew; none of these hides anything."""
+
+    @staticmethod
+    def given(mask: Tensor) -> Tensor:
+        return torch.randint(2, 1000, (1,))
+
+
+class NoBlockReadsIt(OneStageMakesIt):
+    @staticmethod
+    def given(mask: Tensor) -> Tensor:
+        return torch.zeros_like(mask)
+
+
+@pytest.mark.parametrize("kind", [EachStageMakesIt, BlocksAreGivenIt, IsDrawn, NoBlockReadsIt])
+def test_masks_that_blocks_are_given_are_made_in_each_stage_or_go_along(kind):
+    torch.manual_seed(0)
+    model = kind().double()
+    cut, call = Cut.of(model, kind.stages, 3), {"x": torch.randn(5, 4, dtype=torch.float64)}
+    metadata = StageTracer(model, cut)(call, lambda out, _: out[0])
+    assert metadata.missing == (() if kind is EachStageMakesIt else (1,))  # of the output
+    crosses = [[value.dtype for value in boundary.values] for boundary in metadata.boundaries]
+    assert crosses == [[torch.float64, *([torch.bool] if kind is BlocksAreGivenIt else [])]] * 2
+    flight = forward(stages_of(model, cut), call, metadata)
+    (wanted, mask), (got, found) = model(**call), flight[-1][1]
+    assert torch.equal(wanted, got)
+    assert torch.equal(mask, found) == (kind is EachStageMakesIt)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (OneStageMakesIt, r"calls blocks.1 with a mask, or numbers, made of what only another .* Stages\(everywhere"),
+        (Compares, r"calls blocks.1 with a mask, or numbers, made of what only another stage can compute"),
         (Skips, "the loss of Skips depends on what an earlier stage has computed"),
         (Aside, r"stage 1 calls head with a tensor \(5, 4\) that only another stage can compute"),
         (Backwards, r"that only another stage can compute"),
         (Again, r"Again calls blocks.0 again after blocks.2, and a stage of a pipeline runs its blocks before"),
     ],
-    ids=["skips", "aside", "backwards", "again"],
+    ids=["masks", "compares", "skips", "aside", "backwards", "again"],
 )
 def test_what_would_be_wrong_is_refused(kind, said):
     model = kind()
     tracer = StageTracer(model, Cut.of(model, kind.stages, 2))
     with pytest.raises(NotSupportedError, match=said):
-        tracer({"x": torch.randn(5, 4)}, lambda out, _: out)
+        tracer({"x": torch.randn(5, 4)}, lambda out, _: out[0] if isinstance(out, tuple) else out)
 
 
 def test_all_that_blocks_are_given_crosses():

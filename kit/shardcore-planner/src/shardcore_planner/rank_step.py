@@ -188,12 +188,18 @@ class _Run:
             return (self._call.loss(out) * (1 / len(self._feed)),) if self._trains else ()
 
         arrived = self._arrives[position][number] if stage.index else []
-        self._left[position, number] = StageModule(run, stage.parameters)(*arrived, number=number)
+        self._left[position, number] = StageModule(run, stage.parameters, begins=not stage.index)(
+            *arrived, number=number
+        )
 
     def _backward(self, position: int, number: int) -> None:
         left = self._left.pop((position, number))
-        gradients = None if self._engine.stages[position].is_last else self._returns[position][number]
-        torch.autograd.backward(left, gradients)
+        if self._engine.stages[position].is_last:
+            torch.autograd.backward(left)
+        else:
+            pairs = zip(left, self._returns[position][number], strict=True)
+            given = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+            torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
         for tensor in self._arrives[position][number] if self._arrives[position] else ():
             tensor.grad = None  # which is sent
 
@@ -208,7 +214,8 @@ class _Run:
             return []
         values = self._metadata.boundaries[crossing].values
         return [
-            [torch.empty(v.shape, dtype=v.dtype, requires_grad=requires_grad) for v in values] for _ in range(_SEEN)
+            [torch.empty(v.shape, dtype=v.dtype, requires_grad=requires_grad and v.has_nan) for v in values]
+            for _ in range(_SEEN)
         ]
 
 

@@ -216,7 +216,7 @@ def _forward(made: Sequence[Stage], batch: Mapping[str, Any], metadata: Any) -> 
         out = stage(batch, arrived, metadata)
         flight.append((arrived, out))
         if not stage.is_last:
-            arrived = [tensor.detach().requires_grad_() for tensor in out]
+            arrived = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in out]
     return flight
 
 

@@ -68,8 +68,9 @@ def _cases(family: str, shared: dict[str, Any] | None = None, **fields: Any) -> 
     )
     together = _TOGETHER and "experts" in settings["sharded"]
     found = [replace(case, supports=replace(case.supports, experts=together)) for case in found]
-    tied = {"name": f"{prefix}tied"} if shared else {"name": f"{prefix}tied", "sharded": ("q_proj",)}
-    whole = settings["whole"] if shared else tuple(name for name in settings["whole"] if name != "q_a_proj")
+    latent = "q_lora_rank" not in (shared or {"q_lora_rank": None})
+    tied = {"name": f"{prefix}tied"} if latent else {"name": f"{prefix}tied", "sharded": ("q_proj",)}
+    whole = settings["whole"] if latent else tuple(name for name in settings["whole"] if name != "q_a_proj")
     return [replace(c, whole=whole, **tied) if c.name == f"{prefix}tied_shared_kv" else c for c in found]
 
 

@@ -120,6 +120,7 @@ def _case(family: str, head: str) -> Case:
         sharded=own.get("sharded", ("word_embeddings.weight", "query.bias", "intermediate.dense.weight")),
         refuses=({"num_attention_heads": 3},),
         supports=supports,
+        tolerance=1e-7 if (family, head) == ("Electra", "PreTraining") else 1e-12,  # a loss of labels in float32
     )
 
 

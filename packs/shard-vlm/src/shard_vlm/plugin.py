@@ -23,8 +23,8 @@ _FAMILIES = {
 }
 #: What is inside of them and no other pack's, and the policy of each.
 _PARTS = {
-    "gemma4.modeling_gemma4.Gemma4AudioModel": "shard_vlm.gemma:Gemma4AudioModelPolicy",
-    "gemma4.modeling_gemma4.Gemma4VisionModel": "shard_vlm.gemma:Gemma4VisionModelPolicy",
+    "gemma4.modeling_gemma4.Gemma4AudioModel": "shard_vlm.gemma_towers:Gemma4AudioModelPolicy",
+    "gemma4.modeling_gemma4.Gemma4VisionModel": "shard_vlm.gemma_towers:Gemma4VisionModelPolicy",
     "idefics3.modeling_idefics3.Idefics3VisionTransformer": "shard_vlm.towers:IdeficsTowerPolicy",
     "internvl.modeling_internvl.InternVLVisionModel": "shard_vlm.towers:InternVLVisionModelPolicy",
     "pixtral.modeling_pixtral.PixtralVisionModel": "shard_vlm.towers:PixtralVisionModelPolicy",

@@ -292,7 +292,7 @@ class Pipeline:
         arrives = metadata.boundaries[stage.index - 1].values if stage.index else (number,)
         loss = metadata.loss or TensorMeta((), torch.get_default_dtype())
         leaves = (TensorMeta((), loss.dtype),) if stage.is_last else metadata.boundaries[stage.index].values
-        module = StageModule(functools.partial(self._run, stage), stage.parameters)
+        module = StageModule(functools.partial(self._run, stage), stage.parameters, begins=stage.index == 0)
         return SafeStage(module, stage.index, len(self.cut), arrives, leaves, self._device, self.ranks.group)
 
     def _run(self, stage: Stage, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:

@@ -213,8 +213,10 @@ def _over(function: Any, target: Any, given: Mapping[str, Any], arguments: Mappi
     """Return what a mean of a loss function is one over."""
     if given.get("weight") is not None or not isinstance(target, Tensor):
         return Reduction(kind="unknown")
-    if function is F.ctc_loss or target.is_floating_point():  # as many numbers in each row
+    if function is F.ctc_loss:
         return Reduction(kind="rows")
+    if target.is_floating_point():
+        return _over_numbers(target.numel(), arguments)
     ignored = given.get("ignore_index", IGNORED)
     integers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim}
     integers = {name: value.to(target.device) for name, value in integers.items()}
@@ -231,6 +233,20 @@ def _over(function: Any, target: Any, given: Mapping[str, Any], arguments: Mappi
     if target.numel() == rows_of(arguments) and not bool((target == ignored).any()):
         return Reduction(kind="rows")
     return Reduction(kind="unknown")
+
+
+def _over_numbers(count: int, arguments: Mapping[str, Any]) -> Reduction:
+    """Return what a mean over so many numbers is one over: those that a mask selects, or as many in each row."""
+    masks = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.numel() > 1 and _is_mask(v)}
+    for name, mask in masks.items():
+        if int(mask.sum()) == count < mask.numel():
+            return Reduction(kind="labels", argument=name, ignored=0)
+    whole = tuple(name for name, mask in masks.items() if mask.numel() == count and _leaves_all(mask))
+    return Reduction(kind="unknown" if count % rows_of(arguments) else "rows", masks=whole)
+
+
+def _is_mask(value: Tensor) -> bool:
+    return not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
 
 
 def _equal(target: Tensor, labels: Tensor) -> bool:

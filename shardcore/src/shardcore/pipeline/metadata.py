@@ -38,9 +38,15 @@ class TensorMeta:
         """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
-    def filled(self, device: torch.device | str, number: float) -> Tensor:
-        """Return a new tensor of this shape that is ``number`` everywhere."""
-        return torch.full(self.shape, number, dtype=self.dtype, device=device)
+    @property
+    def has_nan(self) -> bool:
+        """Whether NaN can stand for its numbers."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def filled(self, device: torch.device | str, number: float, whole: int = 0) -> Tensor:
+        """Return a new tensor of this shape that is ``number`` everywhere, or ``whole`` in the place of NaN."""
+        shown = number if self.has_nan or not math.isnan(number) else whole
+        return torch.full(self.shape, shown, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class SplitLogits:
     like: VocabParallelLogits
     meta: TensorMeta
 
-    def filled(self, device: torch.device | str, number: float) -> VocabParallelLogits:
+    def filled(self, device: torch.device | str, number: float, whole: int = 0) -> VocabParallelLogits:
         """Return new ones, which are ``number`` everywhere."""
         return self.like.with_local(self.meta.filled(device, number))
 
@@ -65,11 +71,11 @@ def described(tree: Any) -> Any:
     return tree_map(_described, tree)
 
 
-def filled(description: Any, device: torch.device | str, number: float) -> Any:
-    """Return a tree of tensors as ``description`` has them, every entry of which is ``number``."""
+def filled(description: Any, device: torch.device | str, number: float, whole: int = 0) -> Any:
+    """Return a tree of tensors as ``description`` has them, every entry of which is as of `TensorMeta.filled`."""
     if isinstance(description, TensorMeta):  # most parts return one tensor
-        return description.filled(device, number)
-    return tree_map_only((TensorMeta, SplitLogits), lambda meta: meta.filled(device, number), description)
+        return description.filled(device, number, whole)
+    return tree_map_only((TensorMeta, SplitLogits), lambda meta: meta.filled(device, number, whole), description)
 
 
 def captured() -> list[list[Any]]:
@@ -77,9 +83,9 @@ def captured() -> list[list[Any]]:
     return [values for ask_library in ask("", "captured") or () for values in ask_library()]
 
 
-def answered(description: Any, device: torch.device | str, number: float) -> Any:
-    """Return what a part returns, and keep what libraries would have captured inside of it; all are ``number``."""
-    out, inside = filled(description, device, number)
+def answered(description: Any, device: torch.device | str, number: float, whole: int = 0) -> Any:
+    """Return what a part returns, `filled`, and keep what libraries would have captured inside of it."""
+    out, inside = filled(description, device, number, whole)
     for values, more in zip(captured() if inside else (), inside, strict=True):
         values.extend(more)
     return out

@@ -154,11 +154,10 @@ class PrunedTensors:
             self._tensors.append((module, name, meta, _alike(tensor, device, dtype)))
         self.fill(PROBE)
 
-    def fill(self, number: float) -> None:
-        """Let every number that is read be ``number``."""
+    def fill(self, number: float, whole: int = 0) -> None:
+        """Let every number that is read be ``number``, or ``whole`` where it cannot be NaN."""
         for module, name, _, shown in self._tensors:
-            if shown.is_floating_point():
-                shown.as_strided((), ()).fill_(number)
+            shown.as_strided((), ()).fill_(number if shown.is_floating_point() else whole)
             module.__dict__[name] = shown
 
     @contextmanager

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline.metadata import PROBE, StageMetadata, answered, captured
+from shardcore.pipeline.passing import BoundaryReached
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune, tensors_below
-from shardcore.pipeline.tracing import BoundaryReached
 from shardcore.plan.cut import Cut
 
 __all__ = ["PrunedModel", "Stage"]

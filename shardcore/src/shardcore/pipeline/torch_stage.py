@@ -43,18 +43,28 @@ _arrived: Callable[[Tensor], Tensor] = Arrived.apply
 
 
 class StageModule(nn.Module):
-    """What torch's stage calls: one stage for the micro-batch of a number. Its parameters are those of the stage."""
+    """What torch's stage calls: one stage for the micro-batch of a number. Its parameters are those of the stage.
+
+    Args:
+        run: runs the stage for the micro-batch of a number, with what arrived.
+        owned: returns its parameters.
+        begins: it is the first stage, at which nothing arrives but the number.
+    """
 
     def __init__(
-        self, run: Callable[[int, list[Tensor]], tuple[Tensor, ...]], owned: Callable[[], list[nn.Parameter]]
+        self,
+        run: Callable[[int, list[Tensor]], tuple[Tensor, ...]],
+        owned: Callable[[], list[nn.Parameter]],
+        *,
+        begins: bool,
     ) -> None:
         super().__init__()
-        self._run, self._owned = run, owned
+        self._run, self._owned, self._begins = run, owned, begins
 
     def forward(self, *arrived: Tensor, number: Tensor) -> tuple[Tensor, ...]:
         """Return what crosses to the next stage, or the loss; none of it a view, all of it contiguous."""
-        tensors = [_arrived(tensor) for tensor in arrived if tensor.is_floating_point()]
-        left = self._run(int(number), tensors)
+        tensors = [_arrived(tensor) if tensor.is_floating_point() else tensor for tensor in arrived]
+        left = self._run(int(number), [] if self._begins else tensors)
         return tuple(
             tensor.clone(memory_format=torch.contiguous_format)
             if tensor._base is not None or not tensor.is_contiguous()

@@ -9,6 +9,7 @@ others numbers. No part of a stage may be called with NaN in any other way, and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,15 +27,13 @@ from shardcore.nn.copies import meta_copy
 from shardcore.pipeline.losses import Loss, LossCalls, named, reductions_of, wide
 from shardcore.pipeline.metadata import PROBE, Boundary, StageMetadata, TensorMeta, answered, captured, described
 from shardcore.pipeline.microbatches import shapes_of
+from shardcore.pipeline.passing import HELD, VARIED, BoundaryReached, Passing, Varied, is_probe, other
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune
 from shardcore.plan.cut import Cut
 
-__all__ = ["GROUPED", "BoundaryReached", "StageTracer", "grouped"]
+__all__ = ["GROUPED", "StageTracer", "grouped"]
 
 _KEPT = 64  # what is known of calls of other shapes: some bytes each
-
-#: What parts return that a stage holds: any number but NaN, and none that norms divide by zero for.
-_HELD = 0.5
 
 
 class StageTracer:
@@ -53,11 +52,12 @@ class StageTracer:
         self.cut, self.device = cut, device
         self._of, self._model, self._dtype = model, meta_copy(model, dtype), dtype
         self._configs: dict[int, Any] = {}  # by identity
-        for module, other in zip(model.modules(), self._model.modules(), strict=True):
+        for module, copied in zip(model.modules(), self._model.modules(), strict=True):
             if "config" in module.__dict__:  # what is set there later is traced too
-                config = other.__dict__["config"] = module.__dict__["config"]
+                config = copied.__dict__["config"] = module.__dict__["config"]
                 self._configs[id(config)] = config
         self._known: dict[str, StageMetadata] = {}
+        self._apart: dict[str, set[int]] = {}  # of the output, by the kind of a call
         self._handlers: list[CallHandler] = []
         parts = parts_of(self._model, cut)
         self._names = {name: first for name, (first, _) in parts.items()}
@@ -119,7 +119,7 @@ class StageTracer:
         self._check_order(recorder.blocks)
         outputs = {name: tuple(trees) for name, trees in recorder.outputs.items()}
         found, out = self._passed(arguments, outputs, crosses=False)
-        if any(_is_probe(leaf) and not leaf.ndim for leaf in tree_flatten(out)[0]):
+        if any(is_probe(leaf) and not leaf.ndim for leaf in tree_flatten(out)[0]):
             # A loss is made of what is inside of earlier blocks, such as the scores of routers.
             found, out = self._passed(arguments, outputs, crosses=True)
         if loss is None:
@@ -127,7 +127,7 @@ class StageTracer:
         with LossCalls(arguments, traced=True) as outside:
             value = _checked(loss(whole, arguments))
         # Of labels that are all left out a loss is NaN anyway.
-        if _is_probe(loss(out, arguments)) and not _is_probe(value):
+        if is_probe(loss(out, arguments)) and not is_probe(value):
             raise NotSupportedError(
                 f"the loss of {type(self._model).__name__} depends on what an earlier stage has computed, such as "
                 f"states of {self.cut.blocks[0]}, besides what goes on to the last stage; use "
@@ -142,15 +142,13 @@ class StageTracer:
         self, arguments: Mapping[str, Any], outputs: Mapping[str, tuple[Any, ...]], *, crosses: bool
     ) -> tuple[StageMetadata, Any]:
         """Return what is known of stages, and what the last one returns; ``crosses`` says whether `captured` does."""
-        out, boundaries = None, []
+        out, boundaries, passed = None, [], list[Passing]()
         for stage in range(len(self.cut)):
-            passing = _Passing(self, outputs, stage, crosses=crosses)
-            try:
-                out = self._run(passing, arguments, stage)
-            except ShardcoreError:
-                raise
-            except Exception as error:  # where all parts are there it ran
-                raise self._inside(error) from error
+            passing = Passing(
+                self.cut, stage, functools.partial(self.holds, stage), outputs, self.device, crosses=crosses
+            )
+            out = self._as(passing, arguments)
+            passed.append(passing)
             if passing.boundary is not None:
                 boundaries.append(passing.boundary)
             elif stage:
@@ -158,8 +156,34 @@ class StageTracer:
                     f"{self.cut.blocks[self.cut.bounds[stage]]} begins stage {stage}, and was not called; "
                     f"{type(self._model).__name__} does not run its blocks in the order of its Stages"
                 )
-        missing = tuple(place for place, leaf in enumerate(tree_flatten(out)[0]) if _is_probe(leaf))
-        return StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=missing), out
+        missing = {place for place, leaf in enumerate(tree_flatten(out)[0]) if is_probe(leaf)}
+        missing |= self._unlike(arguments, passed, out)
+        metadata = StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=tuple(sorted(missing)))
+        return metadata, out
+
+    def _as(self, passing: Passing, arguments: Mapping[str, Any], number: float = PROBE, whole: int = 0) -> Any:
+        try:
+            return self._run(passing, arguments, passing.stage, number, whole)
+        except ShardcoreError:
+            raise
+        except Exception as error:  # where all parts are there it ran
+            raise self._inside(error) from error
+
+    def _unlike(self, arguments: Mapping[str, Any], passed: Sequence[Passing], out: Any) -> set[int]:
+        """Return which leaves of the output depend on other stages without being NaN; asked once for each kind of call.
+
+        Raises:
+            NotSupportedError: a part is called with such values.
+        """
+        kind = f"{self._model.training} { {name: type(value) for name, value in arguments.items()} }"
+        if kind not in self._apart:
+            leaves, found = tree_flatten(out)[0], list[set[int]]()
+            for passing, (number, whole) in itertools.product(passed[1:], VARIED):
+                again = self._as(Varied(passing, number, whole), arguments, number, whole)
+                if passing.stage == len(self.cut) - 1:
+                    found.append(set(other(leaves, tree_flatten(again)[0])))
+            self._apart[kind] = set().union(*found[1:]) - found[0] if found else set()  # the first are drawn
+        return self._apart[kind]
 
     def resized(self, metadata: StageMetadata, arguments: Mapping[str, Any]) -> StageMetadata:
         """Return what is known of arguments of other sizes, without a number: nothing of their size is allocated.
@@ -218,10 +242,17 @@ class StageTracer:
                     "a pipeline runs its blocks before those of the next one; use pipeline_parallel_size=1"
                 )
 
-    def _run(self, handler: CallHandler, arguments: Mapping[str, Any], stage: int | None = None) -> Any:
+    def _run(
+        self,
+        handler: CallHandler,
+        arguments: Mapping[str, Any],
+        stage: int | None = None,
+        number: float = PROBE,
+        whole: int = 0,
+    ) -> Any:
         """Run the forward of one stage, or of the whole model, until the next stage begins."""
         for name, tensors in self._pruned.items():
-            tensors.fill(_HELD if stage is None or self.holds(stage, name) else PROBE)
+            tensors.fill(HELD if stage is None or self.holds(stage, name) else number, whole)
         self._handlers[:] = [handler]
         try:
             with torch.no_grad():
@@ -230,10 +261,6 @@ class StageTracer:
             return None
         finally:
             self._handlers.clear()
-
-
-class BoundaryReached(BaseException):
-    """The forward of a stage came to the first block of the next one; nothing of the model may catch it."""
 
 
 class _Recorder:
@@ -274,7 +301,7 @@ class _Recorder:
             for values, before in kept:
                 del values[before:]
         self.outputs.setdefault(name, []).append(out)
-        return answered(out, self._device, _HELD)
+        return answered(out, self._device, HELD)
 
 
 class _Sizing(_Recorder):
@@ -290,51 +317,6 @@ class _Sizing(_Recorder):
         if name in self._places and name not in self.boundaries:
             self.boundaries[name] = Boundary.of(name, self._places[name], tree_flatten((args, kwargs, captured()))[0])
         return args, kwargs
-
-
-class _Passing:
-    """Runs the forward as one stage does: what others hold returns NaN, as does what depends on it."""
-
-    def __init__(
-        self, tracer: StageTracer, outputs: Mapping[str, tuple[Any, ...]], stage: int, *, crosses: bool
-    ) -> None:
-        self._tracer, self._outputs, self._stage, self._crosses = tracer, outputs, stage, crosses
-        self._calls: dict[str, int] = {}
-        self._arrived: dict[int, Tensor] = {}  # what crossed, by the id of what stands for it, which it keeps alive
-        self.boundary: Boundary | None = None
-
-    def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        cut = self._tracer.cut
-        index = cut.blocks.index(name) if name in cut.blocks else None
-        start, end = cut.held(self._stage).start, cut.held(self._stage).stop
-        leaves, _ = tree_flatten((args, kwargs))
-        probes = [place for place, leaf in enumerate(leaves) if _is_probe(leaf)]
-        if index is not None and index == start and index and self.boundary is None:  # the first call of several
-            self._arrived = {id(leaves[place]): leaves[place] for place in probes}
-            if self._crosses:
-                inside, _ = tree_flatten(captured())
-                probes += [place for place, leaf in enumerate(inside, len(leaves)) if _is_probe(leaf)]
-                leaves += inside
-                for values in captured():
-                    values[:] = [torch.full_like(v, _HELD) if _is_probe(v) else v for v in values]
-            self.boundary = Boundary.of(name, probes, leaves)
-        elif self._tracer.holds(self._stage, name) or index == end:
-            loose = [leaves[place] for place in probes if id(leaves[place]) not in self._arrived]
-            if loose:
-                raise NotSupportedError(
-                    f"stage {self._stage} calls {name} with a tensor {tuple(loose[0].shape)} that only another stage "
-                    f"can compute, and that does not reach {cut.blocks[start]}, the first block of the stage; name "
-                    "what computes it in Stages(everywhere=...), or use pipeline_parallel_size=1"
-                )
-        if index is not None and index == end:
-            raise BoundaryReached
-        return args, kwargs
-
-    def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = self._outputs[name]
-        call = self._calls[name] = self._calls.get(name, -1) + 1
-        number = _HELD if self._tracer.holds(self._stage, name) else PROBE
-        return answered(outputs[call % len(outputs)], self._tracer.device, number)
 
 
 class _OnMeta(TorchDispatchMode):
@@ -381,14 +363,6 @@ def _on_meta(tree: Any) -> Any:
 
 def _any_on_meta(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_flatten(tree)[0])
-
-
-def _is_probe(leaf: Any) -> bool:
-    """Tell whether a leaf depends on what another stage holds."""
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return False
-    local = local_tensor(leaf)
-    return not local.is_meta and bool(local.isnan().any())
 
 
 def _checked(value: Any) -> Tensor:

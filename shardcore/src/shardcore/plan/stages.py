@@ -24,7 +24,7 @@ class Stages:
             decoder's), in the order in which they run.
         between: what runs between two lists of blocks (an encoder's last norm, a decoder's embeddings).
         last: what only the last stage needs.
-        everywhere: what every stage needs.
+        everywhere: what every stage needs; also what makes masks or positions, which do not go from stage to stage.
         optional: those of all these names that a model may lack.
     """
 
