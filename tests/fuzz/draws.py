@@ -114,7 +114,7 @@ class Draw:
     @property
     def replicas(self) -> int:
         """The data-parallel size."""
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.pp * self.mesh.get("context_parallel_size", 1))
 
     def refused(self) -> str:
         """Say why ``shard`` has to refuse it; empty if it has to work."""

@@ -11,7 +11,7 @@ from draws import FAMILIES, MODELS, Dice, Draw, draw_plain
 __all__ = ["FIRST", "KINDS", "MIXTURES", "draw", "numbers"]
 
 #: The kind of a draw is its number divided by `FIRST`.
-KINDS = ("plain", "pipeline", "booster", "experts", "adapters", "parts")
+KINDS = ("plain", "pipeline", "booster", "experts", "adapters", "parts", "cases")
 FIRST = 1_000_000
 
 MIXTURES: Mapping[str, tuple[str, ...]] = {"mixtral": ("MixtralForCausalLM",), "qwen3_moe": ("Qwen3MoeForCausalLM",)}
@@ -62,7 +62,7 @@ def numbers(first: int, draws: int, kinds: Sequence[str] = KINDS) -> Iterator[in
 
 def _odd(dice: Dice, one: Draw) -> dict[str, Any]:
     """Return what one rank alone passes: nothing in most draws, nor to steps of pipelines, whose ranks compare it."""
-    if one.family == "timm" or one.pp > 1 or one.call in ("generate", "part") or not dice.often(0.3):
+    if one.family in ("timm", "cases") or one.pp > 1 or one.call in ("generate", "part") or not dice.often(0.3):
         return {}
     named: dict[str, Any] = {"return_dict": True}
     if one.kind != "plain" and one.family in ("llama", *MIXTURES):
@@ -198,12 +198,19 @@ def _parts(dice: Dice) -> dict[str, Any]:
     }
 
 
+def _case(dice: Dice) -> dict[str, Any]:
+    from cases import draw_case  # which asks what is installed
+
+    return draw_case(dice)
+
+
 _DRAWN = {
     "pipeline": _pipeline,
     "booster": _booster,
     "experts": _experts,
     "adapters": _adapters,
     "parts": _parts,
+    "cases": _case,
 }
 
 

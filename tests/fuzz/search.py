@@ -40,7 +40,9 @@ class Found:
 def families_here() -> tuple[str, ...]:
     """Return the families whose libraries are installed, in a fixed order."""
     libraries = {"timm": "timm"}
-    return tuple(f for f in (*FAMILIES, *MIXTURES) if importlib.util.find_spec(libraries.get(f, "transformers")))
+    return tuple(
+        f for f in (*FAMILIES, *MIXTURES, "cases") if importlib.util.find_spec(libraries.get(f, "transformers"))
+    )
 
 
 def search(pool: WorkerPool, numbers: Iterable[int], families: Container[str]) -> Iterator[Found]:
@@ -103,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=int, action="append", metavar="NUMBER", help="carry out this draw; repeatable")
     parser.add_argument("--kind", choices=KINDS, action="append", help="pass over the others; repeatable")
     parser.add_argument(
-        "--family", choices=[*FAMILIES, *MIXTURES], action="append", help="pass over the others; repeatable"
+        "--family", choices=[*FAMILIES, *MIXTURES, "cases"], action="append", help="pass over the others; repeatable"
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--verbose", action="store_true", help="print every draw")

@@ -32,6 +32,7 @@ _KINDS = {
     "experts": ("training.Whole", "training.Sharded"),
     "adapters": ("adapted.AdaptedWhole", "adapted.Adapted"),
     "parts": ("training.Whole", "parts.Part"),
+    "cases": ("cases.CaseWhole", "cases.CaseSharded"),
 }
 
 
@@ -39,7 +40,9 @@ def try_draw(draw: Draw) -> Outcome:
     """Carry out a draw on this rank; called on each rank of a process group with as many as the draw wants."""
     outcome = Outcome(bound=BOUND if draw.dtype == "float64" else _BOUND_FLOAT32)
     of_whole, of_sharded = map(_class, _KINDS[draw.kind])
-    model = _built(draw)
+    model = _unsharded(lambda: _built(draw))
+    if isinstance(model, str):
+        return Outcome(state="unsharded", problems=[model])
     whole = of_whole(draw, copy.deepcopy(model))
     before = foreign()
     outside = _unsharded(whole.forward)
@@ -72,7 +75,7 @@ def try_draw(draw: Draw) -> Outcome:
 def _built(draw: Draw) -> Any:
     if draw.kind == "adapters":
         return importlib.import_module("adapted").with_adapters(draw)
-    model = models.build(draw)
+    model = (importlib.import_module("cases") if draw.kind == "cases" else models).build(draw)
     if draw.checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer releases of transformers have another name for it

@@ -44,8 +44,6 @@ class Magnitude(Replicated):
 
     option_names = frozenset({"partial", "split", "used"})
 
-    _used: Runs | None
-
     @classmethod
     @override
     def layouts(
@@ -67,8 +65,6 @@ class Magnitude(Replicated):
             return super().forward(x, **given)
         first, second, scaling = given["lora_A"], given["lora_B"], given["scaling"]
         (magnitude,) = self._read(self._parameters, fresh=False).values()
-        if self._used is not None:
-            magnitude = take_rows(magnitude, self._used)
         if isinstance(base, VocabEmbedding):
             scale = magnitude / _norms_of_columns(base, first.t(), second.t(), scaling)
             return scale, scale * (given["embed_fn"](x, first) @ second) * scaling
