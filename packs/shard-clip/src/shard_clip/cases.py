@@ -100,11 +100,21 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
 
 def _siglip(family: str, prefix: str, pooled: dict[str, Any], both: dict[str, Any]) -> list[Case]:
     ways = {"vision_use_head": (True, False)}
+    # Embeddings of SigLIP 2 read the sizes of images, which a pipeline does not have when it looks at its stages.
+    images = Supports(
+        tensor_parallel=(1, 2, 3, 4), sequence=True, captured=("attentions", "hidden_states"), pipeline=not prefix
+    )
     return [
         _case(f"{prefix}pairs", f"{family}Model", **both),
         _case(f"{prefix}siglip_text", f"{family}TextModel", **pooled),
-        _case(f"{prefix}siglip_vision", f"{family}VisionModel", options=ways, **{**pooled, "outputs": _STATES}),
-        _case(f"{prefix}siglip_image_classification", f"{family}ForImageClassification", outputs=("logits",)),
+        _case(
+            f"{prefix}siglip_vision",
+            f"{family}VisionModel",
+            options=ways,
+            supports=images,
+            **{**pooled, "outputs": _STATES},
+        ),
+        _case(f"{prefix}siglip_images", f"{family}ForImageClassification", outputs=("logits",), supports=images),
     ]
 
 

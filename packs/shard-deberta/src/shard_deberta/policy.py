@@ -6,22 +6,17 @@ relative positions is made before the blocks, and enters each of them.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
 from typing_extensions import override
 
-from shard_bert.heads import is_for, masked_lm_loss
+from shard_bert.heads import is_for
+from shard_deberta import heads
 from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import (
     attribute,
     enter_arg,
-    head,
     local_heads,
-    loss,
     norm,
     outputs,
-    refuse,
     region,
     replicate,
     sequence,
@@ -31,11 +26,6 @@ from shardcore.styles import (
 from shardcore_transformers import BaseModelPolicy
 
 __all__ = ["DebertaV2Policy"]
-
-
-def _reads_the_table(model: nn.Module) -> bool:
-    config: Any = model.config
-    return not config.legacy
 
 
 class DebertaV2Policy(BaseModelPolicy):
@@ -95,17 +85,5 @@ class DebertaV2Policy(BaseModelPolicy):
 
     @override
     def heads(self) -> ModulePolicy:
-        """Return the rules of the head: words are scored by a decoder tied to the embedding, its bias beside it."""
-        if not is_for(self.model, "MaskedLM"):
-            return super().heads()
-        no_decoder = (
-            "with legacy=False the head has no decoder: it multiplies by the embedding of words, which is split"
-        )
-        return {
-            "LegacyDebertaV2PredictionHeadTransform": [replicate("dense"), norm("LayerNorm")],
-            "LegacyDebertaV2LMPredictionHead": [head("decoder", bias="bias")],
-            self.model: [
-                refuse(_reads_the_table, no_decoder, todo="build the model with legacy=True"),
-                loss(masked_lm_loss),
-            ],
-        }
+        """Return the rules of the head."""
+        return heads.masked_lm(self.model) if is_for(self.model, "MaskedLM") else super().heads()

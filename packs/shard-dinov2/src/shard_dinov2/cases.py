@@ -92,9 +92,11 @@ def _second(family: str, prefix: str, around: str) -> list[Case]:
 def _third() -> list[Case]:
     ways = {"attn_implementation": ("eager", "sdpa"), "use_gated_mlp": (False, True)}
     masked = partial(inputs, masked=True)
+    # One norm for the features of all stages, which earlier ones have.
+    features = Supports(tensor_parallel=(1, 2, 3, 4), captured=_CAPTURED, pipeline=False)
     return [
         _case("dinov3_masked", "DINOv3ViTModel", blocks="model.layer", **_STATES, inputs=masked, options=ways),
-        _case("dinov3_backbone", "DINOv3ViTBackbone", blocks="model.layer", **_MAPS),
+        _case("dinov3_backbone", "DINOv3ViTBackbone", blocks="model.layer", **_MAPS, supports=features),
     ]
 
 

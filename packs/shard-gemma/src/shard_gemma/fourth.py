@@ -1,4 +1,4 @@
-"""How Gemma 4 and Gemma 3n are sharded: blocks that differ, and what each reads of the words beside the states."""
+"""How Gemma 4 is sharded: blocks that differ, and what each reads of the words beside the states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardcore.policy import HeadCounts, Heads, ModulePolicy, Rule
 from shardcore.styles import attribute, enter_arg, experts, local_groups, norm, outputs, region, replicate, vocab
 
 #: What makes a state for each token and block of the words, which a block adds to that of the blocks before it.
-_BESIDE = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+BESIDE = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 
 
 class Gemma4Policy(Gemma2Policy):
@@ -22,7 +22,7 @@ class Gemma4Policy(Gemma2Policy):
 
     rms: ClassVar[str | None] = "eps"
     checks = (Heads("num_attention_heads", uneven=True),)  # those of keys and values are counted in each block
-    stages = replace(LlamaPolicy.stages, first=("embed_tokens", *_BESIDE), optional=_BESIDE)
+    stages = replace(LlamaPolicy.stages, first=("embed_tokens", *BESIDE), optional=BESIDE)
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of a decoder like Llama, and of what differs from block to block."""
@@ -34,7 +34,7 @@ class Gemma4Policy(Gemma2Policy):
         config = self.model.config
         if not config.hidden_size_per_layer_input and not config.enable_moe_block:
             return super().decoder()
-        table, projection, normalizes = _BESIDE
+        table, projection, normalizes = BESIDE
         return [
             vocab("embed_tokens"),
             vocab(table, optional=True),
@@ -77,30 +77,3 @@ class Gemma4Policy(Gemma2Policy):
             attribute("self_attn.num_key_value_groups", groups),
             *super().feed_forward(),
         ]
-
-
-class Gemma3nPolicy(Gemma4Policy):
-    """Gemma 3n for text: what joins its four streams of states, and what goes past attention, is whole on every rank.
-
-    So are the MLPs of blocks that cut gates off by the mean and the spread of all of them (``activation_sparsity``).
-    """
-
-    stages = replace(
-        Gemma4Policy.stages,
-        first=("embed_tokens", *_BESIDE, "altup_projections"),
-        last=("altup_unembed_projections", "norm"),
-        everywhere=("rotary_emb", "per_layer_projection_scale", "per_layer_input_scale"),
-    )
-
-    def decoder(self) -> list[Rule]:
-        """Return the rules of what is around the blocks."""
-        return [*super().decoder(), replicate("altup_projections", "altup_unembed_projections")]
-
-    def feed_forward(self) -> list[Rule]:
-        """Return the rules of what follows the attention in a block, without its MLP."""
-        return [*super().feed_forward(), replicate("altup", "laurel")]
-
-    def own(self, block: Any) -> list[Rule]:
-        """Return the rules of the attention and of the MLP of one block."""
-        *attention, mlp = super().own(block)
-        return [*attention, replicate("mlp") if block.mlp.activation_sparsity else mlp]

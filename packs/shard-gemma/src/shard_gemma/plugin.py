@@ -11,7 +11,7 @@ _CLASSES = {
     "gemma3n": ("Gemma3nTextModel", "Gemma3nForCausalLM"),
     "gemma4": ("Gemma4TextModel", "Gemma4ForCausalLM"),
 }
-_FILES = {"gemma3n": "fourth", "gemma4": "fourth"}
+_FILES = {"gemma3n": "nano", "gemma4": "fourth"}
 
 
 @hookimpl

@@ -167,7 +167,10 @@ def _case(name: str, kind: str, usual: dict[str, Any] | None = None, *, pipeline
             context=not gated and not (usual or {}).get("use_weighted_layer_sum"),
             captured=("hidden_states",) if gated else ("attentions", "hidden_states"),
             pipeline=pipeline,
+            reentrant=not gated,  # transformers' own backward does not end with them
+            dropout=not gated,  # drawn there in one dim for rows and heads, of which those of a rank are no part
         ),
+        "collectives": (2, 3 if gated else 2),  # gates are made by each head, of gradients that are summed
         **fields,
     }
     return Case(name=name, build=partial(build, kind, **usual or {}), inputs=inputs, **settings)
@@ -184,7 +187,11 @@ def _family(family: str) -> list[Case]:
         "SequenceClassification": {"usual": {**stable, **_WEIGHTED}, "pipeline": False},
         "AudioFrameClassification": {"usual": _WEIGHTED, "pipeline": False},
         # transformers asks for the states of all layers: gathered where tokens are split
-        "XVector": {"usual": stable, "outputs": ("logits", "embeddings"), "collectives": (3, 2)},
+        "XVector": {
+            "usual": stable,
+            "outputs": ("logits", "embeddings"),
+            "collectives": (3, 3 if family == "WavLM" else 2),
+        },
         "PreTraining": {
             "usual": stable,
             "outputs": projected[: 1 if family == "UniSpeechSat" else 2],

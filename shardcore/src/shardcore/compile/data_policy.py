@@ -8,24 +8,21 @@ module that counts none is tried on random numbers.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
-import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from shardcore.compile.builder import RuleScope
+from shardcore.compile.mixing import LinearAt, mixed, read_by
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.plan.steps import above
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages
@@ -47,23 +44,15 @@ from shardcore.styles.regions import region
 __all__ = ["DataPolicy", "policy_of"]
 
 
-def _gathered(name: str) -> Rule:
-    return col(name, gather_output=True)
-
-
-def _split_input(name: str) -> Rule:
-    return row(name, parallel_input=False)
-
-
+#: Column linears by themselves; in no block one scores words.
+_GATHERED = ("colwise_gather_output", "colwise_rep")
 #: What each word says of a module by itself; None for those that make regions.
 _WORDS: dict[str, Callable[..., Rule] | None] = {
     "colwise": None,
     "rowwise": None,
     "pairwise": None,
-    "colwise_gather_output": _gathered,
-    "colwise_rep": _gathered,
-    "rowwise_split_input": _split_input,
-    "rowwise_rep": _split_input,
+    **dict.fromkeys(_GATHERED, functools.partial(col, gather_output=True)),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), functools.partial(row, parallel_input=False)),
     "embedding_rowwise": vocab,
     "replicate": replicate,
     "replicated_with_grad_allreduce": partial,
@@ -158,15 +147,6 @@ class _Rest(Rule):
         replicate(*rest).plan(scope)
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """A linear of a region: its path, its sizes, and the entry that names it."""
-
-    path: str
-    sizes: Product
-    said: str
-
-
 @dataclass
 class _Words:
     """What is said of one model: rules by the module that they are for, and the linears that become regions."""
@@ -176,8 +156,8 @@ class _Words:
     rules: dict[nn.Module, list[Rule]] = field(default_factory=lambda: defaultdict(list))
     heads: Heads | None = None
     stages: Stages | None = None
-    columns: dict[str, _Linear] = field(default_factory=dict)
-    rows: dict[str, _Linear] = field(default_factory=dict)
+    columns: dict[str, LinearAt] = field(default_factory=dict)
+    rows: dict[str, LinearAt] = field(default_factory=dict)
     counted: dict[str, Heads] = field(default_factory=dict)  # by the path of an attention
     said: dict[str, str] = field(default_factory=dict)  # the entry that names each path
 
@@ -214,7 +194,7 @@ class _Words:
 
     def _take_word(self, path: str, module: nn.Module | None, word: str, said: str) -> None:
         make = vocab if isinstance(module, nn.Embedding) and word.startswith("rowwise") else _WORDS[word]
-        if make is _gathered and not any(part.isdigit() for part in path.split(".")):
+        if word in _GATHERED and not any(part.isdigit() for part in path.split(".")):
             make = head  # in no block: it scores words, and with parallel_output its logits stay split
         if module is None and make not in (replicate, partial):
             self.unfit(path, said, "it is a parameter, and no module", "name its module, or give that by_heads(...)")
@@ -226,13 +206,13 @@ class _Words:
         elif isinstance(sizes := product_of(self.model.get_submodule(path)), str):
             self.unfit(path, said, f"it is no linear: {sizes}", "say 'replicate', or give it a rule")
         else:
-            (self.rows if word == "rowwise" else self.columns)[path] = _Linear(path, sizes, said)
+            (self.rows if word == "rowwise" else self.columns)[path] = LinearAt(path, sizes, said)
 
     def _take_pair(self, path: str, module: nn.Module, said: str) -> None:
         """Find out which of the linears of a feed-forward is its last."""
         below = [(_joined(path, name), product_of(child)) for name, child in module.named_children()]
-        linears = [_Linear(name, sizes, said) for name, sizes in below if isinstance(sizes, Product)]
-        ends = [last for last in linears if not _mixed(module, [c for c in linears if c is not last], last, self.ranks)]
+        linears = [LinearAt(name, sizes, said) for name, sizes in below if isinstance(sizes, Product)]
+        ends = [last for last in linears if not mixed(module, [c for c in linears if c is not last], last, self.ranks)]
         if len(ends) != 1:
             what = f"of its linears ({', '.join(c.path for c in linears) or 'none'}) {len(ends)} can be the last"
             self.unfit(path, said, what, "say 'colwise' and 'rowwise' of its linears, or give it a rule region(...)")
@@ -254,7 +234,7 @@ class _Words:
             todo = "name the 'rowwise' linear that follows, or say 'colwise_gather_output'"
             self.unfit(path, column.said, "its output stays split, and nothing puts it together", todo)
 
-    def _make_region(self, columns: Sequence[_Linear], last: _Linear) -> None:
+    def _make_region(self, columns: Sequence[LinearAt], last: LinearAt) -> None:
         owners = dict.fromkeys(_owner(column.path) for column in columns)
         owner, said = next(iter(owners)), ", ".join(dict.fromkeys(linear.said for linear in (*columns, last)))
         module, counts = self.model.get_submodule(owner), self._counts(owner, columns, last)
@@ -263,7 +243,7 @@ class _Words:
             why = f"{', '.join(owners)} hold the linears that lead to {last.path}"
         elif counts is None:
             elsewhere = f"{last.path} is elsewhere" if owner != _owner(last.path) else None
-            why = elsewhere or _mixed(module, columns, last, self.ranks)
+            why = elsewhere or mixed(module, columns, last, self.ranks)
         if why is not None:
             todo = "give the block a rule region(...), which says where it is entered, and what its linears are"
             self.unfit(owner, said, f"{type(module).__name__} cannot be cut by that: {why}", todo)
@@ -284,7 +264,7 @@ class _Words:
         set_ = [attribute(_joined(entered, name), _COUNTS[name]) for name in numbers]
         self.rules[self.model.get_submodule(block)] += [replace(rule, text=said), *set_]
 
-    def _counts(self, owner: str, columns: Sequence[_Linear], last: _Linear) -> HeadCounts | str | None:
+    def _counts(self, owner: str, columns: Sequence[LinearAt], last: LinearAt) -> HeadCounts | str | None:
         """Return the numbers of heads of an attention, None if it is none, or why they cannot be counted."""
         module, width, given = self.model.get_submodule(owner), last.sizes.in_features, self.counted.get(owner)
         numbers = {n: v for n, v in vars(module).items() if type(v) is int and ("head" in n or n in _COUNTS)}
@@ -305,7 +285,7 @@ class _Words:
         # Numbers that are something else than their names say, or that no name says, and what is read from elsewhere.
         unknown = [n for n, v in numbers.items() if n in _COUNTS and _COUNTS[n](whole) != v]
         unknown += [n for n, v in numbers.items() if n not in (*_COUNTS, *_SIZES) and v in (query, kv, query // kv)]
-        unknown += sorted(_read_by(module) & _COUNTS.keys() - vars(module).keys())
+        unknown += sorted(read_by(module) & _COUNTS.keys() - vars(module).keys())
         if unknown:
             return f"nothing says what {', '.join(unknown)}, which it reads, is on one rank"
         self.heads = self.heads or given or Heads(query, kv=kv)
@@ -323,66 +303,6 @@ def _joined(*names: str) -> str:
 
 def _below(path: str, outer: str) -> str:
     return "" if path == outer else path.removeprefix(f"{outer}." if outer else "")
-
-
-def _read_by(module: nn.Module) -> set[str]:
-    """Return the names that the code of a module's class mentions."""
-    kinds = [vars(kind) for kind in type(module).__mro__ if kind.__module__ != nn.Module.__module__]
-    values = [inspect.unwrap(v) for own in kinds for name, v in own.items() if name != "__init__" and callable(v)]
-    codes = [value.__code__ for value in values if inspect.isfunction(value)]
-    for code in codes:  # grows while it is gone through
-        codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
-    return {name for code in codes for name in code.co_names}
-
-
-class _Given(nn.Module):
-    """In the place of a linear: returns features (tokens, n) as they are given, and keeps its input."""
-
-    def __init__(self, features: Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias, self.inputs = features, None, list[Tensor]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inputs.append(x)
-        return self.weight[: x[..., 0].numel()].reshape(*x.shape[:-1], -1)
-
-
-def _mixed(block: nn.Module, columns: Sequence[_Linear], last: _Linear, ranks: int) -> str | None:
-    """Say why a rank cannot compute its part of what is between the linears of a block, or return None.
-
-    The block is run with random numbers in the place of what its column linears return: with all of them, and with the
-    first and with the last rank's. A rank has to get its part of what the row linear is given, and all that the block
-    returns besides.
-    """
-    width, kind = last.sizes.in_features, type(block).__name__
-    if not columns or any(column.sizes.out_features != width for column in columns):
-        return f"not all linears before it return the {width} features that {last.path} reads"
-    *starts, end = (linear.path.rpartition(".")[2] for linear in (*columns, last))
-    others = {name: child for name, child in block._modules.items() if name not in (*starts, end)}
-    own = [name for name, _ in block.named_parameters() if name.partition(".")[0] not in (*starts, end)]
-    if own or "forward" in vars(block):
-        return f"{kind} has {', '.join(own) or 'a forward'} of its own besides its linears"
-    draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
-    x, features = draw(2, 3, columns[0].sizes.in_features), {name: draw(6, width) for name in starts}
-
-    def run(part: slice) -> tuple[Tensor, list[Any]]:
-        trial = object.__new__(type(block))
-        places = {name: _Given(values[:, part]) for name, values in features.items()}
-        places[end] = _Given(x.new_zeros(6, last.sizes.out_features))
-        trial.__dict__.update(vars(block), _modules={**block._modules, **copy.deepcopy(others), **places})
-        returned = tree_leaves(type(block).forward(trial.eval(), x))
-        (found,) = places[end].inputs
-        return found, [leaf for leaf in returned if isinstance(leaf, Tensor)]
-
-    try:
-        with torch.no_grad():
-            (whole, out), step = run(slice(None)), -(-width // ranks)
-            parts = slice(step), slice(min((ranks - 1) * step, width), None)
-            found = [(whole[..., part], *run(part)) for part in parts]
-            alike = [torch.allclose(part, own) and all(map(torch.allclose, out, others)) for part, own, others in found]
-    except Exception as error:  # whatever the forward of a user's class raises for one tensor
-        return f"the forward of {kind} cannot be tried with one tensor ({type(error).__name__}: {error})"
-    return None if all(alike) else f"what {last.path} reads depends on features of other ranks, or on their number"
 
 
 def _near(name: str, names: Sequence[str]) -> str:

@@ -193,7 +193,7 @@ class Replicated(ParallelMixin):
             if rest := [name for name in shared if name not in summed]:
                 local.update(zip(rest, read_local(*(own[name] for name in rest), fresh=fresh), strict=True))
         rows = self._used
-        return {**local, **{name: take_rows(local[name], rows) for name in shared}} if rows else local
+        return {**local, **{name: take_rows(local[name], rows) for name in shared}} if rows is not None else local
 
     def _stand_in(self) -> Any:
         # A checkpoint in a compiled graph may not change what was there before it, so a stand-in holds the parameters.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch.nn.functional as F
@@ -13,9 +13,8 @@ from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.dtensor_params import expect_dtensor, read_local
 from shardcore.comm.strided import install, torch_lacks
 from shardcore.mesh import ShardContext
-from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout, SegmentedLayout, ShardedLayout, last_rank_is_empty
-from shardcore.nn.replicated import Replicated
+from shardcore.nn.replicated import HeadParameters
 
 __all__ = ["Cut", "ExpertTensorParallel"]
 
@@ -41,7 +40,7 @@ class Cut(NamedTuple):
 _LINE = 16  # bytes, of which torch's grouped products want rows to be a multiple
 
 
-class ExpertTensorParallel(Replicated):
+class ExpertTensorParallel(HeadParameters):
     """A native module that runs its own forward on this rank's parts of its parameters.
 
     Its input is the same on all ranks, and its output is whatever the native forward makes of the parts: (..., I/tp) of
@@ -86,16 +85,6 @@ class ExpertTensorParallel(Replicated):
         cls, module: nn.Module, ranks: int, *, cuts: tuple[Cut, ...] = (), **options: Any
     ) -> Mapping[str, Layout]:
         return {name: SegmentedLayout(many, dim) if many > 1 else ShardedLayout(dim) for name, dim, many, *_ in cuts}
-
-    @classmethod
-    @override
-    def plan_sums_gradients(cls, **options: Any) -> bool:
-        return True
-
-    @classmethod
-    @override
-    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
-        return iter(())
 
     @classmethod
     @override
