@@ -18,7 +18,7 @@ ROOMS = {
     "mesh": 1040,
     "nn": 9320,
     "others": 2440,
-    "pipeline": 2980,
+    "pipeline": 2990,
     "plan": 2020,
     "plugins": 860,
     "policy": 310,
@@ -39,7 +39,7 @@ KITS = {
     "shardcore_scaffold": 4070,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 32110
+CORE = 32120
 HOOKS = 21330
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 

@@ -13,6 +13,8 @@ from shardcore.pipeline.losses import LossCalls, named, reductions_of, shares_of
 WORDS = 7
 LABELS = torch.tensor([[5, 1, -100, 2], [3, -100, -100, -100], [-100, 2, 4, 6], [1, 1, 1, -100]])
 
+REPLACED = LABELS.gt(1).long()
+
 
 def logits(rows, *shape):
     """Numbers that follow from what a row holds, so that a micro-batch has those of the batch."""
@@ -87,7 +89,7 @@ def of_patches(x, mask):
 def of_tokens_that_are_there(x, labels, mask):
     """As ELECTRA's discriminator has it."""
     there = mask == 1
-    return F.binary_cross_entropy_with_logits(logits(x, 4)[there], labels[there].ne(-100).double())
+    return F.binary_cross_entropy_with_logits(logits(x, 4)[there], labels[there].double())
 
 
 def of_no_function(x, labels):
@@ -123,8 +125,8 @@ POSITIONS = {"start_positions": torch.tensor([0, 1, 2, 1]), "end_positions": tor
         (summed, {"labels": LABELS}),
         (of_rows, {"labels": None}),
         (both_ends, POSITIONS),
-        (of_tokens_that_are_there, {"labels": LABELS, "mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]] * 2)}),
-        (of_tokens_that_are_there, {"labels": LABELS, "mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]] * 2)}),
+        (of_tokens_that_are_there, {"labels": REPLACED, "mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]] * 2)}),
+        (of_tokens_that_are_there, {"labels": REPLACED, "mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]] * 2)}),
         (listened("sum"), {"labels": LABELS}),
         (listened("mean"), {"labels": LABELS}),
         (of_no_function, {"labels": None}),
@@ -174,10 +176,21 @@ def test_a_mask_that_leaves_nothing_out_tells_nothing_of_one_that_does():
 
 
 def test_numbers_that_a_mask_selects_are_no_rows():
-    batch = {"x": X, "labels": LABELS, "mask": torch.tensor([[1, 1, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2)}
+    batch = {"x": X, "labels": REPLACED, "mask": torch.tensor([[1, 1, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2)}
     with pytest.raises(ConfigError, match="a mean over unknown"):  # of the first half nobody can tell
         together(of_tokens_that_are_there, batch)
     wanted, got = together(of_tokens_that_are_there, batch, first=1)
+    assert got == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_mask_with_as_many_ones_as_there_are_targets_did_not_select_them():
+    kinds = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]])  # two ones in the first two rows
+
+    def of_scores(x, labels, token_type_ids):
+        return F.mse_loss(logits(x, 1)[:, 0], labels)
+
+    batch = {"x": X, "labels": torch.tensor([0.5, 2.0, -1.0, 0.25], dtype=torch.float64), "token_type_ids": kinds}
+    wanted, got = together(of_scores, batch)
     assert got == pytest.approx(wanted, rel=1e-12)
 
 

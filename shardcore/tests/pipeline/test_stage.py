@@ -195,7 +195,7 @@ class Masked(Net):
 
     class Embeds(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), x[:, :1] > 0
+            return super().forward(x), (x[:, :1] > 0).to(torch.uint8)
 
     class Hides(nn.Linear):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def test_masks_that_blocks_are_given_are_made_in_each_stage_or_go_along(kind):
     metadata = StageTracer(model, cut)(call, lambda out, _: out[0])
     assert metadata.missing == (() if kind is EachStageMakesIt else (1,))  # of the output
     crosses = [[value.dtype for value in boundary.values] for boundary in metadata.boundaries]
-    assert crosses == [[torch.float64, *([torch.bool] if kind is BlocksAreGivenIt else [])]] * 2
+    assert crosses == [[torch.float64, *([torch.uint8] if kind is BlocksAreGivenIt else [])]] * 2
     flight = forward(stages_of(model, cut), call, metadata)
     (wanted, mask), (got, found) = model(**call), flight[-1][1]
     assert torch.equal(wanted, got)

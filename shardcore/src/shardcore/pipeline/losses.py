@@ -216,7 +216,7 @@ def _over(function: Any, target: Any, given: Mapping[str, Any], arguments: Mappi
     if function is F.ctc_loss:
         return Reduction(kind="rows")
     if target.is_floating_point():
-        return _over_numbers(target.numel(), arguments)
+        return _over_numbers(target, arguments)
     ignored = given.get("ignore_index", IGNORED)
     integers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim}
     integers = {name: value.to(target.device) for name, value in integers.items()}
@@ -235,14 +235,20 @@ def _over(function: Any, target: Any, given: Mapping[str, Any], arguments: Mappi
     return Reduction(kind="unknown")
 
 
-def _over_numbers(count: int, arguments: Mapping[str, Any]) -> Reduction:
-    """Return what a mean over so many numbers is one over: those that a mask selects, or as many in each row."""
-    masks = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.numel() > 1 and _is_mask(v)}
-    for name, mask in masks.items():
-        if int(mask.sum()) == count < mask.numel():
-            return Reduction(kind="labels", argument=name, ignored=0)
+def _over_numbers(target: Tensor, arguments: Mapping[str, Any]) -> Reduction:
+    """Return what a mean over numbers is one over: as many in each row, or those labels that a mask selects."""
+    count, tensors = target.numel(), {n: v.to(target.device) for n, v in arguments.items() if isinstance(v, Tensor)}
+    masks = {name: value for name, value in tensors.items() if value.numel() > 1 and _is_mask(value)}
+    some = [name for name, mask in masks.items() if int(mask.sum()) == count < mask.numel()]
+    if not any(_equal(target, value) for value in tensors.values()):
+        for name in some:  # as many by accident, where it selects other labels
+            alike = (value for value in tensors.values() if value.shape == masks[name].shape)
+            if any(_equal(target, value[masks[name] == 1]) for value in alike):
+                return Reduction(kind="labels", argument=name, ignored=0)
+        if some or count % rows_of(arguments):
+            return Reduction(kind="unknown")
     whole = tuple(name for name, mask in masks.items() if mask.numel() == count and _leaves_all(mask))
-    return Reduction(kind="unknown" if count % rows_of(arguments) else "rows", masks=whole)
+    return Reduction(kind="rows", masks=whole)
 
 
 def _is_mask(value: Tensor) -> bool:

@@ -43,9 +43,9 @@ class TensorMeta:
         """Whether NaN can stand for its numbers."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
-    def filled(self, device: torch.device | str, number: float, whole: int = 0) -> Tensor:
-        """Return a new tensor of this shape that is ``number`` everywhere, or ``whole`` in the place of NaN."""
-        shown = number if self.has_nan or not math.isnan(number) else whole
+    def filled(self, device: torch.device | str, number: float, whole: int | None = None) -> Tensor:
+        """Return a new tensor of this shape that is ``number`` everywhere, or ``whole`` if it has no NaN."""
+        shown = number if self.has_nan or whole is None else whole
         return torch.full(self.shape, shown, dtype=self.dtype, device=device)
 
 
@@ -61,7 +61,7 @@ class SplitLogits:
     like: VocabParallelLogits
     meta: TensorMeta
 
-    def filled(self, device: torch.device | str, number: float, whole: int = 0) -> VocabParallelLogits:
+    def filled(self, device: torch.device | str, number: float, whole: int | None = None) -> VocabParallelLogits:
         """Return new ones, which are ``number`` everywhere."""
         return self.like.with_local(self.meta.filled(device, number))
 
@@ -71,7 +71,7 @@ def described(tree: Any) -> Any:
     return tree_map(_described, tree)
 
 
-def filled(description: Any, device: torch.device | str, number: float, whole: int = 0) -> Any:
+def filled(description: Any, device: torch.device | str, number: float, whole: int | None = None) -> Any:
     """Return a tree of tensors as ``description`` has them, every entry of which is as of `TensorMeta.filled`."""
     if isinstance(description, TensorMeta):  # most parts return one tensor
         return description.filled(device, number, whole)
@@ -83,7 +83,7 @@ def captured() -> list[list[Any]]:
     return [values for ask_library in ask("", "captured") or () for values in ask_library()]
 
 
-def answered(description: Any, device: torch.device | str, number: float, whole: int = 0) -> Any:
+def answered(description: Any, device: torch.device | str, number: float, whole: int | None = None) -> Any:
     """Return what a part returns, `filled`, and keep what libraries would have captured inside of it."""
     out, inside = filled(description, device, number, whole)
     for values, more in zip(captured() if inside else (), inside, strict=True):

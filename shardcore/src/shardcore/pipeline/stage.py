@@ -229,7 +229,7 @@ class _StageForward:
             return native(*args, **kwargs)
         outputs = self._metadata.outputs[name]
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        return answered(outputs[call % len(outputs)], self._stage.device, PROBE)
+        return answered(outputs[call % len(outputs)], self._stage.device, PROBE, 0)
 
 
 class _OutsideOfStages:
