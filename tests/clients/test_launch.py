@@ -30,6 +30,15 @@ def begin(folder: Path, *command: str, **variables: str) -> subprocess.Popen[str
                             text=True)  # fmt: skip
 
 
+def commands(folder: Path, scripts: dict[str, str]) -> str:
+    """Return a PATH on which there are commands that run the given scripts of bash."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    return os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
+
+
 def end(process: subprocess.Popen[str]) -> str:
     """Return what a process prints until it has ended well."""
     try:
@@ -47,7 +56,8 @@ def test_two_hosts_of_torchrun(tmp_path):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     line = ("bash", str(LAUNCH / "torchrun.sh"), "localhost", "examples/resume.py", "--tp", "2", "--until", "2")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # Of this interpreter, which need not be where torch's own command is.
+    path = commands(tmp_path / "bin", {"torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"'})
     hosts = [begin(tmp_path, *line, DEVICES="2", PORT=port, PATH=path) for _ in range(2)]
     printed = [end(host) for host in hosts]
     assert "0 steps are done; tp 2 x dp 2" in "".join(printed)
@@ -58,25 +68,20 @@ def test_two_hosts_of_torchrun(tmp_path):
 def test_a_job_of_slurm_goes_on_until_its_model_is_there(tmp_path):
     """The stubs do what srun and scontrol do: start ranks with its variables, and write down that there is more."""
     pytest.importorskip("transformers")
-    stubs = tmp_path / "bin"
-    stubs.mkdir()
-    srun = """#!/bin/bash
+    srun = """
         shift
         export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost SLURM_STEP_ID=0
         SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & one=$!
         SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & two=$!
         wait $one && wait $two
     """
-    for name, code in {"srun": srun, "scontrol": '#!/bin/bash\necho "$@" >> requeued\n'}.items():
-        (stubs / name).write_text(code)
-        (stubs / name).chmod(0o755)
-    path = f"{stubs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = commands(tmp_path / "bin", {"srun": srun, "scontrol": 'echo "$@" >> requeued'})
     job = ("bash", str(LAUNCH / "slurm.sh"), "--tp", "2", *(f"--{name}={value}" for name, value in TINY.items()))
     variables = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(os.getpid() % 10000), "PATH": path}
     end(begin(tmp_path, *job, **variables))
     assert (tmp_path / "runs" / "pretrain" / "model" / "config.json").exists()
     assert not (tmp_path / "requeued").exists()
-    (stubs / "srun").write_text("#!/bin/bash\n")  # ended before its time, with what it had saved
+    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\n")  # ended before its time, with what it had saved
     end(begin(tmp_path, *job, **variables, OUTPUT=str(tmp_path / "other")))
     assert (tmp_path / "requeued").read_text() == f"requeue {variables['SLURM_JOB_ID']}\n"
 
