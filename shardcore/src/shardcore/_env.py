@@ -24,17 +24,6 @@ from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = [
-    "TorchrunEnv",
-    "compilers",
-    "disabled_packs",
-    "error_file",
-    "packs",
-    "strict",
-    "torchrun",
-]
-
-
 # Variables of mpirun and srun: the number of a process on its machine, and its number among all.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),

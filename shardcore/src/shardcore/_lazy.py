@@ -6,8 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["on_first_use"]
-
 
 def on_first_use(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
     """Return the ``__getattr__`` of a package.

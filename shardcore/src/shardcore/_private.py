@@ -16,38 +16,6 @@ from packaging.version import Version
 
 from shardcore.errors import NotSupportedError
 
-__all__ = [
-    "ABILITIES",
-    "ALL_GATHER",
-    "CLIPPED_SUMS",
-    "CLIPPING",
-    "CONTEXT",
-    "CORE",
-    "DATA_PARALLEL",
-    "DRAWS",
-    "FUSED",
-    "KIT",
-    "LOADING",
-    "NUMBERS",
-    "PIPELINES",
-    "PLANNING",
-    "REDUCE_SCATTER",
-    "SAVING",
-    "SCALING",
-    "SET_TIMEOUT",
-    "SLICES",
-    "STAGES",
-    "TESTED",
-    "TORCH",
-    "TRACED_READS",
-    "Ability",
-    "PrivateName",
-    "Uses",
-    "complaint",
-    "missing",
-    "require",
-]
-
 #: The first and the last series of torch that the tests have passed with.
 TESTED = ("2.11", "2.14")
 

@@ -7,8 +7,6 @@ import threading
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-__all__ = ["Progress"]
-
 
 class Progress(tqdm):  # type: ignore[misc]  # untyped
     """A bar of bytes; nothing where there is no terminal. Any thread may call `advance`.

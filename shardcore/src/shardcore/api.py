@@ -27,8 +27,6 @@ from shardcore.plan.shard_plan import ModelPhase
 from shardcore.policy import Policy
 from shardcore.weights.weights import Materializing, Place, Weights
 
-__all__ = ["failing_together", "shard"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -21,8 +21,6 @@ from shardcore.agree.agreement import Report, agreement
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import Sizes, context_of, group_of, is_alone, replica_on, unwrapped
 
-__all__ = ["ShardedDataLoader"]
-
 Item = TypeVar("Item")
 
 _END = object()

@@ -14,8 +14,6 @@ from shardcore.errors import ConfigError
 from shardcore.plugins.unserved import folders_of, installing
 from shardcore.policy import Policy
 
-__all__ = ["Inference", "inference"]
-
 #: How far an inferred policy is trusted: see `shardcore.shard`.
 Inference: TypeAlias = Literal["proved", "proved_in_part", "drafted"]
 

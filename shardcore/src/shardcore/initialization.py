@@ -24,8 +24,6 @@ from shardcore.weights.lazy import recording
 from shardcore.weights.materialize import materialize, part_bytes, to_meta
 from shardcore.weights.recipes import Recipe, Source
 
-__all__ = ["initialize", "on_meta"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 _BUILD = "_shardcore_build"

@@ -32,8 +32,6 @@ from shardcore.comm.parts import laid_out, part_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.nn.optimizers import looks_at_wholes
 
-__all__ = ["LocalParts", "WholeTensors"]
-
 
 class _Handing(Optimizer):
     """Steps other optimizers, the *inner* ones, on a plain parameter in the place of each DTensor: its *stand-in*."""

@@ -15,8 +15,6 @@ from torch.distributed import ProcessGroup
 
 from shardcore.errors import ConfigError, MissingRanksError
 
-__all__ = ["Preemption"]
-
 _ASKED = 1 << 10  # in place of a signal's number, all of which are lower
 
 

@@ -14,8 +14,6 @@ from shardcore.inferred import Inference
 from shardcore.plugins.unserved import folders_of, installing
 from shardcore.policy import Policy
 
-__all__ = ["from_pretrained"]
-
 
 def from_pretrained(
     model_class: type[Any] | str,

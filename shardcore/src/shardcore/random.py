@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from shardcore.errors import ConfigError
 from shardcore.mesh import ShardContext, context_of, is_alone, unwrapped
 
-__all__ = ["get_rng_state", "manual_seed", "set_rng_state"]
-
 
 def manual_seed(model: nn.Module, seed: int) -> None:
     """Restart the random stream of a sharded model (dropout masks, sampling in ``generate``) from ``seed``.

@@ -13,8 +13,6 @@ from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore_bitsandbytes.weights import Weight4Bit
 
-__all__ = ["unpacking"]
-
 # What such a linear has beside what ``torch.nn.Linear`` has.
 _OF_BITSANDBYTES = (
     "quant_state",

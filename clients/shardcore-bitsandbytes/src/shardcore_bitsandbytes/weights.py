@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["Weight4Bit"]
-
 _aten: Any = torch.ops.aten
 # What the kernels compute in.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

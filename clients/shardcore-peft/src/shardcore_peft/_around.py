@@ -12,8 +12,6 @@ from shardcore.errors import WrapError
 from shardcore.mesh import ShardContext
 from shardcore.nn import ColumnLinear, ParallelMixin, RowLinear
 
-__all__ = ["Finishing", "whole_base"]
-
 
 class _Unfinished(nn.Module):
     """Stands for a base while the layer around it runs: it returns what this rank has, and has the base's attributes.

@@ -23,17 +23,6 @@ from torch import nn
 from shardcore.errors import NotSupportedError
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
 
-__all__ = [
-    "PARAMETERS",
-    "TOKENS",
-    "check_base",
-    "check_layer",
-    "check_method",
-    "check_new",
-    "check_tied_targets",
-    "trains_beside",
-]
-
 _MERGE = "merge the adapter before shard() (merge_and_unload() in PEFT), or train it unsharded"
 
 #: Why rows of a table that PEFT trains by themselves cannot be sharded.

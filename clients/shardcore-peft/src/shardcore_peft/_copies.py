@@ -19,9 +19,6 @@ from shardcore.nn.intact import AROUND
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.sequence.shard import SequenceShard
 
-__all__ = ["Part", "Tied", "check_copied", "parts_of", "place_copies"]
-
-
 #: A module below another one: its path there, its class, and whether it gathers its output.
 Part = tuple[str, type, bool]
 

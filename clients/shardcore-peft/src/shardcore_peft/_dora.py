@@ -28,8 +28,6 @@ from shardcore.nn.sequence.shard import enter_region
 from shardcore_peft._around import whole_base
 from shardcore_peft._merging import of_whole_tensors
 
-__all__ = ["Magnitude", "begin_with_norms"]
-
 
 class Magnitude(Replicated):
     """The magnitudes (out) of one adapter, and what they add to the output of its base.

@@ -34,8 +34,6 @@ from shardcore.nn.sequence.shard import SequenceShard
 from shardcore_peft._dora import Magnitude
 from shardcore_peft._linears import Entering, PartLinear, Summand, UsedLinear
 
-__all__ = ["Form", "Forms", "check_scales", "forms_at", "scales_at"]
-
 
 @dataclass(frozen=True, slots=True)
 class Form:

@@ -21,8 +21,6 @@ from shardcore_peft._merging import let_go
 from shardcore_peft._models import HUB
 from shardcore_peft._sites import base_of, nested, own_children, sites
 
-__all__ = ["hotswap_adapter"]
-
 
 def hotswap_adapter(
     model: Any, model_name_or_path: Any, adapter_name: str, torch_device: str | None = None, **kwargs: Any

@@ -24,8 +24,6 @@ from shardcore_peft._linears import AdapterDropout
 from shardcore_peft._merging import Merging
 from shardcore_peft._sites import own_children
 
-__all__ = ["is_new", "keep_on_replicas", "place"]
-
 
 def place(layer: nn.Module, context: ShardContext, where: str, tied: Tied, *, has_values: bool) -> None:
     """Give the adapters of ``layer`` that have none yet their forms; its base is sharded already.

@@ -17,8 +17,6 @@ from shardcore.nn import Layout, ParallelMixin, Replicated, ReplicatedLayout, Sh
 from shardcore.nn.linear.functional import local_linear
 from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
-__all__ = ["AdapterDropout", "Entering", "PartLinear", "Summand", "UsedLinear"]
-
 
 class PartLinear(ParallelMixin):
     """A linear of which this rank multiplies the part that it holds: weight (out/tp, in), or (out, in/tp).

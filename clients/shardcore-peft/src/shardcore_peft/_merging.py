@@ -18,8 +18,6 @@ from shardcore.nn import ParallelMixin
 from shardcore.nn.fsdp_units import unit_of
 from shardcore_peft._sites import nested
 
-__all__ = ["Merging", "let_go", "let_merge", "of_whole_tensors"]
-
 
 class Merging(ParallelMixin):
     """A layer of PEFT that merges its adapters, and takes them out again; every rank calls it.

@@ -34,8 +34,6 @@ from shardcore_peft._sites import base_of, inner_name, own_children, sites
 from shardcore_peft._targets import check_targets
 from shardcore_peft._whole import of_whole_sizes
 
-__all__ = ["HUB", "ShardedPeft", "adding", "from_pretrained", "get_peft_model", "load_into", "refuse_unplaced", "serve"]
-
 Result = TypeVar("Result")
 
 _ADDING = "_shard_adding"  # on a model that an adapter is being added to

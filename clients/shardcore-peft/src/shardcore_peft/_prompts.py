@@ -27,8 +27,6 @@ from shardcore.nn.loading import take_full_tensors
 from shardcore.policy import HeadCounts
 from shardcore_peft._checks import trains_beside
 
-__all__ = ["keep_own_heads", "place_prompts", "refuse_foreign_prompts"]
-
 #: Where configurations of transformers have the number of heads that queries have; of a decoder before an encoder.
 _QUERIES = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
 

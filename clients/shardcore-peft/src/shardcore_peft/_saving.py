@@ -16,9 +16,6 @@ from shardcore.mesh import ShardContext
 from shardcore.weights.gathering import Transport
 from shardcore_transformers._saving import writer_of
 
-__all__ = ["save_adapters"]
-
-
 _NO_CONVERSION = (
     "save_pretrained(path_initial_model_for_weight_conversion=...) of a sharded model: PEFT loads the initial adapter "
     "for it beside the other, which the rank that writes cannot do alone. Leave it out, and convert in one process: "

@@ -14,8 +14,6 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["Site", "base_of", "inner_name", "let_be_of_linears", "nested", "own_children", "sites"]
-
 
 @dataclass(slots=True)
 class Site:

@@ -27,8 +27,6 @@ from shardcore_peft._forms import check_scales, forms_at, scales_at
 from shardcore_peft._sites import Site, inner_name, nested, sites
 from shardcore_transformers import _private
 
-__all__ = ["Planned", "check_site", "check_targets", "planned_of"]
-
 #: What a plan makes of modules: by path, each class and its options.
 Planned = Mapping[str, Sequence[tuple[type, Mapping[str, Any]]]]
 

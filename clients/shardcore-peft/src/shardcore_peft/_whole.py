@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["of_whole_sizes"]
-
 
 @contextlib.contextmanager
 def of_whole_sizes(model: nn.Module) -> Iterator[None]:

@@ -21,8 +21,6 @@ from shardcore_peft._models import serve
 from shardcore_peft._sites import base_of, inner_name, let_be_of_linears, nested, own_children, sites
 from shardcore_peft._targets import check_site, planned_of
 
-__all__ = ["AttachedAdapters", "attached_to"]
-
 
 def attached_to(model: nn.Module) -> AttachedAdapters | None:
     """Return the adapters of PEFT that ``model`` has, or None.

@@ -28,8 +28,6 @@ from shardcore_shardformer.outputs import joined
 from shardcore_shardformer.plugin import HybridParallelPlugin
 from shardcore_shardformer.stepping import Stepping
 
-__all__ = ["Boosted", "Booster"]
-
 #: Returns the loss of a model's output and the arguments of its call.
 Criterion = Callable[[Any, Any], Tensor]
 

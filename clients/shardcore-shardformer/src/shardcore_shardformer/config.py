@@ -13,8 +13,6 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import ContextMode, axis_name
 from shardcore_shardformer.stage_manager import PipelineStageManager
 
-__all__ = ["ShardConfig", "first_names"]
-
 
 def _same(value: Any) -> Any:
     return value

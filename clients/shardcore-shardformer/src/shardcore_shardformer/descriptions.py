@@ -14,8 +14,6 @@ from shardcore.policy import Rule, Scope
 from shardcore.styles import attribute
 from shardcore_shardformer.steps import ReplaceMethods, ReplaceModule, ReplaceParameters
 
-__all__ = ["ModulePolicyDescription", "SubModuleReplacementDescription"]
-
 #: Options of Shardformer's layers -> their values that ask for nothing, or for what every layer does here.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "seq_parallel_mode": (None,),

@@ -14,8 +14,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 
-__all__ = ["DropoutForParallelInput", "DropoutForReplicatedInput"]
-
 
 class DropoutForReplicatedInput(ParallelMixin, nn.Dropout):
     """A dropout on activations that are the same on all ranks, with the same mask on all of them: `torch.nn.Dropout`.

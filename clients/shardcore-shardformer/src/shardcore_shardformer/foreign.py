@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from shardcore.mesh import ShardContext
 from shardcore.nn import Layout, Replicated, ReplicatedLayout, ShardedLayout
 
-__all__ = ["distribute_local_parameters", "local_problem"]
-
 Shape = tuple[int, ...]
 
 

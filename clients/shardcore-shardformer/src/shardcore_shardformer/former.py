@@ -17,8 +17,6 @@ from shardcore.data import ShardedDataLoader
 from shardcore.policy import Policy
 from shardcore_shardformer.groups import ProcessGroupManager
 
-__all__ = ["ShardFormer"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.errors import ConfigError
 from shardcore.mesh.axes import DATA_AXES, axis_name
 
-__all__ = ["ProcessGroupManager"]
-
 
 class ProcessGroupManager:
     """The process groups along the axes of a mesh: ``tp``, ``dp_shard``, ``dp_replicate``, and ``dp`` for both of them.

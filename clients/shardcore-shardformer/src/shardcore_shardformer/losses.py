@@ -18,8 +18,6 @@ from shardcore.mesh import as_context
 from shardcore.nn.loss.cross_entropy import Vocabulary
 from shardcore.nn.loss.logits import VocabParallelLogits
 
-__all__ = ["cross_entropy_1d", "dist_log_prob_1d"]
-
 
 def cross_entropy_1d(
     vocab_logits: Tensor,

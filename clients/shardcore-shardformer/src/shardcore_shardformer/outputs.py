@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["joined"]
-
 
 def joined(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
     """Return the outputs of all micro-batches of one batch as its output.

@@ -19,8 +19,6 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.policy import Policy
 from shardcore_shardformer.config import CONTEXT_MODES, ShardConfig, first_names
 
-__all__ = ["HybridParallelPlugin"]
-
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: Fields of `ShardConfig` that say who shares a model, or are of no use in a training.

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.errors import ConfigError
 from shardcore.mesh import axis_name
 
-__all__ = ["PipelineStageManager"]
-
 
 class PipelineStageManager:
     """Tells where this rank is on the axis ``pp`` of a mesh, and gives a `ShardConfig` that mesh.

@@ -15,8 +15,6 @@ from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.norms import clip_grads, grad_norm
 from shardcore_shardformer.plugin import HybridParallelPlugin
 
-__all__ = ["Stepping"]
-
 
 class Stepping:
     """Unscales and clips gradients before each step of the user's optimizer, and skips a step that overflowed.

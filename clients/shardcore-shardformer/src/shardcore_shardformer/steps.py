@@ -15,8 +15,6 @@ from shardcore.plan.steps import ApplyContext, Commit, Step
 from shardcore.plan.steps.base import Options
 from shardcore_shardformer.foreign import distribute_local_parameters, local_problem
 
-__all__ = ["ReplaceMethods", "ReplaceModule", "ReplaceParameters"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaceMethods(Step):

@@ -22,15 +22,6 @@ import shardcore
 from shardcore.errors import ConfigError
 from shardcore.styles import attention, region
 
-__all__ = [
-    "ColwiseParallel",
-    "PairwiseParallel",
-    "PairwiseParallelStyle",
-    "ParallelStyle",
-    "RowwiseParallel",
-    "parallelize_module",
-]
-
 #: Makes what a module is called with, or returns, of it: of each tensor, the mesh, and the dim of it that is meant.
 Prepare = Callable[[Tensor, DeviceMesh, int], Tensor]
 

@@ -21,8 +21,6 @@ from shardcore.errors import CheckpointError, ShardcoreWarning
 from shardcore_trainer._replicas import sharded_in
 from shardcore_trainer._states import FOLDER, native_optimizer
 
-__all__ = ["Checkpoints"]
-
 
 class Checkpoints:
     """How a Trainer saves and resumes a sharded model; before the class of the Trainer.

@@ -16,8 +16,6 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore_trainer._replicas import Replicas, rowwise, sharded_in, whole
 from shardcore_trainer._trl import refusal_of_rows, takes_filled_batches_only
 
-__all__ = ["Evaluating"]
-
 
 class Evaluating:
     """How a Trainer evaluates a sharded model; before the class of the Trainer.

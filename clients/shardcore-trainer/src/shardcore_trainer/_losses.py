@@ -12,8 +12,6 @@ from torch import Tensor
 from shardcore.mesh import unwrapped
 from shardcore_trainer._replicas import Replicas
 
-__all__ = ["Losses", "averages_its_labels"]
-
 #: What a forward of transformers calls that averages over all labels but those of -100.
 _MEANS = {"CrossEntropyLoss", "cross_entropy"}
 

@@ -20,8 +20,6 @@ from shardcore import _env
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import DATA_AXES, ShardContext, axis_name, context_of, division_of, host_group, unwrapped
 
-__all__ = ["Replicas", "beside", "rowwise", "sharded_in", "whole"]
-
 _SHARED = "_shardcore_shared"  # on a parameter that is kept alike
 
 

@@ -14,8 +14,6 @@ import accelerate.utils
 from shardcore.errors import NotSupportedError
 from shardcore_trainer._replicas import Replicas, sharded_in
 
-__all__ = ["Gathering", "gathering_over", "sized_by_replicas"]
-
 #: Functions of accelerate that gather over all ranks, and what does it over replicas.
 _OVER_REPLICAS = {"gather": Replicas.gather, "gather_object": Replicas.gather_objects}
 

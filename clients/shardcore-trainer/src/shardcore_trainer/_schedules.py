@@ -10,8 +10,6 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, MultiplicativeL
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["SteppedByReplicas", "made_in_steps_of", "refuse_unable_to_change", "steps_of"]
-
 
 class SteppedByReplicas(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not followed
     """Makes one step for each replica, as Accelerate does for each process: schedules count samples of one."""

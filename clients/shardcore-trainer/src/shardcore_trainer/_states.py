@@ -17,8 +17,6 @@ from shardcore.errors import CheckpointError, ConfigError
 from shardcore_trainer._replicas import sharded_in
 from shardcore_trainer._schedules import made_in_steps_of, refuse_unable_to_change, steps_of
 
-__all__ = ["FOLDER", "load_states", "native_optimizer", "save_states"]
-
 #: The folder of shardcore's checkpoint inside of one of Accelerate's or the Trainer's.
 FOLDER = "shardcore"
 

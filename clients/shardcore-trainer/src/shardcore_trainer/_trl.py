@@ -22,8 +22,6 @@ from shardcore.errors import NotSupportedError
 from shardcore_trainer._replicas import Replicas, sharded_in
 from shardcore_trainer._rewards import sized_by_replicas
 
-__all__ = ["Given", "is_of_trl", "made_ready", "refusal_of_rows", "takes_filled_batches_only"]
-
 _REFERENCE = "ref"  # what TRL calls the adapter that it copies to be the reference
 
 

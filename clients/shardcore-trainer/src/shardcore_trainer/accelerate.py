@@ -29,8 +29,6 @@ from shardcore_trainer._schedules import SteppedByReplicas
 from shardcore_trainer._states import load_states, native_optimizer, save_states
 from shardcore_transformers import _private, prepared_by_shardcore
 
-__all__ = ["Accelerator", "adopt", "clip_grad_norm_"]
-
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not followed
     """`accelerate.Accelerator` that knows models sharded by shardcore; without one it is the same.

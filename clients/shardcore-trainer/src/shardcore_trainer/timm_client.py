@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["OPTIMIZERS_AT_WHOLES", "needs_of_optimizer"]
-
 _WHOLE = "WholeTensors"
 _UNABLE = frozenset({"Adafactor", "AdamP", "Kron", "Mars", "NvNovoGrad", "SGDP"})
 

@@ -20,8 +20,6 @@ from shardcore_trainer.accelerate import adopt
 from shardcore_trainer.sentence_transformers.training import Embedding, trains_embeddings
 from shardcore_transformers import _private, prepared_by_shardcore
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "sharded"]
-
 #: What callbacks ask the Trainer for, which all ranks do together or none does.
 _WISHES = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 

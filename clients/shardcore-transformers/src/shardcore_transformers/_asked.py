@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-__all__ = ["asked_by"]
-
 
 def asked_by(*modules: str) -> bool:
     """Tell whether the property that calls this is read by code of a module whose name begins with one of ``modules``.

@@ -20,8 +20,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.plan.steps import ApplyContext, Commit, Step
 from shardcore_transformers import _private
 
-__all__ = ["ChooseAttention", "choose_flash_attention", "own_configurations"]
-
 _HALVES = (torch.float16, torch.bfloat16)
 #: Transformers' names of what the flash-attn packages bring, the best first, and the cards that each runs on: the first
 #: number of a card's compute capability (8 is Ampere, 9 Hopper, 10 and 12 Blackwell).

@@ -15,8 +15,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.plan.steps import ApplyContext, Commit, Step
 from shardcore_transformers import _private
 
-__all__ = ["RecomputeLayer", "recompute_layer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeLayer(Step):

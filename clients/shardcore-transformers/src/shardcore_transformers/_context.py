@@ -22,8 +22,6 @@ from shardcore.nn.context.blocks import TokenMask
 from shardcore.nn.context.shard import ContextShard, DividedAttention, shard_of
 from shardcore_transformers._attention import own_configurations
 
-__all__ = ["CONTEXT"]
-
 #: The implementations that may compute heads whose tokens are all on one rank.
 _INNER = ("sdpa", "eager")
 _PREFIX = "shardcore_context_"

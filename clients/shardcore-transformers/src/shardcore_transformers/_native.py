@@ -21,8 +21,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.nn.mixin import native_class
 from shardcore_transformers._placing import Staging
 
-__all__ = ["Call"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

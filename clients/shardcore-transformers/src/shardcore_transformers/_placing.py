@@ -27,8 +27,6 @@ from typing import Any
 
 from shardcore.checkpoint.folders import sync
 
-__all__ = ["STAGING", "Staging"]
-
 #: The folder, inside that of the checkpoint, in which a save writes; what a killed save left there, the next removes.
 STAGING = ".shardcore-save"
 

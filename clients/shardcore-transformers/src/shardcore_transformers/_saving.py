@@ -37,8 +37,6 @@ from shardcore.weights.gathering import Transport
 from shardcore_transformers import _private
 from shardcore_transformers._native import Call
 
-__all__ = ["Plan", "entries_saved", "save_pretrained", "writer_of"]
-
 
 def save_pretrained(
     model: nn.Module, context: ShardContext, native: Callable[..., None], *args: Any, **kwargs: Any

@@ -13,8 +13,6 @@ from transformers import MaxTimeCriteria, StoppingCriteria
 
 from shardcore.mesh import ShardContext, context_of
 
-__all__ = ["with_agreed_criteria"]
-
 
 class _AgreedTime(StoppingCriteria):  # type: ignore[misc]  # untyped in transformers
     """``max_time`` by the clock of the first tensor-parallel rank: one that stopped alone would leave the others."""

@@ -24,8 +24,6 @@ from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
 from shardcore_transformers._placing import Staging
 from shardcore_transformers.models import meta_model
 
-__all__ = ["export"]
-
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

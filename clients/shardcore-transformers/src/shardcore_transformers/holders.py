@@ -18,8 +18,6 @@ from shardcore.mesh import ShardContext, context_of, division_of, nearest_contex
 from shardcore.nn.handlers import Undo
 from shardcore.nn.process import Change
 
-__all__ = ["CHANGES", "STANDS_FOR", "let_save"]
-
 #: On a method that was put into a class of others: the one whose place it takes.
 STANDS_FOR = "_shardcore_stands_for"
 

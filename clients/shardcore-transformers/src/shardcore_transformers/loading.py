@@ -42,8 +42,6 @@ from shardcore.weights.weights import Weights
 from shardcore_transformers import _private
 from shardcore_transformers.quantizing import quantize_empty, quantizer_of, refuse_packed_files
 
-__all__ = ["from_pretrained"]
-
 #: Options of the native ``from_pretrained`` that say where files are.
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 

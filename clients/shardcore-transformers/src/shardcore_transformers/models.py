@@ -22,8 +22,6 @@ from torch import nn
 from shardcore.errors import ConfigError
 from shardcore.plugins.isolation import attempt, in_one_line
 
-__all__ = ["meta_model", "named_module"]
-
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 #: A module and a class in it, which is no name of a model of the hub.

@@ -34,8 +34,6 @@ from shardcore_transformers._attention import choose_flash_attention
 from shardcore_transformers._checkpointing import recompute_layer
 from shardcore_transformers._stopping import with_agreed_criteria
 
-__all__ = ["PretrainedPolicy", "prepared_by_shardcore"]
-
 _PREPARING = ("transformers.trainer", "accelerate.")  # modules that ask before they prepare a model
 
 _knows = ContextVar("knows sharded models", default=False)

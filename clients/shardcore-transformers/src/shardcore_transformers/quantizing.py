@@ -13,8 +13,6 @@ from shardcore.clients import client_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plugins.unserved import installing
 
-__all__ = ["quantize_empty", "quantizer_of", "refuse_packed_files", "unpacking"]
-
 _ONLY = "BitsAndBytesConfig(load_in_4bit=True) of transformers is known here"
 
 

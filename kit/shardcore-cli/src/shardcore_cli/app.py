@@ -14,8 +14,6 @@ from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.plugins.unserved import folders_of, for_a_shell, installing
 from shardcore_cli.commands import convert, doctor, inspect, packs
 
-__all__ = ["GROUP", "main"]
-
 #: The group of entry points that name commands of click.
 GROUP = "shardcore.commands"
 #: Command -> the distribution of this project that has it.

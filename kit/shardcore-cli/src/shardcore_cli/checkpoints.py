@@ -14,8 +14,6 @@ from shardcore.checkpoint import Checkpoint
 from shardcore.errors import ConfigError
 from shardcore_cli.tables import show_table
 
-__all__ = ["DTYPES", "contents", "convert", "show"]
-
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 #: What ``--dtype`` may be.

@@ -9,8 +9,6 @@ import click
 
 from shardcore_cli.surroundings import answer_only, require_torch
 
-__all__ = ["convert", "doctor", "inspect", "packs"]
-
 
 @click.command(
     short_help="List the installed packs and the classes they serve.", epilog="Exit code 1 if a pack is broken."

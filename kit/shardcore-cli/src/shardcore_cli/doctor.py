@@ -16,8 +16,6 @@ from shardcore_cli.packs import describe
 from shardcore_cli.surroundings import torch_failure
 from shardcore_cli.tables import show_table
 
-__all__ = ["examine", "show"]
-
 _LIBRARIES = ("torch", "transformers", "timm", "accelerate", "flash-attn", "pluggy", "safetensors")
 
 

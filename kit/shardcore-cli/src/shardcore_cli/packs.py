@@ -18,8 +18,6 @@ from shardcore.plugins.unserved import first_party, folders_of, installing
 from shardcore.plugins.versions import tested
 from shardcore_cli.tables import say, show_table
 
-__all__ = ["describe", "show"]
-
 
 def describe() -> list[dict[str, Any]]:
     """Return every installed pack as JSON data."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from shardcore.errors import ConfigError
 from shardcore.plugins.isolation import attempt, in_one_line
 
-__all__ = ["answer_only", "require_torch", "torch_failure"]
-
 
 @contextlib.contextmanager
 def answer_only() -> Iterator[None]:

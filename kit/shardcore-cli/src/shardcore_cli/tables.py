@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["drawn", "folded", "in_words", "say", "show_table", "widths", "wrapped"]
 
 #: Words that say how something is, and how they are shown: nothing else in a table has a colour.
 _COLOURS = {

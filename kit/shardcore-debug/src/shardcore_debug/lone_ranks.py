@@ -18,8 +18,6 @@ from shardcore.mesh import ShardContext, axis_name, context_of, is_alone
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 
-__all__ = ["watch"]
-
 
 def watch(model: nn.Module, seconds: float = 30.0) -> None:
     """Let the ranks that need each other in a call of ``model`` meet before each; without all of them it is an error.

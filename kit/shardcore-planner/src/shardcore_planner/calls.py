@@ -13,8 +13,6 @@ from torch.nn import functional
 from shardcore.errors import ConfigError
 from shardcore_planner.workload import Call, Workload
 
-__all__ = ["call_of", "labels_of"]
-
 #: Tokens of a sample, where neither the caller nor the model says less.
 _TOKENS = 4096
 

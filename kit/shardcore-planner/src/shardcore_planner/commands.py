@@ -11,8 +11,6 @@ import click
 
 from shardcore_cli.surroundings import answer_only, require_torch
 
-__all__ = ["explain", "plan"]
-
 _MAX_TP_HELP = "With --search: the most tensor-parallel ranks, such as those of one host."
 #: Those of `shardcore.config.pipelining` and of `shardcore_planner.workload`, which would import torch.
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OneKernel"]
-
 
 class OneKernel(TorchFunctionMode):
     """Has fake tensors of the CPU keep what tensors of an accelerator keep.

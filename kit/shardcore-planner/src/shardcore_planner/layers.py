@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Kind", "kept", "kinds_of", "label", "truncated"]
-
 #: So many blocks of a kind have a first, a last, and one between, in which others are gathered before and behind it:
 #: one more adds what every further one adds.
 LEAST = 3

@@ -9,8 +9,6 @@ from shardcore_planner.results import RankEstimate, traffic_of
 from shardcore_planner.timeline import Action, in_flight
 from shardcore_planner.watch import KINDS, Numbers
 
-__all__ = ["rank_estimate"]
-
 _PHASES = {"F": "forward", "B": "backward", "I": "backward", "b": "forward", "f": "backward", "o": "optimizer"}
 
 

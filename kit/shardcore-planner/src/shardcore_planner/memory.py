@@ -9,8 +9,6 @@ import torch
 from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan import ParameterPlan, ShardPlan
 
-__all__ = ["bytes_on", "local_shape", "parameter_bytes"]
-
 
 def parameter_bytes(plan: ShardPlan, dtype: torch.dtype | None = None) -> list[int]:
     """Return the bytes of parameters on each tensor-parallel rank; data axes divide them further by ``dp_shard``.

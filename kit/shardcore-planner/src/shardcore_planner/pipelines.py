@@ -34,8 +34,6 @@ from shardcore_planner.timeline import bubble, forwards, orders, slots
 from shardcore_planner.watch import Numbers
 from shardcore_planner.workload import Call, Workload
 
-__all__ = ["estimate_pipeline"]
-
 
 def estimate_pipeline(
     model: nn.Module,

@@ -16,8 +16,6 @@ from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
 from shardcore_planner.workload import Workload
 
-__all__ = ["adapted", "configured", "planned", "recomputed", "recomputing"]
-
 
 def configured(config: ShardConfig, workload: Workload) -> ShardConfig:
     """Return the configuration of a step, with all sizes.

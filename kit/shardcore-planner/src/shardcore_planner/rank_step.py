@@ -27,8 +27,6 @@ from shardcore_planner.step import Places, by_axis, follow, still, sum_partial, 
 from shardcore_planner.watch import KINDS, Numbers, Watch
 from shardcore_planner.workload import Call, Stepper, Workload
 
-__all__ = ["arguments_of", "metadata_of", "run_rank"]
-
 Make = Callable[[nn.Module, Workload], Call]
 
 _SHORT = 8  # tokens of a sample that finds out what crosses

@@ -10,8 +10,6 @@ from shardcore.config import ShardConfig
 from shardcore.mesh import Sizes
 from shardcore_planner.workload import Workload
 
-__all__ = ["Estimate", "PipelineEstimate", "RankEstimate", "Slot", "Traffic", "traffic_of"]
-
 #: Operations between two ranks.
 POINT_TO_POINT = ("send", "exchange")
 

@@ -15,8 +15,6 @@ from shardcore_planner.estimating import estimate, least
 from shardcore_planner.results import Estimate
 from shardcore_planner.workload import Call, Workload
 
-__all__ = ["Found", "cost", "meshes", "ordered", "search"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:

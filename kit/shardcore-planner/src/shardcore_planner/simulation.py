@@ -15,8 +15,6 @@ from shardcore.errors import ConfigError
 from shardcore.pipeline.tracing import GROUPED, grouped
 from shardcore_planner.kernels import OneKernel
 
-__all__ = ["Certain", "holding_nothing", "simulated_ranks"]
-
 
 @contextlib.contextmanager
 def simulated_ranks(count: int, rank: int = 0) -> Iterator[None]:

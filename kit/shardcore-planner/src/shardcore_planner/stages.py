@@ -13,8 +13,6 @@ from shardcore.plan import ParameterPlan, ShardPlan
 from shardcore.plan.cut import Cut, shares
 from shardcore_planner.memory import bytes_on, local_shape
 
-__all__ = ["StagePart", "parameter_bytes_by_stage", "placed", "stage_parts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePart:

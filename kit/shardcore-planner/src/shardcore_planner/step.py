@@ -16,8 +16,6 @@ from shardcore.nn.partial import reduce_partial_gradients
 from shardcore_planner.watch import Numbers, Watch
 from shardcore_planner.workload import Call, Stepper, Workload
 
-__all__ = ["by_axis", "follow", "groups_of", "run_step", "still", "sum_partial", "to_fake"]
-
 #: Blocks, each with what its place is called: several may be called alike.
 Places = Sequence[tuple[str, nn.Module]]
 

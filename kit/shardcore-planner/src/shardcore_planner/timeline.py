@@ -16,8 +16,6 @@ from shardcore.pipeline.schedules import Schedule
 from shardcore_planner.results import Slot
 from shardcore_planner.simulation import simulated_ranks
 
-__all__ = ["Action", "bubble", "forwards", "in_flight", "orders", "slots"]
-
 #: What each kind of action takes, if a forward takes 1: a whole backward, and its halves.
 _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 

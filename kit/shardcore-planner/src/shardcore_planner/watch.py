@@ -16,8 +16,6 @@ from torch.utils.flop_counter import flop_registry
 
 from shardcore._torch import FakeTensor
 
-__all__ = ["KINDS", "OPERATIONS", "Watch", "local", "nbytes"]
-
 #: What memory is taken by, from what stays to what comes and goes.
 KINDS = ("parameters", "gradients", "optimizer", "temporaries", "activations")
 

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
 from shardcore.plugins.isolation import in_one_line
 
-__all__ = ["DEVICES", "DTYPES", "OPTIMIZERS", "Call", "Stepper", "Workload"]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 Make = Callable[..., Optimizer]

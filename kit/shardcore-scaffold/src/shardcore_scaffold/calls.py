@@ -12,8 +12,6 @@ from torch import Tensor
 from shardcore.errors import ConfigError
 from shardcore_planner.calls import labels_of
 
-__all__ = ["FIRST_WORD", "LABELS", "calls", "like", "media_of"]
-
 #: Classes of a head.
 LABELS = 3
 #: Tokens below it are special ones.

@@ -21,8 +21,6 @@ from shardcore_planner.simulation import simulated_ranks
 from shardcore_scaffold.draft import Draft, policy_of
 from shardcore_scaffold.facts import Facts
 
-__all__ = ["add_captured"]
-
 _RANKS = 2
 #: What is asked for: the output, the argument of the rule, and how the ranks hold it.
 _OUTPUTS = (("attentions", "heads"), ("cross_attentions", "heads"), ("hidden_states", "sequence"))

@@ -15,8 +15,6 @@ from shardcore.config import ShardConfig
 from shardcore_planner.communication import collectives, gathers_of_heads
 from shardcore_scaffold.draft import Draft, policy_of
 
-__all__ = ["cases"]
-
 _SIZES = (1, 2, 4)
 _WIDTH = 120
 

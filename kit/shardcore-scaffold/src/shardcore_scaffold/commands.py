@@ -8,8 +8,6 @@ import click
 
 from shardcore_cli.surroundings import answer_only, require_torch
 
-__all__ = ["new_pack"]
-
 
 @click.command(name="new-pack", short_help="Draft a pack for a class that none serves.")
 @click.argument("name")

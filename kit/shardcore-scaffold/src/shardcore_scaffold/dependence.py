@@ -25,9 +25,6 @@ from typing_extensions import override
 
 from shardcore.nn.linear.alike import Product, product_of
 
-__all__ = ["Dependence", "Linear", "Source", "dependence_of"]
-
-
 _AT_ONCE = 16  # features that autograd is asked about
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-__all__ = ["Distribution"]
-
 _BUILD = """\
 [build-system]
 requires = ["hatchling>=1.27"]

@@ -11,8 +11,6 @@ from torch import nn
 
 from shardcore.policy import Policy
 
-__all__ = ["Draft", "called", "lines", "names_in", "optional", "policy_of", "source"]
-
 
 @dataclass
 class Draft:

@@ -17,8 +17,6 @@ from shardcore_scaffold.small import small_model
 from shardcore_testing.tiny_models import text_batch
 from shardcore_transformers.models import meta_model, named_module
 
-__all__ = ["new_pack", "unseen"]
-
 
 def new_pack(name: str, model: str | None, example: str | None, into: Path) -> tuple[list[Path], Draft]:
     """Write a pack; return its files and what was drafted.

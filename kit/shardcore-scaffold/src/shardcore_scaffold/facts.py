@@ -14,8 +14,6 @@ from shardcore_scaffold.dependence import Dependence, dependence_of, made_of
 from shardcore_scaffold.reading import Numbers, reading
 from shardcore_scaffold.structure import Region, regions_of
 
-__all__ = ["EPS", "KV", "LISTS", "QUERY", "Facts", "common", "number", "rms_eps"]
-
 #: Names under which configurations count heads, and key/value heads.
 QUERY = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 KV = ("num_key_value_heads", "num_kv_heads")

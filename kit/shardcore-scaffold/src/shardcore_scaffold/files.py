@@ -18,8 +18,6 @@ from shardcore_scaffold.draft import Draft, source
 from shardcore_scaffold.guess import guess
 from shardcore_scaffold.names import check_model, check_name
 
-__all__ = ["Example", "write_pack"]
-
 
 @dataclass(frozen=True)
 class Example:

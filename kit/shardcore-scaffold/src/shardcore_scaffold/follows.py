@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["following", "with_sections"]
-
 #: Heads of a state space, and what they times their size come to: the width times the number of ``expand``.
 _STATES = (
     ("num_heads", "head_dim", "expand"),

@@ -22,8 +22,6 @@ from shardcore_scaffold.structure import Region
 from shardcore_scaffold.trial import misfit
 from shardcore_scaffold.wording import Worded, worded
 
-__all__ = ["guess"]
-
 
 def guess(
     model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool = True, captured: bool = True

@@ -37,8 +37,6 @@ from shardcore_testing.pool import WorkerPool
 from shardcore_testing.subject import Subject
 from shardcore_testing.tiny_models import weighted_mean
 
-__all__ = ["answer", "build", "loss_of", "shares"]
-
 _RANKS = 2
 #: A section of the kit that a policy can do without -> the argument of `guess`, and what is left out, in words.
 _LEFT_OUT = {

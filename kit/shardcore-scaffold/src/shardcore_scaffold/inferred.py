@@ -21,8 +21,6 @@ from shardcore.inferred import Inference
 from shardcore.mesh import time_limit
 from shardcore.policy import Policy
 
-__all__ = ["inferred", "policy_from"]
-
 # What says that a process is a rank of a job: names, and how names begin.
 _OF_A_JOB = (
     "RANK",

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Layers"]
-
 _NUMBERS = r"(num|n)_(hidden_|decoder_|encoder_)?layers?|(en|de)coder_layers|num_blocks|n_block|depth"
 #: Larger whole numbers are sizes.
 _LARGEST_KIND = 64

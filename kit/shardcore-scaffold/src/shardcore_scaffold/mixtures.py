@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from shardcore_scaffold.draft import called, names_in
 from shardcore_scaffold.facts import Facts
 
-__all__ = ["Mixture", "mixtures_of"]
-
 _WEIGHTS = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
 _STACKED, _BIASES = 3, 2  # dims of the weights and of the biases of all experts
 

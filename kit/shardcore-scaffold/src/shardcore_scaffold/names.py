@@ -13,8 +13,6 @@ from shardcore.errors import ConfigError
 from shardcore.plugins.unserved import first_party
 from shardcore.plugins.versions import installed
 
-__all__ = ["check_model", "check_name"]
-
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 # Names of files and folders may have 255 letters, and the longest has some letters more than the pack's.

@@ -13,8 +13,6 @@ from shardcore.nn.linear.alike import lookup_problem
 from shardcore_scaffold.draft import Draft, optional
 from shardcore_scaffold.facts import EPS, Facts
 
-__all__ = ["add_outside", "leaf"]
-
 _WORDS = 2 * torch.iinfo(torch.uint8).bits  # fewer are no vocabulary
 
 

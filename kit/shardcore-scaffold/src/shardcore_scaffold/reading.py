@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Numbers", "reading"]
-
 #: Module -> attribute (``"num_heads"``, or ``"config.num_heads"``) -> the number that it has.
 Numbers = dict[str, dict[str, int]]
 

@@ -18,8 +18,6 @@ from shardcore_scaffold.draft import Draft, optional
 from shardcore_scaffold.facts import Facts
 from shardcore_scaffold.outside import leaf
 
-__all__ = ["add_sequences"]
-
 
 def add_sequences(draft: Draft, facts: Facts) -> str:
     """Add the rule for each list of blocks, or none of them; return why there is none, or an empty text.

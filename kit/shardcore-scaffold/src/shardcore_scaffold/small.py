@@ -19,8 +19,6 @@ from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, media_of
 from shardcore_scaffold.follows import following, with_sections
 from shardcore_scaffold.layers import Layers
 
-__all__ = ["Small", "config_of", "small_model"]
-
 #: Parameters of the largest model that is still small.
 _LARGEST = 30_000_000
 

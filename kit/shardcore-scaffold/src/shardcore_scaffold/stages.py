@@ -8,8 +8,6 @@ from torch import nn
 
 from shardcore_scaffold.facts import LISTS
 
-__all__ = ["lists_of", "stages_of"]
-
 
 def lists_of(model: nn.Module, blocks: Collection[str]) -> list[str]:
     """Return the outermost lists that hold the modules ``blocks``, in their order in the model."""

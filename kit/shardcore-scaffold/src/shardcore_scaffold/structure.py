@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shardcore_scaffold.dependence import Dependence, Source
 
-__all__ = ["Column", "Region", "Split", "regions_of"]
-
 
 @dataclass(frozen=True)
 class Column:

@@ -12,8 +12,6 @@ from shardcore.api import shard
 from shardcore.policy import Policy
 from shardcore_planner.simulation import simulated_ranks
 
-__all__ = ["misfit"]
-
 
 def misfit(
     model: nn.Module, policy: type[Policy], call: Callable[[nn.Module], Any], *, ranks: int = 2, **fields: Any

@@ -12,8 +12,6 @@ from shardcore_scaffold.draft import called, names_in
 from shardcore_scaffold.facts import KV, LISTS, QUERY, Facts, common, number, rms_eps
 from shardcore_scaffold.structure import Column, Region, Split
 
-__all__ = ["Worded", "worded"]
-
 _ROLES = '("query", "key", "value")'
 
 

@@ -11,8 +11,6 @@ import weakref
 
 import torch
 
-__all__ = ["forget_compiled", "forget_meshes"]
-
 
 def forget_compiled() -> None:
     """Drop what was compiled: it holds groups by name, and ends the process if they are gone when it is used again."""

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Failure", "FunctionRef", "Join", "Ready", "Reply", "Task"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionRef:

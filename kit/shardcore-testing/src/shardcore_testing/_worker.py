@@ -26,8 +26,6 @@ from shardcore_testing._forgetting import forget_compiled, forget_meshes
 from shardcore_testing._protocol import Failure, Join, Ready, Reply, Task
 from shardcore_testing.islands import no_float32_islands
 
-__all__ = ["Worker"]
-
 # So many new modules, those of a library, are frozen at once; fewer wait until there is no process group.
 _MANY_MODULES = 200
 # After so many tasks, garbage is looked for in any case.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from shardcore.policy import Policy
 
-__all__ = ["Case", "Supports"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supports:

@@ -34,8 +34,6 @@ from shardcore_testing.islands import no_float32_islands
 from shardcore_testing.pool import WorkerError, WorkerPool, WorkerTimeout, place
 from shardcore_testing.subject import Subject, torch_lacks
 
-__all__ = ["CHECKS", "SECTIONS", "Section", "examine", "sections_for"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:

@@ -14,8 +14,6 @@ from shardcore_testing.parity import gradient_errors, shared_gradients, whole
 from shardcore_testing.subject import Subject, flat
 from shardcore_testing.tiny_models import weighted_mean
 
-__all__ = ["one_row", "parts"]
-
 _BACKWARDS = 3
 
 

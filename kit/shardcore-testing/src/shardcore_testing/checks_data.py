@@ -15,8 +15,6 @@ from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import gradient_errors, parameter_errors, whole
 from shardcore_testing.subject import Subject, adamw
 
-__all__ = ["data_parallel", "experts"]
-
 _STEPS = 2
 
 

@@ -11,8 +11,6 @@ from shardcore_testing.findings import Ledger, difference
 from shardcore_testing.parity import gradient_errors
 from shardcore_testing.subject import Subject
 
-__all__ = ["default_experts"]
-
 #: Widths of experts by the names that configurations have for them: rows of a multiple of 16 bytes in float32, which
 #: products of all experts at once want, and no half, third or quarter of them is one.
 _WIDTH = {"intermediate_size": 44, "moe_intermediate_size": 44, "shared_expert_intermediate_size": 44}

@@ -16,8 +16,6 @@ from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import gradient_errors
 from shardcore_testing.subject import Subject, adamw, torch_lacks
 
-__all__ = ["inside"]
-
 _STEPS = 2  # what has come apart shows after the first
 
 

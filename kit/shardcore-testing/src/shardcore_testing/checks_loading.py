@@ -17,8 +17,6 @@ from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import whole
 from shardcore_testing.subject import Subject, flat
 
-__all__ = ["initialisation", "loading"]
-
 _SEED = 5
 #: Parameters of at least so many numbers have the spread of the native ones to within a quarter.
 _MANY = 600

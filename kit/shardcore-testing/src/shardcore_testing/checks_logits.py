@@ -9,8 +9,6 @@ from shardcore_testing import checks_random, checks_training
 from shardcore_testing.findings import Ledger
 from shardcore_testing.subject import Subject
 
-__all__ = ["split_logits"]
-
 
 def split_logits(s: Subject, ledger: Ledger) -> None:
     """Losses of split logits, kept or computed in chunks of tokens, and whole logits without labels (H10, H26, H37)."""

@@ -12,8 +12,6 @@ from shardcore_testing.cases import Case
 from shardcore_testing.families import quick_size
 from shardcore_testing.subject import Subject, cases_of, meta_copy, registry_of
 
-__all__ = ["plans"]
-
 
 def plans(plugin: str, cases: Sequence[Case], *, quick: bool = False) -> tuple[list[str], dict[str, str], int]:
     """Compile every plan of a pack in this process.

@@ -17,8 +17,6 @@ from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import whole
 from shardcore_testing.subject import Subject, checkpointing, flat, meta_copy
 
-__all__ = ["pipeline", "refuses_pipeline", "schedules"]
-
 _MICRO_BATCHES = 2
 _MOST_STAGES = 6
 

@@ -19,8 +19,6 @@ from shardcore_testing.findings import Ledger
 from shardcore_testing.subject import Subject, checkpointing, flat, meta_copy
 from shardcore_transformers.holders import STANDS_FOR
 
-__all__ = ["case", "identity", "plan", "refusals", "sizes"]
-
 #: Sizes at which every case either is compared or must refuse.
 SIZES = (2, 3, 4)
 

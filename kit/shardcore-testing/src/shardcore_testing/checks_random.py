@@ -16,8 +16,6 @@ from shardcore_testing.observing import Draws, Replay
 from shardcore_testing.parity import equal_on_ranks, gradient_errors, part_of
 from shardcore_testing.subject import Subject, checkpointing, flat
 
-__all__ = ["dropout", "generation", "replicas"]
-
 DROPOUT = {"dropout": 0.1}
 _STEPS = 4  # bits that differ once stay so: the first step shows it, further ones how clipping and moments go on
 

@@ -12,8 +12,6 @@ from shardcore.errors import ShardcoreError
 from shardcore_testing.findings import Ledger
 from shardcore_testing.subject import Subject
 
-__all__ = ["ranks_differ"]
-
 
 def ranks_differ(s: Subject, ledger: Ledger) -> None:
     """Models that differ on one rank, in what no parameter shows, are refused on every rank and left as they were."""

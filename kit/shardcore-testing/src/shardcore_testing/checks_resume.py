@@ -17,8 +17,6 @@ from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import parameter_errors, part_of
 from shardcore_testing.subject import Subject, adamw
 
-__all__ = ["resume"]
-
 
 def resume(s: Subject, ledger: Ledger) -> None:
     """A training goes on from `save_checkpoint`: on the same mesh bit for bit, dropout on; on others as unsharded."""

@@ -13,8 +13,6 @@ from shardcore_testing import checks_random, checks_state, checks_training
 from shardcore_testing.findings import Ledger
 from shardcore_testing.subject import Subject
 
-__all__ = ["context", "sequence", "sequence_modes"]
-
 
 def sequence(s: Subject, ledger: Ledger) -> None:
     """With tokens split over the ranks, outputs, losses, gradients and steps are as before."""

@@ -28,8 +28,6 @@ from shardcore_testing.parity import gradient_errors, parameter_errors, whole
 from shardcore_testing.subject import Subject, adamw, flat
 from shardcore_testing.tiny_models import weighted_mean
 
-__all__ = ["captured", "checkpoint", "other_weights", "save_beside", "saving", "shared_folder", "state", "train_step"]
-
 #: What tells apart the captured outputs of several stacks, all of which one argument asks for.
 _STACK = re.compile("^(encoder|decoder|cross)_")
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)

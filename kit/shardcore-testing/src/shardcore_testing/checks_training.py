@@ -18,8 +18,6 @@ from shardcore_testing.observing import Collectives, calls_of_leaves
 from shardcore_testing.parity import gradient_errors, parameter_errors, part_of, whole
 from shardcore_testing.subject import Subject, adamw, checkpointing, flat
 
-__all__ = ["communication", "options", "recomputation", "training"]
-
 
 def training(s: Subject, ledger: Ledger) -> None:
     """Train beside the unsharded model, with two micro-batches for each step, and call both once more.

@@ -9,8 +9,6 @@ import click
 
 from shardcore_cli.surroundings import answer_only, require_torch
 
-__all__ = ["verify"]
-
 
 @click.command(short_help="Compare a sharded model with the unsharded one.", epilog="Exit code 1 if anything differs.")
 @click.argument("model")

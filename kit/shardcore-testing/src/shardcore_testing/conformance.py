@@ -29,8 +29,6 @@ from shardcore_testing.findings import Finding
 from shardcore_testing.pool import WorkerError, WorkerPool, WorkerTimeout
 from shardcore_testing.subject import Subject, cases_of, registry_of
 
-__all__ = ["Examination", "PolicyConformance", "discoveries", "plan_findings"]
-
 _PLANS_LIMIT = 300.0  # seconds for all plans of a pack, which may import its libraries first
 
 Judge = Callable[[str], None]

@@ -17,9 +17,6 @@ from typing import Any
 from shardcore_testing.cases import Case, Supports
 from shardcore_testing.subject import Subject, meta_copy
 
-__all__ = ["Chosen", "News", "layouts_of", "mechanisms_of", "quick_size", "signature_of"]
-
-
 #: Where the core keeps what is around the calls and outputs of a model.
 _AROUND = (".outputs", ".calls", ".after_forward")
 

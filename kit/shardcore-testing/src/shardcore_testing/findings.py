@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Finding", "Ledger", "difference", "worst"]
-
 State = Literal["passed", "failed", "closed"]
 
 _HAZARD = re.compile(r"\bH\d+\b")

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["no_float32_islands", "without_islands"]
-
 #: Functions of a tensor that convert it first, by ``dtype=`` or by position.
 _CONVERTING = ("softmax", "log_softmax", "sum", "mean", "cumsum")
 

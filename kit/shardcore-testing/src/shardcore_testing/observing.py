@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Collectives", "Draws", "Replay", "calls_of_leaves"]
-
 # Attention kernels are marked as random for the sake of their dropout, which none of those on the CPU has.
 _NO_DRAW = "_scaled_dot_product"
 

@@ -14,8 +14,6 @@ from shardcore.policy import Policy
 from shardcore_testing.parity import assert_close
 from shardcore_testing.subject import flat, registry_of
 
-__all__ = ["policy_of", "shard_by", "step_beside"]
-
 
 def policy_of(plugin: str, model: nn.Module | type[nn.Module]) -> type[Policy]:
     """Return the policy that a plugin, which need not be installed, has for a model or for a class of models."""

@@ -16,19 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-__all__ = [
-    "assert_close",
-    "assert_gradients_own_storage",
-    "assert_same_gradients",
-    "assert_same_parameters",
-    "equal_on_ranks",
-    "gradient_errors",
-    "parameter_errors",
-    "part_of",
-    "shared_gradients",
-    "whole",
-]
-
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor (a collective on its mesh), a plain tensor as it is."""

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from shardcore_testing.conformance import Examination
     from shardcore_testing.findings import Finding
 
-__all__ = ["LimitedPool", "fresh", "judge", "pool"]
 
 _MARKERS = (
     "nightly: takes long, or repeats for one model what is shown for another; ``--quick`` leaves it out",

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from shardcore_testing._protocol import Failure, Join, Ready, Reply, Task
 
-__all__ = ["GRACE", "WorkerError", "WorkerProcess", "WorkerTimeout", "slowness"]
-
 GRACE = 3.0  # seconds that the other ranks have to finish after the first failure
 _START_LIMIT = 120.0  # seconds for a process to import torch, on a machine that is busy with the others
 _SLOWEST = 4.0  # a limit is at most so many times as long on a busy machine

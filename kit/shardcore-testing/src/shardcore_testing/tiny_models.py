@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["encoder_decoder_batch", "hidden_loss", "randomized", "text_batch", "tiny", "weighted_mean"]
-
 _ROWS, _LENGTH, _WORDS = 3, 7, 5  # no number of ranks divides any
 _PADDING = ((0, 3, 1), (2, 0, 5), (4, 4, 0))
 

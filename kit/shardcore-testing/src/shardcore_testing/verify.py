@@ -27,8 +27,6 @@ from shardcore_testing.pool import WorkerPool
 from shardcore_testing.subject import Subject, cases_of
 from shardcore_transformers.models import meta_model
 
-__all__ = ["Job", "build_given", "check_device", "jobs_for", "passed", "show", "summary", "to_json", "verify"]
-
 #: What is compared on a model as it was given; the cases of a pack go through everything.
 _OF_A_MODEL = ("plan", "training", "communication")
 

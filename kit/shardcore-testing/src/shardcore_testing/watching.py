@@ -14,8 +14,6 @@ from typing_extensions import override
 from shardcore_testing.checks import SECTIONS
 from shardcore_testing.verify import Job
 
-__all__ = ["Steps", "progress_bar"]
-
 
 class Steps:
     """How many checks are done, told by what the ranks write down.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases", "inputs"]
-
 _EAGER = {"attn_implementation": ("eager",)}
 
 

@@ -11,8 +11,6 @@ from packaging.version import Version
 
 from shardcore_testing import Case, Supports, encoder_decoder_batch, hidden_loss, randomized
 
-__all__ = ["build", "cases"]
-
 _OLD = Version(transformers.__version__) < Version("5")
 
 

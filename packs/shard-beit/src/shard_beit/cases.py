@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 #: Whether BEiT has the names of BERT, as Data2Vec has in every release.
 _IS_EARLY = Version(transformers.__version__) < Version("5.9.0rc0")
 _SIZE, _PATCH = 12, 2

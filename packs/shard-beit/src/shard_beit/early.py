@@ -10,8 +10,6 @@ from shard_beit.policy import PYRAMID, TABLE, BeitPolicy
 from shardcore.policy import Rule, Stages
 from shardcore.styles import attribute, by_heads, local_heads, per_rank, region
 
-__all__ = ["EarlyBeitPolicy"]
-
 _SELF = "attention.attention"
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss
 
-__all__ = ["build", "cases", "inputs"]
-
 _OLD = Version(transformers.__version__) < Version("5")
 #: What most cases use, because it can return its weights.
 _EAGER = {"attn_implementation": ("eager",)}

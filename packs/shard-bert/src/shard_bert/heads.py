@@ -10,8 +10,6 @@ from torch.nn.functional import cross_entropy
 from shardcore.policy import ModulePolicy, Rule
 from shardcore.styles import head, loss, norm, replicate
 
-__all__ = ["is_for", "masked_lm_loss", "pretraining_loss", "rules_of"]
-
 
 def rules_of(model: nn.Module) -> ModulePolicy:
     """Return the rules of the heads of a model: a vocabulary is split, its bias beside it too; labels are whole."""

@@ -13,8 +13,6 @@ from typing_extensions import override
 from shardcore.nn import ReplacedMethods
 from shardcore.policy import Rule, Scope
 
-__all__ = ["attends"]
-
 
 def _attend(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Return what `Blip2Attention` returns for states (B, S, H), and attention weights (B, heads/tp, S, S).

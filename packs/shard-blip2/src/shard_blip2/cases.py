@@ -11,8 +11,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 _WORDS, _IMAGE = 101, 100  # divides by no number of ranks
 _QUERIES, _TEXT = 3, 7
 _ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}

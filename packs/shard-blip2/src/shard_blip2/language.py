@@ -10,8 +10,6 @@ from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import calls, delegate, replicate
 from shardcore_transformers import PretrainedPolicy
 
-__all__ = ["Blip2ForConditionalGenerationPolicy", "Blip2ModelPolicy"]
-
 
 class Blip2ModelPolicy(PretrainedPolicy):
     """What the Q-Former learns of an image, and a language model, whichever it is, that goes on from there."""

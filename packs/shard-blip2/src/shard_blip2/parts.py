@@ -17,8 +17,6 @@ from shardcore.styles import (
     vocab,
 )
 
-__all__ = ["QFORMER", "QFORMER_STAGES", "TEXT", "VISION", "VISION_STAGES"]
-
 VISION: ModulePolicy = {
     "Blip2VisionEmbeddings": [replicate("")],
     "Blip2EncoderLayer": [

@@ -7,16 +7,6 @@ from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import replicate
 from shardcore_transformers import PretrainedPolicy
 
-__all__ = [
-    "BETWEEN",
-    "BLOCKS",
-    "Blip2ForImageTextRetrievalPolicy",
-    "Blip2QFormerModelPolicy",
-    "Blip2TextModelWithProjectionPolicy",
-    "Blip2VisionModelPolicy",
-    "Blip2VisionModelWithProjectionPolicy",
-]
-
 #: From the tower of images to the Q-Former, which begins with the queries.
 BETWEEN = ("vision_model.post_layernorm", "query_tokens", "qformer.layernorm", "qformer.dropout")
 BLOCKS = ("vision_model.encoder.layers", "qformer.encoder.layer")

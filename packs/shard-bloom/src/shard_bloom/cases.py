@@ -9,8 +9,6 @@ import transformers
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases"]
-
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
     """Return a tiny BLOOM of the class ``name``; ``options`` change its configuration."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 _HAS_SECOND = Version(transformers.__version__) >= Version("5.10.0rc0")
 _STATES = ("last_hidden_state",)
 

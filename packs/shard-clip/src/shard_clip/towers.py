@@ -10,9 +10,6 @@ from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, norm, outputs, per_rank, region, replicate, sequence, vocab
 from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["LAYER", "CLIPTextPolicy", "CLIPVisionPolicy", "TowerPolicy", "captured", "text", "vision"]
-
-
 LAYER: list[Rule] = [
     norm("layer_norm1", "layer_norm2"),
     region(

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases", "inputs"]
-
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
     """Return a tiny model of the class ``name``; ``options`` change its configuration."""

@@ -25,8 +25,6 @@ from shardcore.styles import (
 )
 from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["DebertaV2Policy"]
-
 
 class DebertaV2Policy(BaseModelPolicy):
     """The encoder, with a head or without; any number of ranks share its heads."""

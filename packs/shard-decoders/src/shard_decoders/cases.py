@@ -8,8 +8,6 @@ import shard_llama.cases
 from shard_llama.cases import decoder_cases, mixture_cases
 from shardcore_testing import Case
 
-__all__ = ["build", "cases"]
-
 _ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "embed_tokens")
 _UNGATED = (*_ATTENTION, "mlp.up_proj", "mlp.down_proj")
 #: One layer sees a window of the tokens only.

@@ -12,8 +12,6 @@ import shard_llama.cases
 from shard_llama.cases import decoder_cases
 from shardcore_testing import Case
 
-__all__ = ["build", "cases"]
-
 _RELEASE = Version(transformers.__version__)
 
 _SIZES: dict[str, Any] = {

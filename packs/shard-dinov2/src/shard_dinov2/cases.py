@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 _SIZE, _PATCH = 12, 2
 _CAPTURED = ("attentions", "hidden_states")
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "drop_path_rate")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from shardcore.policy import Rule
 from shardcore.styles import attribute, local_heads, per_rank, region, segments
 
-__all__ = ["ATTENTION", "GATED"]
-
 ATTENTION: list[Rule] = [
     region(
         enter="attention.attention",

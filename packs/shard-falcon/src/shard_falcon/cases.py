@@ -9,8 +9,6 @@ import transformers
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases"]
-
 #: What distinguishes the generations.
 _NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}  # 40B
 _MULTI_QUERY = {"multi_query": True}  # 7B

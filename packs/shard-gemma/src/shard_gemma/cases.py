@@ -11,8 +11,6 @@ import shard_llama.cases
 from shard_llama.cases import decoder_cases
 from shardcore_testing import Case
 
-__all__ = ["build", "cases"]
-
 
 def build(name: str, **options: Any) -> Any:
     """Return a tiny model of the class ``name``; ``options`` change its configuration.

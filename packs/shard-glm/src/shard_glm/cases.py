@@ -7,8 +7,6 @@ from typing import Any
 from shard_llama.cases import decoder_cases
 from shardcore_testing import Case
 
-__all__ = ["cases"]
-
 _LAYER = ("q_proj", "v_proj", "o_proj", "mlp.gate_up_proj", "mlp.down_proj", "embed_tokens")
 _FIELDS: dict[str, Any] = {
     "usual": {"head_dim": 16},

@@ -10,8 +10,6 @@ from transformers.models.gptj import modeling_gptj
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases"]
-
 _COMMON: dict[str, Any] = {
     "vocab_size": 101,  # divides by no number of ranks
     "num_labels": 3,

@@ -6,8 +6,6 @@ from shardcore.policy import Heads, ModulePolicy, Stages
 from shardcore.styles import attribute, norm, outputs, per_rank, region, replicate, sequence, vocab
 from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["GPTJPolicy", "GPTNeoPolicy"]
-
 _CAPTURED = outputs(attentions="heads", hidden_states="sequence")
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss
 
-__all__ = ["build", "cases", "inputs"]
-
 _OLD = Version(transformers.__version__) < Version("5")
 _PLAIN = Supports(sequence=True, context=True, captured=("attentions", "hidden_states"))
 

@@ -7,8 +7,6 @@ from typing import Any
 from shard_llama.cases import build, decoder_cases, mixture_cases
 from shardcore_testing import Case
 
-__all__ = ["cases"]
-
 _ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "embed_tokens")
 _ROUTED: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
 

@@ -13,8 +13,6 @@ from typing_extensions import override
 from shardcore.nn import HeadParameters, NormOverHeads, ParallelMixin
 from shardcore.policy import Rule, Scope
 
-__all__ = ["gated_norm", "unfused"]
-
 
 class Unfused(ParallelMixin):
     """A mixer that does without the kernel which multiplies by its last linear too.

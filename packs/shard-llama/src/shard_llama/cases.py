@@ -11,8 +11,6 @@ import transformers
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases", "decoder_cases", "mixture_cases"]
-
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
     """Return a model of the class ``name`` with the sizes of a tiny Llama; ``options`` change them."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from shard_llama.cases import decoder_cases
 from shardcore_testing import Case, Supports, hidden_loss
 
-__all__ = ["cases"]
-
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, experts: str = "eager", **options: Any) -> Any:
     """Return a model whose every parameter is drawn at random; ``experts`` is how a Mixtral of transformers 5 runs."""

@@ -9,8 +9,6 @@ import transformers
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases"]
-
 _EAGER = {"attn_implementation": ("eager",)}
 
 

@@ -9,8 +9,6 @@ import shard_llama.cases
 from shard_llama.cases import decoder_cases
 from shardcore_testing import Case
 
-__all__ = ["build", "cases"]
-
 
 def build(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
     """Return a tiny model of the class ``name``; ``options`` change its configuration."""

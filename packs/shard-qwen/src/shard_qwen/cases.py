@@ -11,8 +11,6 @@ import shard_llama.cases
 from shard_llama.cases import decoder_cases, mixture_cases
 from shardcore_testing import Case
 
-__all__ = ["cases"]
-
 _OLD = Version(transformers.__version__) < Version("5.0.0rc0")
 
 #: Qwen2's projections of queries, keys and values have biases, whatever the configuration says; its MLP has none.

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, text_batch, tiny
 
-__all__ = ["build", "cases", "inputs"]
-
 _OLD = Version(transformers.__version__) < Version("5")
 # XLMRobertaForMultipleChoice reads the output of a pooler that it does not have there.
 _NO_POOLER = Version("5") <= Version(transformers.__version__) < Version("5.14")

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, heads: int = 4, **options: Any) -> Any:
     """Return a tiny SAM of the class ``name``: one block attends within windows, the other everywhere."""

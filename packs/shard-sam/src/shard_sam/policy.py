@@ -6,8 +6,6 @@ from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import attribute, norm, partial, per_rank, region, replicate, segments
 from shardcore_transformers import PretrainedPolicy
 
-__all__ = ["SamModelPolicy", "SamVisionModelPolicy"]
-
 #: All heads read the same tables of relative positions: each rank has the gradients of its own heads, which are summed.
 _VISION: ModulePolicy = {
     "SamVisionEncoder": [replicate("patch_embed", "neck"), replicate("pos_embed", optional=True)],

@@ -12,8 +12,6 @@ from torch import Tensor
 from shard_swin.policy import IS_EARLY
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 _SIZE, _PATCH = 12, 2
 
 

@@ -6,8 +6,6 @@ from shard_swin.stages import shared
 from shardcore.policy import ModulePolicy, Rule
 from shardcore.styles import attribute, by_heads, norm, per_rank, region, stage_attentions
 
-__all__ = ["BLOCKS", "HEADS", "layer"]
-
 HEADS = "attention.self.num_attention_heads"
 
 

@@ -12,14 +12,6 @@ from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, by_heads, norm, per_rank, region, replicate, stage_attentions
 from shardcore_transformers import PretrainedPolicy
 
-__all__ = [
-    "IS_EARLY",
-    "SwinBackbonePolicy",
-    "SwinForImageClassificationPolicy",
-    "SwinForMaskedImageModelingPolicy",
-    "SwinModelPolicy",
-]
-
 #: In early releases of transformers layers have other names.
 IS_EARLY = hasattr(modeling_swin, "SwinSelfAttention")
 _HEADS = "attention.num_attention_heads"

@@ -10,13 +10,6 @@ from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import bias_net, by_heads, norm, replicate, stage_attentions
 from shardcore_transformers import PretrainedPolicy
 
-__all__ = [
-    "Swinv2BackbonePolicy",
-    "Swinv2ForImageClassificationPolicy",
-    "Swinv2ForMaskedImageModelingPolicy",
-    "Swinv2ModelPolicy",
-]
-
 _LAYER = layer(
     by_heads("attention.self.logit_scale", heads=HEADS),
     bias_net("attention.self.continuous_position_bias_mlp", last="2", heads=HEADS),

@@ -11,8 +11,6 @@ from typing_extensions import override
 from shardcore.policy import Rule, Scope
 from shardcore.styles import replicate
 
-__all__ = ["HeadsOfStages", "shared"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeadsOfStages:

@@ -10,8 +10,6 @@ import transformers
 
 from shardcore_testing import Case, Supports, encoder_decoder_batch, hidden_loss, tiny
 
-__all__ = ["build", "cases"]
-
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
     """Return a tiny model of the class ``name``; ``options`` change its configuration."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from shardcore_testing import Case, Supports, randomized, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 _SIZE, _MEMORY = 48, 7
 _PADDING = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
 

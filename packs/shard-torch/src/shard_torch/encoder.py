@@ -19,8 +19,6 @@ from shardcore import ShardContext
 from shardcore.errors import NotSupportedError
 from shardcore.nn import ParallelMixin
 
-__all__ = ["PaddedEncoder"]
-
 _DEVICES = ("cpu", "cuda", "xpu")
 
 

@@ -8,17 +8,6 @@ from shard_torch.words import mixes_features, rest, stack
 from shardcore.policy import ModulePolicy, Policy, Rule, Stages
 from shardcore.styles import attention, attribute, enter_arg, norm, partial, refuse, region
 
-__all__ = [
-    "MultiheadAttentionPolicy",
-    "OwnModelPolicy",
-    "TransformerDecoderLayerPolicy",
-    "TransformerDecoderPolicy",
-    "TransformerEncoderLayerPolicy",
-    "TransformerEncoderPolicy",
-    "TransformerPolicy",
-    "rules_in",
-]
-
 _MLP: tuple[Rule, ...] = (
     refuse(mixes_features, "its activation computes features from others, of which each rank has a part"),
     region(col="linear1", row="linear2"),

@@ -13,8 +13,6 @@ from shard_torch.encoder import PaddedEncoder
 from shardcore.policy import Rule, Scope
 from shardcore.styles import attention, norm, replicate, sequence
 
-__all__ = ["mixes_features", "rest", "stack"]
-
 #: What has rules of its own, wherever it is.
 _SERVED = (
     nn.TransformerEncoder,

@@ -8,8 +8,6 @@ from shard_vit.policy import ViTPolicy
 from shardcore.policy import Rule, Stages
 from shardcore.styles import attribute, local_heads, norm, per_rank, region
 
-__all__ = ["OldViTPolicy"]
-
 
 class OldViTPolicy(ViTPolicy):
     """The encoder with a head or without, before transformers 5.9."""

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from shardcore_testing import Case, Supports, hidden_loss, weighted_mean
 
-__all__ = ["build_timm", "build_vit", "cases"]
-
 #: Of the families that are built like ViT, the layout that is served.
 _HAS_RELATIVES = Version(transformers.__version__) >= Version("5.9.0rc0")
 #: What becomes of the keyword ``dropout``.

@@ -8,8 +8,6 @@ from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import norm, outputs, region, replicate, sequence
 from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["ViTPolicy"]
-
 
 class ViTPolicy(BaseModelPolicy):
     """The encoder with a head or without: labels of an image, or the pixels of masked patches."""

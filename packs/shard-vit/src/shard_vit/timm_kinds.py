@@ -9,8 +9,6 @@ from torch import nn
 
 from shardcore.styles import refuse, segments
 
-__all__ = ["BLOCKS", "MLPS", "REFUSALS", "is_one"]
-
 #: The blocks that are supported.
 BLOCKS = ("Block", "ResPostBlock")
 #: The column linears of each kind of MLP. GluMlp computes a gate and what it gates as one.

@@ -16,8 +16,6 @@ from shardcore.styles import (
     shared_rng,
 )
 
-__all__ = ["VisionTransformerPolicy"]
-
 
 class VisionTransformerPolicy(Policy):
     """Vision transformers with any pooling, register tokens, LayerScale and norms on queries and keys."""

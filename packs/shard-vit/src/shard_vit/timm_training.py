@@ -27,8 +27,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh import context_of, division_of, host_group, unwrapped
 from shardcore.weights.gathering import Transport
 
-__all__ = ["CheckpointSaver", "NativeScaler", "adaptive_clip_grad", "dispatch_clip_grad"]
-
 #: What a saver remembers of the files that it has written.
 _HISTORY = ("checkpoint_files", "best_epoch", "best_metric", "curr_recovery_file", "prev_recovery_file")
 

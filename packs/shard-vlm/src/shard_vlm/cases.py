@@ -15,8 +15,6 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from shard_vlm.sizes import FAMILIES, IMAGE, LANGUAGE, MARKS, PATCHES, SOUNDS, SPLIT, STATES, TEXT, TEXTS, TOWER, TOWERS
 from shardcore_testing import Case, hidden_loss, text_batch, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 
 def _family(name: str) -> dict[str, Any]:
     inside = {**TOWERS, **TEXTS}.get(name)

@@ -13,8 +13,6 @@ from typing_extensions import override
 
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
-__all__ = ["build", "cases", "inputs"]
-
 _SAMPLES, _FRAMES, _LABELS = 31, 7, 3
 #: By what the names of classes begin with: the name of the model in one with a head, and options of the configuration.
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

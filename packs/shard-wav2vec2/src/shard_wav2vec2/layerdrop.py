@@ -8,8 +8,6 @@ from typing_extensions import override
 
 from shardcore.policy import Rule, Scope
 
-__all__ = ["layer_drop_of_config"]
-
 
 def layer_drop_of_config(name: str) -> Rule:
     """What `shardcore.styles.layer_drop` says, of ``name`` in the configuration of the module.

@@ -9,8 +9,6 @@ from shardcore.policy import Heads, ModulePolicy, Rule, Stages
 from shardcore.styles import attribute, local_heads, norm, outputs, region, replicate, sequence, shared_numpy
 from shardcore_transformers import BaseModelPolicy
 
-__all__ = ["Wav2Vec2Policy"]
-
 
 class Wav2Vec2Policy(BaseModelPolicy):
     """The model with a head or without; any number of ranks share its heads.

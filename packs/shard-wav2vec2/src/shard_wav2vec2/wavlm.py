@@ -14,8 +14,6 @@ from shardcore.nn import ReplacedMethods
 from shardcore.policy import Heads, Rule, Scope
 from shardcore.styles import attribute, by_heads, outputs, partial, per_rank, region
 
-__all__ = ["WavLMPolicy"]
-
 
 class WavLMPolicy(Wav2Vec2Policy):
     """The model with a head or without; the number of ranks divides its heads."""

@@ -12,8 +12,6 @@ from packaging.version import Version
 
 from shardcore_testing import Case, Supports, hidden_loss
 
-__all__ = ["cases"]
-
 _OLD = Version(transformers.__version__) < Version("5")
 _MELS, _FRAMES = 8, 22
 

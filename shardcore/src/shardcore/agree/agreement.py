@@ -20,8 +20,6 @@ from torch.distributed import ProcessGroup
 from shardcore.errors import AgreementError, ShardcoreError
 from shardcore.mesh import device_type_of
 
-__all__ = ["Agreement", "Report", "agree", "agreement", "is_alone"]
-
 _SAME = "Start every rank from the same environment, with the same model and the same arguments."
 _SAME_MODEL = "Build the same model on every rank."
 

@@ -27,18 +27,6 @@ import shardcore
 from shardcore.comm.raw import as_bytes
 from shardcore.plan import ShardPlan
 
-__all__ = [
-    "Item",
-    "checksum",
-    "in_words",
-    "libraries",
-    "model_items",
-    "optimizer_items",
-    "tensor_items",
-    "training_modes",
-    "versions",
-]
-
 #: The name of something, and what it is on this rank.
 Item = tuple[str, str]
 

@@ -13,8 +13,6 @@ from shardcore.comm.dtensor_params import is_packed
 from shardcore.errors import ConfigError
 from shardcore.mesh import device_type_of
 
-__all__ = ["check_source", "receive", "set_modes"]
-
 
 def check_source(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
     """Refuse a rank whose weights cannot be taken, or a model that could not hold them.

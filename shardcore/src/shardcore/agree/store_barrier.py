@@ -22,8 +22,6 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 from shardcore.errors import AgreementError, MissingRanksError
 from shardcore.mesh import time_limit
 
-__all__ = ["StoreBarrier"]
-
 _POLL = 0.05  # seconds between two looks into the store, at most
 _BEAT = 1.0  # seconds between two signs of life of the writer, at most
 _FAREWELL = 30.0  # seconds that the writer waits for others to hear its last word, at most: one may have been killed

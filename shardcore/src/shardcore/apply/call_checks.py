@@ -34,9 +34,6 @@ from shardcore.mesh import ShardContext, Sizes, axis_name, host_group
 from shardcore.nn import VocabEmbedding
 from shardcore.nn.same_inputs import ALIKE, KIND, Brought, compare_inputs
 
-__all__ = ["compare_calls", "follow_seeds", "tell_of_lone_pickles"]
-
-
 _LOST = (
     "this MODEL was called on some of the ranks that share it, and these did not come: {ranks}. Look for an error on "
     "them, and call the model on all of its ranks alike, outside of any `if rank == 0`."

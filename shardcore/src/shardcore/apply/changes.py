@@ -15,8 +15,6 @@ from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan import ShardPlan
 from shardcore.plan.steps import ApplyContext, Commit, above
 
-__all__ = ["prepared"]
-
 
 def prepared(model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> list[Commit]:
     """Prepare everything that ``plan`` does to ``model``; called in their order, what is returned changes the model.

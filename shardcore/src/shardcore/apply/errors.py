@@ -29,9 +29,6 @@ from shardcore.errors import PartlyShardedError, ShardcoreError
 from shardcore.nn import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 
-__all__ = ["out_of_inference_mode", "refuse_broken", "tell_once", "together"]
-
-
 _FAILURE = "_shardcore_failure"  # on a model that is broken: why
 
 

@@ -18,8 +18,6 @@ from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.mesh import accelerator
 
-__all__ = ["device_index", "launch_from_torch", "start_process_group", "world_size"]
-
 
 def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
     """Start the default process group from torchrun's or srun's variables and seed the generators, at a script's start.

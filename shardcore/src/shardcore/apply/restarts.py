@@ -19,8 +19,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shardcore._env import TorchrunEnv
 from shardcore.errors import MissingRanksError
 
-__all__ = ["agreed_store", "store_of"]
-
 _LIMIT = 1800  # seconds; torch's own for starting a process group
 _PAUSES = 0.005, 0.5  # seconds between two looks into the store, at first and at most
 

@@ -12,8 +12,6 @@ from shardcore.errors import AlreadyShardedError, ConfigError, NotSupportedError
 from shardcore.mesh import context_of
 from shardcore.nn import ParallelMixin
 
-__all__ = ["check_model", "refuse_packed", "refuse_sharded"]
-
 
 def refuse_sharded(model: nn.Module) -> None:
     """Raise if ``model`` or a part of it was sharded before.

@@ -43,8 +43,6 @@ from shardcore.plan.steps import Commit
 from shardcore.plugins.registry import Registry, default_registry
 from shardcore.policy import Policy
 
-__all__ = ["ModelSharder"]
-
 
 class ModelSharder:
     """Shards one model by one policy, in place.

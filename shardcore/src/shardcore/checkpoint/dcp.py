@@ -35,8 +35,6 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import Block, copies_of, own_blocks
 from shardcore.errors import CheckpointError
 
-__all__ = ["Box", "Writer", "entries_of", "own_parts", "reads"]
-
 #: A box in a part that was saved.
 Box: TypeAlias = tuple[slice, ...]
 

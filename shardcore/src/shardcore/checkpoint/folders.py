@@ -23,23 +23,6 @@ from typing import Any
 
 from shardcore.errors import CheckpointError, ShardcoreWarning
 
-__all__ = [
-    "Claim",
-    "begin",
-    "check_index",
-    "checksum_of",
-    "complete",
-    "damaged",
-    "find",
-    "find_any",
-    "latest",
-    "prune",
-    "read_index",
-    "sync",
-    "telling",
-    "write_json",
-]
-
 INDEX = "shardcore.json"
 FORMAT = 1  # of the index; another one is not read
 

@@ -20,8 +20,6 @@ from shardcore.checkpoint.state import ModelState, restored, set_values
 from shardcore.errors import CheckpointError
 from shardcore.mesh import unwrapped
 
-__all__ = ["Loaded", "load_checkpoint"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:

@@ -18,8 +18,6 @@ from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import MissingRanksError, ShardcoreError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
 
-__all__ = ["RankGroup"]
-
 Value = TypeVar("Value")
 
 

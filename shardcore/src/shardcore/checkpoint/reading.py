@@ -29,8 +29,6 @@ from shardcore.checkpoint.folders import check_index, checksum_of, damaged, find
 from shardcore.checkpoint.values import decoded
 from shardcore.errors import CheckpointError
 
-__all__ = ["Checkpoint"]
-
 _DCP = "torch.distributed.checkpoint"
 
 # What describes tensors in ``.metadata``, besides dtypes.

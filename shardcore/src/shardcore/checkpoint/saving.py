@@ -25,8 +25,6 @@ from shardcore.checkpoint.snapshot import Snapshot, merged
 from shardcore.errors import CheckpointError, ConfigError
 from shardcore.mesh import unwrapped
 
-__all__ = ["Saves", "save_checkpoint", "wait_for_checkpoint"]
-
 _SAVES = "_shardcore_saves"  # on the model
 
 

@@ -25,8 +25,6 @@ from shardcore.errors import AgreementError, ConfigError
 from shardcore.mesh import DATA_AXES, axis_name, context_of, division_of
 from shardcore.nn.mixin import native_class
 
-__all__ = ["Snapshot", "generators_of", "merged", "replica_of", "set_generators"]
-
 
 def generators_of(model: nn.Module) -> dict[str, Any]:
     """Return the states of all generators, in the order of the devices instead of by name: other ranks have others."""

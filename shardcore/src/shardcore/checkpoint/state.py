@@ -20,8 +20,6 @@ from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
 from shardcore.mesh import division_of
 from shardcore.nn.optimizers import split_whole_state
 
-__all__ = ["ModelState", "optimizer_state", "restored", "set_values"]
-
 # Parts of names that wrappers of modules add.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 

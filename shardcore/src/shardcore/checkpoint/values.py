@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm.raw import as_bytes
 from shardcore.errors import CheckpointError
 
-__all__ = ["decoded", "encoded"]
-
 _LIMIT = 1 << 24  # bytes of one tensor; what is larger belongs into a model's or an optimizer's state
 
 

@@ -31,18 +31,6 @@ from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
 from shardcore.comm.gradients import ENTERS, LEAVES
 from shardcore.errors import NotSupportedError
 
-__all__ = [
-    "Channel",
-    "Pending",
-    "chunk_bounds",
-    "copy_to_tp",
-    "gather_from_tp",
-    "packed",
-    "reduce_from_tp",
-    "refuse_double_backward",
-    "split_to_tp",
-]
-
 
 def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()

@@ -18,8 +18,6 @@ from torch.autograd import Function
 from shardcore.comm.collectives import Channel, refuse_double_backward
 from shardcore.comm.gradients import PASSES
 
-__all__ = ["Dispatch", "combine", "dispatch", "plan_dispatch"]
-
 
 class Dispatch(NamedTuple):
     """Which rows travel where, in one direction and back.

@@ -21,22 +21,6 @@ from shardcore.comm.collectives import Channel, refuse_double_backward
 from shardcore.comm.gradients import Flow, GradPlacement, owned, traced_owned
 from shardcore.errors import WrapError
 
-__all__ = [
-    "all_reduce_bucket",
-    "as_dtensor",
-    "expect_dtensor",
-    "gathered_part",
-    "in_memory",
-    "is_packed",
-    "local_tensor",
-    "partial_spec",
-    "read_local",
-    "read_partial",
-    "spec_of",
-    "splits_on_tp",
-    "with_spec",
-]
-
 
 @overload
 def spec_of(parameter: DTensor) -> DTensorSpec: ...

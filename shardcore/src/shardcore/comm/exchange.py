@@ -30,8 +30,6 @@ from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_loc
 from shardcore.comm.gradients import SPLIT, Flow, GradPlacement
 from shardcore.comm.strided import Runs
 
-__all__ = ["Exchange", "Exchanged", "exchange_rows", "gather_rows", "misused"]
-
 
 class _Piece(NamedTuple):
     """Consecutive rows that a rank uses, of which one rank holds all."""

@@ -12,8 +12,6 @@ from torch.autograd import Function
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.gradients import LEAVES, Flow
 
-__all__ = ["share_gradient", "touch", "touch_elsewhere"]
-
 
 class _ShareGradient(Function):
     flow = LEAVES

@@ -19,8 +19,6 @@ from typing_extensions import override
 from shardcore._torch import funcol
 from shardcore.comm.collectives import Channel, Pending
 
-__all__ = ["Fp8Channel"]
-
 _SCALE = 4  # bytes in front of a part
 
 

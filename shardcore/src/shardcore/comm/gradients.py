@@ -20,20 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = [
-    "ELSEWHERE",
-    "ENTERS",
-    "ENTERS_SPLIT",
-    "LEAVES",
-    "LEAVES_SPLIT",
-    "PASSES",
-    "SPLIT",
-    "Flow",
-    "GradPlacement",
-    "owned",
-    "traced_owned",
-]
-
 
 class GradPlacement(enum.Enum):
     """Where a gradient is, over the ranks of ``tp``; after the types of torchtitan's ``spmd_types``.

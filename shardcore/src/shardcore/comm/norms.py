@@ -20,8 +20,6 @@ from torch.nn.utils import clip_grad
 
 from shardcore._private import CLIPPING, complaint, missing, require
 
-__all__ = ["install", "torch_lacks"]
-
 _INSTALLED = "_shardcore_several_meshes"
 
 Tensors: TypeAlias = Tensor | Iterable[Tensor]

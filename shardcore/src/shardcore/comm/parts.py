@@ -23,21 +23,6 @@ from shardcore.errors import ConfigError, NotSupportedError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-__all__ = [
-    "Block",
-    "Runs",
-    "blocks_of",
-    "check_parts",
-    "copies_of",
-    "laid_out",
-    "own_blocks",
-    "part_of",
-    "part_shape",
-    "place_of",
-    "segment_runs",
-    "several_runs",
-    "split_dim",
-]
 
 #: First and one-past-last index of each of several runs of rows.
 Runs = tuple[tuple[int, int], ...]

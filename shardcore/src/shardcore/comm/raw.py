@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes"]
-
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor of any shape as (bytes,), a view of the same memory.

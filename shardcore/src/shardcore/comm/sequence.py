@@ -20,18 +20,6 @@ from torch.autograd import Function
 from shardcore.comm.collectives import Channel, Pending, packed, refuse_double_backward
 from shardcore.comm.gradients import ENTERS, ENTERS_SPLIT, LEAVES, LEAVES_SPLIT
 
-__all__ = [
-    "Gathering",
-    "all_gather_tokens",
-    "enter_from_sequence",
-    "gather_sequence",
-    "leave_to_sequence",
-    "local_tokens",
-    "own_tokens",
-    "scatter_sequence",
-    "start_reduce_scatter",
-]
-
 
 def local_tokens(length: int, ranks: int) -> int:
     """Return L, the number of tokens that each rank holds, padding included."""

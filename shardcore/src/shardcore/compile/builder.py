@@ -19,8 +19,6 @@ from shardcore.plan.steps import PlanView, Step, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import dotted
 
-__all__ = ["Modules", "ParameterClaim", "PlanBuilder", "RuleScope"]
-
 #: Given a native class and the class that would replace it: the class to be used in its place, or None.
 Modules = Callable[[type[nn.Module], type[ParallelMixin]], type[ParallelMixin] | None]
 

@@ -16,9 +16,6 @@ from shardcore.plan import Stages
 from shardcore.plan.steps import RefuseCaptured, above
 from shardcore.policy import Policy
 
-__all__ = ["check_stages", "refuse_captured", "report_tensors"]
-
-
 _MISSING = object()
 
 

@@ -20,8 +20,6 @@ from shardcore.plan import Choice, ParameterPlan, PartPlan, ShardPlan, Stages
 from shardcore.plan.steps import ScopeRandomness, Step
 from shardcore.policy import Heads, Policy
 
-__all__ = ["compile_plan"]
-
 
 def compile_plan(
     policy: Policy | type[Policy] | Mapping[str, Any],

@@ -41,9 +41,6 @@ from shardcore.styles.layers import (
 from shardcore.styles.models import head
 from shardcore.styles.regions import region
 
-__all__ = ["DataPolicy", "policy_of"]
-
-
 #: Column linears by themselves; in no block one scores words.
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 #: What each word says of a module by itself; None for those that make regions.

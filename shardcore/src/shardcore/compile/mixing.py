@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardcore.nn.linear.alike import Product
 
-__all__ = ["LinearAt", "mixed", "read_by"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearAt:

@@ -15,8 +15,6 @@ from shardcore.policy import HeadCounts, Policy, Rule
 from shardcore.styles._finding import is_in
 from shardcore.styles.models import DelegateRule
 
-__all__ = ["Delegates", "Part", "PartFinder", "Rules", "joined_stages", "matches", "policy_at"]
-
 #: Returns the policy for a class of models, and the distribution and version that it comes from.
 Delegates = Callable[[type[nn.Module]], tuple[Policy, str]]
 

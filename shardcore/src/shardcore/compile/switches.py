@@ -20,8 +20,6 @@ from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Compile, FreezeForInference, Step
 from shardcore.policy import Policy
 
-__all__ = ["optimize"]
-
 #: The named blocks of each list.
 Blocks = dict[str, list[tuple[str, nn.Module]]]
 

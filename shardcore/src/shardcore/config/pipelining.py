@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shardcore.errors import ConfigError
 
-__all__ = ["PIPELINE_FIELDS", "SCHEDULE_NAMES", "SPLIT_SCHEDULES", "chunks_of"]
-
 #: The schedules; what each is in torch is in `shardcore.pipeline.schedules`.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 

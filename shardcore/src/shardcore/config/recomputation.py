@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from shardcore.errors import ConfigError
 
-__all__ = ["GradientCheckpointConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCheckpointConfig:

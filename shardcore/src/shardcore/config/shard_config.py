@@ -18,8 +18,6 @@ from shardcore.config.sizes import SIZES, check_experts, check_place, fill_in, s
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import ContextMode, PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
 
-__all__ = ["SHORT_NAMES", "ShardConfig", "Switch"]
-
 #: Short names of `shardcore.shard`, and the fields they stand for.
 SHORT_NAMES = {
     "tp": "tensor_parallel_size",

@@ -12,8 +12,6 @@ import shardcore
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import AXES, Sizes, axis_name
 
-__all__ = ["SIZES", "check_experts", "check_place", "fill_in", "sizes_of_place"]
-
 SIZES = (
     "tensor_parallel_size",
     "data_parallel_size",

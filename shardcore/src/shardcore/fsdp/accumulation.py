@@ -14,8 +14,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["Accumulation", "parameter_groups"]
-
 
 class Accumulation:
     """The micro-batches of one step of a model, to which FSDP2 may have been applied.

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from shardcore.errors import ConfigError, NotSupportedError, StaleOptimizerWarning
 from shardcore.nn.optimizers import STALE
 
-__all__ = ["check_optimizer", "held_elsewhere", "repoint", "tied_outside", "warn_of_stale_optimizers"]
-
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
     """Refuse an optimizer that cannot be re-pointed.

@@ -31,8 +31,6 @@ from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore.policy import Stages
 
-__all__ = ["Fsdp", "Wrap", "apply_data_parallel", "data_axes", "unwrappable"]
-
 
 def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> nn.Module:
     """Apply FSDP2 to every block and to the rest of ``model``, in place.

@@ -16,8 +16,6 @@ from shardcore.errors import AgreementError
 from shardcore.fsdp.accumulation import parameter_groups
 from shardcore.nn.fsdp_units import FSDPUnit
 
-__all__ = ["SameUnits"]
-
 _COMPARED = 2  # forwards of each unit, and backwards
 
 _TODO = (

@@ -18,8 +18,6 @@ from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.mesh import ShardContext
 from shardcore.nn.replicated import Replicated
 
-__all__ = ["on_replicas", "replicate_scalars"]
-
 
 def replicate_scalars(model: nn.Module, context: ShardContext, axes: Sequence[str]) -> set[nn.Parameter]:
     """Replicate the parameters of ``model`` without dims over the data axes, in place, and return them.

@@ -16,29 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardcore._torch import set_timeout
 from shardcore.comm.collectives import Channel
 
-__all__ = [
-    "AXES",
-    "DATA_AXES",
-    "Axis",
-    "Sizes",
-    "accelerator",
-    "axis_name",
-    "build_mesh",
-    "current_device",
-    "default_group",
-    "device_type_here",
-    "device_type_of",
-    "forget_shared",
-    "group_of",
-    "group_of_ranks",
-    "host_group",
-    "mesh_of_group",
-    "neighbours_on",
-    "replica_on",
-    "shared_groups",
-    "time_limit",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:

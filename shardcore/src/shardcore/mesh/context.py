@@ -31,24 +31,6 @@ from shardcore.mesh.axes import (
 )
 from shardcore.mesh.random_stream import RandomStream, mix
 
-__all__ = [
-    "ContextMode",
-    "Division",
-    "PartialGradients",
-    "ShardContext",
-    "as_context",
-    "context_of",
-    "division_of",
-    "is_alone",
-    "nearest_context",
-    "set_alone",
-    "set_context",
-    "set_division",
-    "set_part_of",
-    "unwrapped",
-]
-
-
 #: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.
 PartialGradients = Literal["in_backward", "deferred"]
 

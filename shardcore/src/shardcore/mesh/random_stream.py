@@ -14,8 +14,6 @@ from torch.distributed import ProcessGroup
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["RandomStream"]
-
 # Weyl constant of the 64-bit golden ratio: distinct ranks get seeds that share no low-order pattern.
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = 62

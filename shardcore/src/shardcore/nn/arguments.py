@@ -15,8 +15,6 @@ from shardcore.comm.collectives import copy_to_tp, split_to_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 
-__all__ = ["Argument", "EnteredArgument", "SlicedArgument"]
-
 
 class Argument(NamedTuple):
     """An argument of a module's ``forward``, which a call may give by name or by position."""

@@ -37,8 +37,6 @@ from shardcore.nn.mixin import native_class
 from shardcore.nn.region.flow import has_entered
 from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
-__all__ = ["Of", "SplitAttention", "output_options"]
-
 #: What is attended to: the queries' own states, other states for keys and values alike, or any three tensors.
 Of = Literal["self", "memory", "any"]
 

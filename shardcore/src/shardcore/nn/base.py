@@ -29,8 +29,6 @@ from shardcore.nn.mixin import (
 from shardcore.nn.process import watch_torch
 from shardcore.nn.sequence.shard import SequenceShard
 
-__all__ = ["NO_PICKLE", "LocalModule", "ParallelMixin", "ParallelModule", "ReplacedMethods", "with_methods"]
-
 #: What to do instead of pickling, for every object that refuses it.
 NO_PICKLE = (
     "a sharded model cannot be pickled: its parameters live on several ranks. Save it with "

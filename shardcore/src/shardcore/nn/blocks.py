@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from shardcore.nn.base import LocalModule
 from shardcore.nn.mixin import add_mixin, once
 
-__all__ = ["CompiledBlock", "FusedRMSNorm", "RecomputedBlock"]
-
 
 class FusedRMSNorm(LocalModule):
     """A root-mean-square norm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467) in one kernel.

@@ -17,8 +17,6 @@ from shardcore.nn.mixin import once
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import RngScope
 
-__all__ = ["MethodsAsCalls", "running"]
-
 
 class MethodsAsCalls(RngScope):
     """A module with methods that run it: as in its forward, with its random stream, local parameters and FSDP2.

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["VALUES", "meta_copy", "with_value"]
-
 
 def meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """Return a copy of ``model`` on the meta device, with the same ties.

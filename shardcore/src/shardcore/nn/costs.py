@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 from shardcore.nn.layout import Layout
 
-__all__ = ["Collective", "Site", "backward", "forward"]
-
 Pass = Literal["forward", "backward"]
 Operation = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 

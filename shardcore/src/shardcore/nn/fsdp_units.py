@@ -26,8 +26,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 
-__all__ = ["FSDPUnit", "Meet", "prepare_units", "require_known_fsdp", "unit_of"]
-
 _UNIT = "_shardcore_unit"
 
 #: Called before something may be sent for a unit, in its "forward" or "backward".

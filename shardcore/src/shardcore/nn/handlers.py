@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from shardcore._private import missing
 
-__all__ = ["Handler", "Undo", "handle", "natively"]
-
 #: Called with the operation, its arguments and its keyword arguments, in the place of torch's own dispatch.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -22,8 +22,6 @@ from shardcore.nn.linear.parallel import ColumnLinear, RowLinear
 from shardcore.nn.mixin import mixins
 from shardcore.nn.randomness import is_dropout
 
-__all__ = ["AROUND", "Intact"]
-
 #: On a module that was put around a parallel one by code that knows it: that one.
 AROUND = "_shard_around"
 

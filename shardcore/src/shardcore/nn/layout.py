@@ -18,20 +18,6 @@ from shardcore.comm.dtensor_params import spec_of, with_spec
 from shardcore.comm.strided import Runs, segment_runs, segmented
 from shardcore.mesh import Axis, ShardContext
 
-__all__ = [
-    "ExchangedLayout",
-    "ExpertsLayout",
-    "GroupShardedLayout",
-    "Layout",
-    "ReplicatedLayout",
-    "SegmentedLayout",
-    "ShardedLayout",
-    "Specs",
-    "are_parts",
-    "distribute",
-    "last_rank_is_empty",
-]
-
 
 def last_rank_is_empty(size: int, ranks: int) -> bool:
     """Tell whether cutting ``size`` into ``ranks`` parts leaves one without an element.

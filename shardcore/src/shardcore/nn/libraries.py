@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["answered_by", "ask", "library_of"]
-
 
 class _State:
     answer: Callable[[str, str], Any] = staticmethod(lambda library, what: None)

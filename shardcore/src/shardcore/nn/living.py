@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from shardcore._torch import FakeTensor
 from shardcore.comm.dtensor_params import in_memory, spec_of
 
-__all__ = ["add", "is_living", "lies_on_a_mesh", "owns"]
-
 #: By id: a module may be equal to others, and lack a hash.
 _MODELS: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 

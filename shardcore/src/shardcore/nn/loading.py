@@ -20,8 +20,6 @@ from shardcore.comm.parts import part_of, split_dim
 from shardcore.errors import WrapError
 from shardcore.mesh import division_of
 
-__all__ = ["take_full_tensors"]
-
 
 def take_full_tensors(model: nn.Module) -> None:
     """Let ``load_state_dict`` of ``model`` and all its modules accept full tensors for DTensor parameters."""

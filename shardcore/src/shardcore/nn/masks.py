@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["additive", "of_keys", "of_queries"]
-
 
 def of_queries(mask: Tensor, scores: tuple[int, int, int, int]) -> Tensor:
     """Return a mask (L, S) as (1, 1, L, S), one (B * H, L, S) as (B, H, L, S).

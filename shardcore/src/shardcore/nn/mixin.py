@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["add_mixin", "is_generated", "mixins", "name_in_tracebacks", "native_class", "once", "sharded_class"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # In the namespace of a generated class: what it was generated from.

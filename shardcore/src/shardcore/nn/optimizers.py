@@ -31,17 +31,6 @@ from shardcore.nn.handlers import Undo
 from shardcore.nn.libraries import ask, library_of
 from shardcore.nn.living import owns
 
-__all__ = [
-    "STALE",
-    "find_inf_on_all_ranks",
-    "looks_at_wholes",
-    "prepare_steps",
-    "refuse_stale",
-    "split_whole_state",
-    "what_to_use",
-]
-
-
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
 #: By library and class, or for its other classes: what of `shardcore.optimizers` to use. Rprop treats every element by

@@ -16,8 +16,6 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.sequence.shard import SequenceShard
 
-__all__ = ["CAPTURED", "OutputGatherer", "RefusesCaptured", "ReturnDict", "StageAttentions"]
-
 #: What a model may capture from its layers -> how the ranks hold it, and the argument of the rule that gathers it.
 CAPTURED = {
     "attentions": ("each rank has the attention weights of its own heads", 'attentions="heads"'),

@@ -19,8 +19,6 @@ from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import Layout, ReplicatedLayout
 from shardcore.nn.linear.members import take_rows
 
-__all__ = ["NormOverHeads"]
-
 
 class NormOverHeads(ParallelMixin):
     """A root-mean-square norm over queries or keys before they are viewed as heads (OLMo 2).

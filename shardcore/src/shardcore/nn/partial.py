@@ -16,8 +16,6 @@ from shardcore.comm.dtensor_params import all_reduce_bucket, local_tensor, spec_
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import ShardContext, context_of, is_alone, unwrapped
 
-__all__ = ["reduce_partial_gradients", "require_sums"]
-
 
 def reduce_partial_gradients(model: nn.Module) -> None:
     """Sum the gradients that are still partial over the tensor-parallel ranks, in one bucket for each dtype.

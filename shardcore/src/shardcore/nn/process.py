@@ -32,9 +32,6 @@ from shardcore.nn.living import lies_on_a_mesh, owns
 from shardcore.nn.optimizers import find_inf_on_all_ranks, prepare_steps
 from shardcore.nn.slices import refuse_lost_writes
 
-__all__ = ["Change", "refuse_draws_on_cpu", "refuse_dropped_data", "warn_of_partial_numbers", "watch_torch"]
-
-
 _WORDS = (
     "this is the number of one rank's part: .item(), float(), int() and bool() of a DTensor that is partial do not add "
     "up the ranks'. tensor.full_tensor().item() is the number of the whole tensor, shardcore.grad_norm(model).item() "

@@ -18,9 +18,6 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.base import ParallelMixin, with_methods
 from shardcore.nn.mixin import native_class, once
 
-__all__ = ["DropoutSites", "SharedNumpy", "SharedRandom", "is_dropout"]
-
-
 # Functions and methods of torch that draw numbers.
 # fmt: off
 _RANDOM = frozenset({

@@ -21,8 +21,6 @@ from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout
 from shardcore.nn.linear.members import Reading, take_rows
 from shardcore.nn.sequence.shard import SequenceShard
 
-__all__ = ["HeadParameters", "Replicated"]
-
 
 class Replicated(ParallelMixin):
     """A native module that runs its own forward while its parameters are DTensors.

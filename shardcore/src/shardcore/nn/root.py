@@ -24,8 +24,6 @@ from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.region.flow import Graph
 from shardcore.nn.region.gradients import problems, wrong_gradients
 
-__all__ = ["GradientChecked", "RngScope", "ShardedModel", "check_gradients"]
-
 
 class RngScope(ParallelMixin):
     """A module whose outermost call runs on the model's random stream; the user's generators are always restored.

@@ -24,8 +24,6 @@ from shardcore.mesh.random_stream import TWO_THREADS
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 
-__all__ = ["ALIKE", "KIND", "Brought", "Check", "Meet", "SameInputs", "compare_inputs"]
-
 #: What tells values from others: a checksum of those that are equal bit by bit; the sum and the norm of what each rank
 #: has computed by itself, and how far they may be apart, relative to the norm; "" where values are not compared.
 Check: TypeAlias = str | list[float]

@@ -21,8 +21,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.nn.handlers import Undo, handle, natively
 from shardcore.nn.living import owns
 
-__all__ = ["refuse_lost_writes"]
-
 _aten = torch.ops.aten
 
 #: The views for which torch gathers; no step of a training makes them of a DTensor.

@@ -29,8 +29,6 @@ from shardcore.pipeline.torch_stage import SafeStage, StageModule
 from shardcore.pipeline.tracing import StageTracer
 from shardcore.plan.cut import Cut
 
-__all__ = ["Batch", "Pipeline", "pipeline_of", "set_pipeline"]
-
 #: The arguments of a call by name; or what gives them, so that what fails there fails on all ranks.
 Batch: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 

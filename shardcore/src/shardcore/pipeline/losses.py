@@ -24,19 +24,6 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError
 from shardcore.pipeline.microbatches import IGNORED, rows_of
 
-__all__ = [
-    "Loss",
-    "LossCall",
-    "LossCalls",
-    "Reduction",
-    "Weight",
-    "named",
-    "own_loss",
-    "reductions_of",
-    "shares_of",
-    "wide",
-]
-
 #: Returns the loss of a model's output and the arguments of its call.
 Loss: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor]
 

@@ -15,8 +15,6 @@ from shardcore.nn.libraries import ask
 from shardcore.nn.loss.logits import VocabParallelLogits
 from shardcore.pipeline.losses import Reduction
 
-__all__ = ["PROBE", "Boundary", "StageMetadata", "TensorMeta", "answered", "captured", "described", "filled"]
-
 #: NaN stands for a value that another stage computes, wherever the forward asks for it: whatever it reaches shows it.
 PROBE = math.nan
 

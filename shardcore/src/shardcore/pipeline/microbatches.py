@@ -12,17 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardcore.agree.fingerprint import checksum
 from shardcore.errors import ConfigError
 
-__all__ = [
-    "IGNORED",
-    "contents_of",
-    "lacks_labels",
-    "micro_batches",
-    "rows_of",
-    "rows_of_each",
-    "shapes_of",
-    "with_labels",
-]
-
 #: The label that does not count.
 IGNORED = -100
 

@@ -21,8 +21,6 @@ from shardcore.plan import ShardPlan
 from shardcore.plan.cut import Cut
 from shardcore.plan.shard_plan import ModelPhase
 
-__all__ = ["PipelinedModel", "Pipelining", "Stepping"]
-
 
 class PipelinedModel(ParallelMixin):
     """A model of which each rank has some stages.

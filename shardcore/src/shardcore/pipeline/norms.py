@@ -15,8 +15,6 @@ from shardcore.errors import ConfigError
 from shardcore.mesh import context_of, group_of, unwrapped
 from shardcore.pipeline.engine import pipeline_of
 
-__all__ = ["clip_grads", "grad_norm"]
-
 
 @torch.no_grad()
 def grad_norm(model: nn.Module) -> Tensor:

@@ -16,8 +16,6 @@ from shardcore.errors import NotSupportedError
 from shardcore.pipeline.metadata import PROBE, Boundary, answered, captured
 from shardcore.plan.cut import Cut
 
-__all__ = ["HELD", "VARIED", "BoundaryReached", "Passing", "Varied", "is_probe", "other"]
-
 #: What parts return that a stage holds: any number but NaN, and none that norms divide by zero for.
 HELD = 0.5
 

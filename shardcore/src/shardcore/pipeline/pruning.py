@@ -14,8 +14,6 @@ from shardcore.nn.mixin import once
 from shardcore.pipeline.metadata import PROBE
 from shardcore.plan.cut import Cut
 
-__all__ = ["CallHandler", "Intercepted", "PrunedTensors", "intercept", "parts_of", "prune", "tensors_below"]
-
 
 class CallHandler(Protocol):
     """Is asked for every call of the intercepted parts of a model while a forward runs."""

@@ -17,8 +17,6 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.mesh import ShardContext, axis_name, group_of
 from shardcore.pipeline.metadata import TensorMeta
 
-__all__ = ["PipelineRanks"]
-
 
 class PipelineRanks:
     """This rank's place on the axis ``pp``, and the ranks around it. Every rank of the mesh makes one.

@@ -17,8 +17,6 @@ from torch.distributed import ProcessGroup, pipelining
 from shardcore.pipeline.metadata import Boundary
 from shardcore.pipeline.stage import Stage
 
-__all__ = ["SCHEDULES", "Schedule", "forward_only"]
-
 #: Runs a stage for the micro-batch of a number and what arrived; returns what leaves it.
 RunStage: TypeAlias = Callable[[Stage, int, list[Tensor]], tuple[Tensor, ...]]
 

@@ -15,8 +15,6 @@ from torch.distributed import ProcessGroup
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.plan.cut import Cut
 
-__all__ = ["SharedParameters"]
-
 
 @dataclass(frozen=True, slots=True)
 class SharedParameters:

@@ -15,8 +15,6 @@ from shardcore.pipeline.passing import BoundaryReached
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune, tensors_below
 from shardcore.plan.cut import Cut
 
-__all__ = ["PrunedModel", "Stage"]
-
 # On a tensor that stands for one of another stage: what arrived from there. A block that is recomputed in the backward
 # is called with the same tensors again, when the stage may be at other arguments.
 _ARRIVED = "_pipeline_arrived"

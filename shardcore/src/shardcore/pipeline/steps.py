@@ -11,8 +11,6 @@ from torch import Tensor
 from shardcore.pipeline.losses import Loss
 from shardcore.pipeline.metadata import StageMetadata
 
-__all__ = ["Microbatch", "MicrobatchGroup", "PipelineStep", "groups_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicrobatchGroup:

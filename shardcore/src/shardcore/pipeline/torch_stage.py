@@ -16,8 +16,6 @@ from torch.distributed.pipelining import PipelineStage
 from shardcore.comm.gradients import ELSEWHERE
 from shardcore.pipeline.metadata import TensorMeta
 
-__all__ = ["SafeStage", "StageModule", "add_gradients"]
-
 # Parameters, by what accumulates their gradients; and the nodes at which they meet what arrived, with the gradients
 # that the first half of a backward had there.
 _Group: TypeAlias = tuple[set[Node], dict[Node, tuple[Tensor | None, ...]]]

@@ -31,8 +31,6 @@ from shardcore.pipeline.passing import HELD, VARIED, BoundaryReached, Passing, V
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune
 from shardcore.plan.cut import Cut
 
-__all__ = ["GROUPED", "StageTracer", "grouped"]
-
 _KEPT = 64  # what is known of calls of other shapes: some bytes each
 
 

@@ -13,8 +13,6 @@ from shardcore.config.pipelining import chunks_of
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plan.stages import Stages
 
-__all__ = ["Cut", "balanced", "shares"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Choice", "to_data"]
-
 
 def to_data(value: Any) -> Any:
     """Return ``value`` as JSON data that is the same in every process.

@@ -30,8 +30,6 @@ from shardcore.plan.digest import Choice, to_data
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps import Step, above
 
-__all__ = ["ModelPhase", "ParameterPlan", "PartPlan", "ShardPlan", "heading", "modules", "names_together"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlan:

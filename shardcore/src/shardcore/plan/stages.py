@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["Stages"]
-
 Names = tuple[str, ...] | str
 
 

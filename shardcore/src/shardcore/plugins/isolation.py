@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from shardcore.errors import PackError
 
-__all__ = ["attempt", "in_full", "in_one_line"]
-
 Result = TypeVar("Result")
 
 

@@ -21,8 +21,6 @@ from shardcore.errors import PackError
 from shardcore.hooks import API_VERSION, ParallelModuleSpec, PolicySpec, is_reference
 from shardcore.plugins.isolation import attempt, in_one_line
 
-__all__ = ["GROUP", "Pack", "as_text", "complaint", "load_packs"]
-
 #: The entry-point group in which packs announce themselves.
 GROUP = "shardcore.packs"
 

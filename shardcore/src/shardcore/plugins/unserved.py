@@ -20,8 +20,6 @@ from shardcore.plugins.isolation import in_one_line
 from shardcore.plugins.loading import Pack
 from shardcore.plugins.versions import installed
 
-__all__ = ["families", "first_party", "folders_of", "for_a_shell", "full_name", "installing", "unserved"]
-
 _IN_PYTHON = "  way out in Python: "
 
 #: The distribution that has the index of this project's packs, if it is installed.

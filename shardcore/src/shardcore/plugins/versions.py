@@ -9,8 +9,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-__all__ = ["Tested", "installed", "is_met", "tested"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tested:

@@ -10,18 +10,6 @@ from torch import nn
 
 from shardcore.policy import HeadCounts, Heads, Scope
 
-__all__ = [
-    "argument_of",
-    "dotted",
-    "heads_of",
-    "is_in",
-    "is_parameter",
-    "names_of",
-    "number_of",
-    "submodule",
-    "written",
-]
-
 
 def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
     """Return name and position of an argument of ``module.forward`` (the first by default), or None."""

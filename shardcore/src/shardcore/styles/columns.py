@@ -21,8 +21,6 @@ from shardcore.nn.linear.alike import Product
 from shardcore.policy import HeadCounts
 from shardcore.styles._finding import written
 
-__all__ = ["Column", "Fused", "FusedHeads", "Order", "RegionSizes", "Role", "row_target", "segments"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSizes:

@@ -11,8 +11,6 @@ from typing_extensions import override
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import number_of, written
 
-__all__ = ["layer_drop", "refuse", "when_divisible"]
-
 
 def when_divisible(size: str, rule: Rule, *, otherwise: Rule) -> Rule:
     """Use ``rule`` where the ranks divide a size of the module, and ``otherwise`` where they do not.

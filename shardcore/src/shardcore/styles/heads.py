@@ -16,8 +16,6 @@ from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, written
 from shardcore.styles.columns import Order, Role
 
-__all__ = ["attention", "bias_net", "norm_over_heads", "slice_arg"]
-
 
 def norm_over_heads(*names: str, rms: str, of: Role = "query", optional: bool = False) -> Rule:
     """Root-mean-square norms over the features of all heads at once, inside of a region (OLMo 2).

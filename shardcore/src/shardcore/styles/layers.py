@@ -28,23 +28,6 @@ from shardcore.plan.steps import ByRank, FuseNorm, SetAttribute, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import is_parameter, submodule, written
 
-__all__ = [
-    "SwapRule",
-    "attribute",
-    "col",
-    "local_groups",
-    "local_heads",
-    "local_kv_heads",
-    "norm",
-    "partial",
-    "per_rank",
-    "replicate",
-    "row",
-    "shared_numpy",
-    "shared_rng",
-    "vocab",
-]
-
 
 def vocab(*names: str, optional: bool = False) -> Rule:
     """Split embeddings over the vocabulary, the rows of their weights."""

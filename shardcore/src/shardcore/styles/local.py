@@ -14,8 +14,6 @@ from shardcore.plan.steps import SetAttribute
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import is_parameter, number_of, written
 
-__all__ = ["by_heads"]
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS)
 _CONVOLUTIONS = (

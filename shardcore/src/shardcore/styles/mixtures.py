@@ -16,8 +16,6 @@ from shardcore.plan.steps import EnterExperts, SyncRouting
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, names_of, written
 
-__all__ = ["experts"]
-
 #: What experts begin with, and how many features of it make one of those that they go on with.
 UP = {"gate_up_proj": 2, "up_proj": 1}
 DOWN = "down_proj"

@@ -25,8 +25,6 @@ from shardcore.plan.steps import (
 from shardcore.policy import Policy, Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, is_parameter, names_of, written
 
-__all__ = ["DelegateRule", "calls", "delegate", "head", "loss", "outputs", "stage_attentions"]
-
 
 def outputs(
     *,

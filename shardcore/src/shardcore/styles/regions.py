@@ -19,9 +19,6 @@ from shardcore.policy import HeadCounts, Heads, Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, names_of, submodule, written
 from shardcore.styles.columns import Column, Fused, FusedHeads, RegionSizes, row_target
 
-__all__ = ["enter_arg", "region"]
-
-
 #: A column linear by its name, or one that computes several projections.
 Columns = str | Column
 

@@ -13,8 +13,6 @@ from shardcore.plan.steps import DivideTokens, ShardSequence
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, written
 
-__all__ = ["sequence"]
-
 
 def sequence(
     *, scatter: str, gather: str, stack: str = "", attention: tuple[str, ...] | str = (), optional: bool = False

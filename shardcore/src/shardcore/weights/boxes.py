@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardcore.weights.recipes import Box, Call, Constant, Hole, Mutated, Recipe, Result, Source, evaluate, slices
 
-__all__ = ["Reader"]
-
 _aten: Any = torch.ops.aten
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from shardcore.errors import ConfigError
 from shardcore.weights.recipes import Box, Source, slices
 
-__all__ = ["Files", "Stored", "indexed"]
-
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 

@@ -16,8 +16,6 @@ from shardcore.comm.raw import as_bytes
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import device_type_of, nearest_context
 
-__all__ = ["Transport", "full_tensors"]
-
 
 class Transport:
     """Brings tensors to the writer, part by part.

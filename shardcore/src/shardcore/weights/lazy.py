@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardcore.weights.recipes import Blank, Call, Constant, Hole, Mutated, Recipe, Result, View, evaluate
 
-__all__ = ["LazyTensor", "Seeds", "recording"]
-
 _aten: Any = torch.ops.aten
 
 #: Functions after which nothing is left of what was in the tensor before.

@@ -17,8 +17,6 @@ from shardcore.weights.boxes import Reader
 from shardcore.weights.lazy import LazyTensor
 from shardcore.weights.recipes import Box, Constant, Recipe, whole_box
 
-__all__ = ["materialize", "part_bytes", "to_meta"]
-
 #: What a tensor without values may be found in, and such a tensor itself.
 _HOLDERS = frozenset({LazyTensor, dict, list, tuple})
 

@@ -19,22 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-__all__ = [
-    "Blank",
-    "Box",
-    "Call",
-    "Constant",
-    "Hole",
-    "Mutated",
-    "Recipe",
-    "Result",
-    "Source",
-    "View",
-    "evaluate",
-    "slices",
-    "whole_box",
-]
-
 #: A part of a tensor: (start, stop) along every dim.
 Box = tuple[tuple[int, int], ...]
 

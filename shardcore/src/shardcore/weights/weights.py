@@ -24,8 +24,6 @@ from shardcore.weights.files import Files
 from shardcore.weights.materialize import materialize, part_bytes
 from shardcore.weights.recipes import Recipe
 
-__all__ = ["Materializing", "Place", "Weights"]
-
 #: Where files are: one of them, several, or their folder.
 Place: TypeAlias = str | Path | Sequence[str | Path]
 

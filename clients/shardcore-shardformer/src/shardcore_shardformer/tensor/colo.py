@@ -25,8 +25,6 @@ from shardcore_shardformer.tensor.specs import (
     placement_of,
 )
 
-__all__ = ["ColoParameter", "ColoTensor"]
-
 #: Properties that are operations; the others are the part's.
 _COMPUTED = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 #: What a part answers by itself.

@@ -14,16 +14,6 @@ from torch.distributed.tensor import Replicate, Shard
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh import device_type_of
 
-__all__ = [
-    "ColoTensorSpec",
-    "ComputePattern",
-    "ComputeSpec",
-    "ProcessGroup",
-    "ReplicaSpec",
-    "ShardSpec",
-    "placement_of",
-]
-
 
 class ProcessGroup:
     """All ranks as ``dp_degree`` groups, beside each other, of ``tp_degree`` neighbours that divide tensors.

@@ -13,8 +13,6 @@ from shardcore.apply.launch import launch_from_torch
 from shardcore.errors import ConfigError
 from shardcore.mesh import device_type_of
 
-__all__ = ["free_port", "launch", "print_rank_0"]
-
 
 def launch(
     config: Mapping[str, Any] | None = None,

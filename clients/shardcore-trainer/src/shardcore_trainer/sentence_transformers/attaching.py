@@ -6,8 +6,6 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 
-__all__ = ["attached_to"]
-
 #: What each kind of pipeline does; its trainer has its name.
 _DOES = {
     "CrossEncoder": "predicts",

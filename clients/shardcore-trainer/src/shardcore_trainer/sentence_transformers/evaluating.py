@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from shardcore_trainer._replicas import Replicas
 
-__all__ = ["in_one_order"]
-
 
 @contextlib.contextmanager
 def in_one_order(model: nn.Module, replicas: Replicas) -> Iterator[None]:

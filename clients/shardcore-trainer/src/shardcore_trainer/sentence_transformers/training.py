@@ -16,8 +16,6 @@ from shardcore.errors import NotSupportedError, ShardcoreError
 from shardcore_trainer._replicas import Replicas
 from shardcore_trainer.sentence_transformers.evaluating import in_one_order
 
-__all__ = ["Embedding", "trains_embeddings"]
-
 #: What the card of a model computes by, and may be another on each rank.
 _SHOWN = ("generate_widget_examples", "ir_model", "usage_examples")
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from shardcore_planner import Estimate
 from shardcore_planner.search import Found
 
-__all__ = ["advice"]
-
 
 def advice(found: Sequence[Found], more: str) -> str:
     """Return, as a list in words, what was not asked for and takes from the peaks of these meshes.

@@ -9,8 +9,6 @@ from shardcore_cli.tables import in_words
 from shardcore_planner import KINDS
 from shardcore_planner.cli.colours import KINDS_OF_MEMORY, STYLE
 
-__all__ = ["Bar", "picture"]
-
 #: What a bar is called, and its bytes by kind.
 Bar = tuple[str, dict[str, int]]
 

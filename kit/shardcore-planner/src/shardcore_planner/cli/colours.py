@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KINDS_OF_MEMORY", "KINDS_OF_WORK", "STYLE"]
-
 #: Of `shardcore_planner.KINDS`, in their order.
 KINDS_OF_MEMORY = ("#2f6fa8", "#67b0de", "#8fcbbd", "#c9a0dc", "#f4a259")
 

@@ -8,8 +8,6 @@ from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import names_together
 from shardcore_planner.memory import local_shape
 
-__all__ = ["Cutting", "cuttings", "shape_in_words"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutting:

@@ -9,8 +9,6 @@ from shardcore.mesh import Sizes
 from shardcore_planner import Slot
 from shardcore_planner.cli.colours import KINDS_OF_WORK
 
-__all__ = ["cut", "mesh", "schedule", "size_of"]
-
 _CELL, _GAP, _TITLE = 46, 6, 24
 _MOST = 8  # ranks of an axis that are drawn; of more, the first and the last ones
 

@@ -27,8 +27,6 @@ from shardcore_planner.preparing import planned
 from shardcore_planner.stages import parameter_bytes_by_stage
 from shardcore_transformers.models import meta_model
 
-__all__ = ["Explained", "difference", "explain", "in_short", "parse_settings", "read_plan", "show"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:

@@ -18,8 +18,6 @@ from shardcore_planner.cli.plan import bars_of, headline, mesh_in_words
 from shardcore_planner.cli.sheet import sheet
 from shardcore_planner.search import Found
 
-__all__ = ["of_a_plan", "of_estimates", "picture_of_a_plan"]
-
 _STYLE = f"""{STYLE}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0 auto; padding: 24px 16px 48px; max-width: 1000px; background: var(--back); color: var(--ink);

@@ -10,8 +10,6 @@ from shardcore.plan.shard_plan import names_together
 from shardcore_cli.tables import in_words, show_table
 from shardcore_planner import PipelineEstimate, RankEstimate, StagePart, Traffic
 
-__all__ = ["pipeline_to_json", "show_pipeline", "show_stages", "stages_to_json", "traffic_to_json"]
-
 
 def stages_to_json(parts: Sequence[StagePart]) -> list[dict[str, Any]]:
     """Return the stages as JSON data."""

@@ -30,22 +30,6 @@ from shardcore_planner.search import Found, cost, ordered
 from shardcore_planner.search import search as meshes_of
 from shardcore_transformers.models import meta_model
 
-__all__ = [
-    "alone",
-    "answer",
-    "bars_of",
-    "bytes_of",
-    "compiled",
-    "configuration",
-    "drafted",
-    "drawing",
-    "fits",
-    "headline",
-    "mesh_in_words",
-    "plan",
-    "search",
-]
-
 _UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 _NAMES = {"temporaries": "temporaries of the optimizer"}

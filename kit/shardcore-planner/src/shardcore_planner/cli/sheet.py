@@ -10,8 +10,6 @@ from shardcore_planner.cli.colours import STYLE
 from shardcore_planner.cli.cuts import Cutting, cuttings, shape_in_words
 from shardcore_planner.cli.drawings import cut, mesh, size_of
 
-__all__ = ["sheet"]
-
 _EDGE, _HEAD, _ROW = 16, 44, 46  # pixels: around everything, for a heading, for a row of the cuts
 _CUTS = "Cuts over tp {}: coloured is what the first rank holds"
 _SIGN = 8.2  # pixels of a sign, at most on the average

@@ -20,8 +20,6 @@ from shardcore_planner import Collective, Estimate, Workload, estimate
 from shardcore_planner.calls import call_of
 from shardcore_planner.memory import bytes_on
 
-__all__ = ["Share", "batch_of", "shares", "step_of", "summary", "tell_quantized"]
-
 
 def tell_quantized(model: nn.Module) -> nn.Module:
     """Return ``model``; say first that weights which its configuration quantizes are counted as if it did not."""

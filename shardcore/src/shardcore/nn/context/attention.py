@@ -29,8 +29,6 @@ from shardcore.comm.gradients import PASSES
 from shardcore.nn.context.blocks import Block, TokenMask, attend_block, attend_block_backward, merge, no_output
 from shardcore.nn.context.places import Places, Spans, cut, total
 
-__all__ = ["Groups", "Inner", "attend"]
-
 #: A library's attention of some queries to all keys: (B, H, Lq, D), (B, H, S, D), (B, H, S, E) and what they see, a
 #: mask (B or 1, H or 1, Lq, S); returns (B, Lq, H, E).
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

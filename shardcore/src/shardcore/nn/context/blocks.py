@@ -12,8 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "TokenMask", "attend_block", "attend_block_backward", "merge", "no_output"]
-
 #: Consecutive tokens of a call: (first, one past the last).
 Span = tuple[int, int]
 

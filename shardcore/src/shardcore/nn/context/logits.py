@@ -24,8 +24,6 @@ from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.loss.cross_entropy import Change, Vocabulary
 from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
 
-__all__ = ["ContextHead", "DividedLogits"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

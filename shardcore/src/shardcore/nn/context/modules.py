@@ -24,8 +24,6 @@ from shardcore.nn.context.places import Places
 from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.randomness import DropoutSites
 
-__all__ = ["ContextBlock", "ContextEnd", "ContextModel", "ContextStack"]
-
 # Carries the places from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_places"
 

@@ -19,8 +19,6 @@ from torch.autograd import Function
 from shardcore.comm.collectives import Channel, refuse_double_backward
 from shardcore.comm.gradients import PASSES
 
-__all__ = ["Places", "Spans", "cut", "gather_tokens", "sum_of_ranks", "tokens_of", "total"]
-
 #: Consecutive tokens, (first, one past the last), one piece after the other.
 Spans = tuple[tuple[int, int], ...]
 

@@ -15,8 +15,6 @@ from shardcore.nn.context.attention import Groups
 from shardcore.nn.context.places import Places, gather_tokens, tokens_of, total
 from shardcore.nn.libraries import ask
 
-__all__ = ["ContextShard", "DividedAttention", "divided_attention", "set_shard", "shard_of"]
-
 _SHARD = "_shardcore_context_shard"
 
 

@@ -33,8 +33,6 @@ from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.sequence.shard import SequenceShard, enter_region, leave_region
 
-__all__ = ["ExpertsBlock", "ListedExpert", "ListedExperts", "RouterLogits"]
-
 
 class ExpertsBlock(ParallelMixin):
     """A module that routes tokens to experts, of which each rank has slices.

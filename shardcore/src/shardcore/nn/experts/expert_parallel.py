@@ -27,8 +27,6 @@ from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.tensor_parallel import Cut, ExpertTensorParallel
 from shardcore.nn.layout import ExpertsLayout, Layout, last_rank_is_empty
 
-__all__ = ["ExpertParallel"]
-
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 _COUNT = "num_experts"
 

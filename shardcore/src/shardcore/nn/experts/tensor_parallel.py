@@ -16,8 +16,6 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.layout import Layout, SegmentedLayout, ShardedLayout, last_rank_is_empty
 from shardcore.nn.replicated import HeadParameters
 
-__all__ = ["Cut", "ExpertTensorParallel"]
-
 
 class Cut(NamedTuple):
     """How one parameter is split.

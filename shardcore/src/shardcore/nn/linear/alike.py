@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Product", "lookup_problem", "product_of"]
-
 _LEADING = ((2,), (2, 3), (1, 2, 2))  # the dims of an input before its features
 
 

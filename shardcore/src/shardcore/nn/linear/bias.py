@@ -12,8 +12,6 @@ from shardcore.mesh import ShardContext
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.linear.parallel import ColumnLinear
 
-__all__ = ["BiasLinear"]
-
 
 class BiasLinear(ColumnLinear):
     """A column linear inside of a region whose input did not enter it: weight (out/tp, in).

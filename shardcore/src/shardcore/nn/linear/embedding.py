@@ -18,8 +18,6 @@ from shardcore.nn.layout import Layout, ShardedLayout, last_rank_is_empty
 from shardcore.nn.linear.alike import lookup_problem
 from shardcore.nn.linear.functional import can_look_at
 
-__all__ = ["VocabEmbedding"]
-
 
 class VocabEmbedding(ParallelMixin, nn.Embedding):
     """An embedding whose rows are split: weight (V/tp, H), the last part smaller if V does not divide.

@@ -15,19 +15,6 @@ from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_local, spec_of, with_spec
 from shardcore.comm.gradients import PASSES
 
-__all__ = [
-    "as_out_in",
-    "autocast",
-    "bias_gradient",
-    "can_look_at",
-    "cast",
-    "flat",
-    "local_linear",
-    "multiply",
-    "product",
-    "weight_gradient",
-]
-
 
 def as_out_in(weight: Tensor, transposed: bool) -> Tensor:
     """Return a weight as (out, in), without a copy."""

@@ -17,8 +17,6 @@ from shardcore.nn.layout import Layout, ReplicatedLayout, SegmentedLayout, last_
 from shardcore.nn.linear.members import ParallelLinear
 from shardcore.nn.linear.parallel import ColumnLinear
 
-__all__ = ["FusedColumnLinear"]
-
 
 class FusedColumnLinear(ColumnLinear):
     """A linear whose output features are n equal segments, [q|k|v], of which each is split.

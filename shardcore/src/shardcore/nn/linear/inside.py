@@ -15,8 +15,6 @@ from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.linear.parallel import RowLinear
 from shardcore.nn.sequence.shard import SequenceShard
 
-__all__ = ["InnerRowLinear"]
-
 
 class InnerRowLinear(RowLinear):
     """A linear inside of a region whose input features are split, and whose output each rank's channels read again.

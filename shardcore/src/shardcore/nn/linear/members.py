@@ -27,8 +27,6 @@ from shardcore.nn.layout import ExchangedLayout, GroupShardedLayout, ReplicatedL
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.nn.mixin import native_class
 
-__all__ = ["Member", "ParallelLinear", "Reading", "read_together", "shared_parameters", "take_rows"]
-
 
 class ParallelLinear(ParallelMixin):
     """What column and row linears have in common: the native module is a `torch.nn.Linear`, or computes what one does.

@@ -29,8 +29,6 @@ from shardcore.nn.region.inner import SoleRegion
 from shardcore.nn.region.region import OPEN, MemberLinear, Region, require_entered
 from shardcore.nn.sequence.shard import SequenceShard, leave_region
 
-__all__ = ["ColumnLinear", "RowLinear"]
-
 # Key under which column linears that enter by themselves fork the random stream, and row linears join it.
 _OWN_FORK = "linears"
 

@@ -25,8 +25,6 @@ from shardcore.comm.gradients import LEAVES
 from shardcore.mesh import ShardContext
 from shardcore.nn.linear.functional import autocast
 
-__all__ = ["Change", "Vocabulary", "chunked_cross_entropy", "split_cross_entropy"]
-
 #: A function of logits that treats each by itself.
 Change = Callable[[Tensor], Tensor]
 

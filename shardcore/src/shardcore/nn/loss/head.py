@@ -19,8 +19,6 @@ from shardcore.nn.loss.cross_entropy import Vocabulary
 from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
 from shardcore.nn.outputs import ReturnDict
 
-__all__ = ["LossFromOutputs", "VocabHead"]
-
 
 class VocabHead(ColumnLinear):
     """A `ColumnLinear` over the vocabulary whose output is gathered, except where the model keeps its logits split.

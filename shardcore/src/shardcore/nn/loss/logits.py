@@ -28,8 +28,6 @@ from shardcore.nn.linear.functional import can_look_at, flat
 from shardcore.nn.linear.parallel import ColumnLinear
 from shardcore.nn.loss.cross_entropy import Change, Vocabulary, chunked_cross_entropy, split_cross_entropy
 
-__all__ = ["LazyLogits", "VocabParallelLogits", "VocabParallelLossModel"]
-
 _ELSE = (
     "the logits are split over the vocabulary (parallel_output=True), and {what} is not computed on parts of them. "
     "Compute the loss with torch.nn.functional.cross_entropy, take model(...).logits.full_tensor() afterwards, or "

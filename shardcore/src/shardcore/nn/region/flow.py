@@ -21,8 +21,6 @@ from torch import Tensor
 
 from shardcore.comm.gradients import ELSEWHERE, PASSES, Flow, GradPlacement
 
-__all__ = ["Got", "Graph", "Mistake", "has_entered"]
-
 #: Functions of torch that return their inputs, each at its place: FSDP2's mark of where a unit's backward ends, and
 #: that of backward hooks of modules.
 _ONE_TO_ONE = ("RegisterPostBackwardFunction", "BackwardHookFunction")

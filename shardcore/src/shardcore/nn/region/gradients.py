@@ -15,8 +15,6 @@ from shardcore.comm.gradients import GradPlacement
 from shardcore.errors import Problem
 from shardcore.nn.region.flow import Got, Graph, Mistake
 
-__all__ = ["Wrong", "problems", "wrong_gradients"]
-
 _MOST = 6  # problems that are told: the same mistake is made in each layer
 
 

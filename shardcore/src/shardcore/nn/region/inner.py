@@ -33,8 +33,6 @@ from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.region.region import _WHERE, Region
 from shardcore.nn.sequence.shard import enter_region
 
-__all__ = ["InnerRegion", "SoleRegion"]
-
 
 class _EnteredLinear(Function):
     """Gather the tokens, where they are split, and multiply; backward: all gradients, beside one collective."""

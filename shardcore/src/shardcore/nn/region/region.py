@@ -37,8 +37,6 @@ from shardcore.nn.region.flow import has_entered
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.sequence.shard import SequenceShard, enter_region
 
-__all__ = ["OPEN", "MemberLinear", "Region", "require_entered"]
-
 #: On the tensor that enter returned: the open region, on which a member finds what it multiplies with by its id.
 OPEN = "_shardcore_region"
 

@@ -24,8 +24,6 @@ from shardcore.comm.sequence import (
 from shardcore.errors import NotSupportedError
 from shardcore.mesh import ShardContext
 
-__all__ = ["SequenceShard", "enter_region", "leave_region"]
-
 
 class _State(NamedTuple):
     """The state of a `SequenceShard`."""

@@ -22,8 +22,6 @@ from shardcore.nn.base import ParallelMixin
 from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.sequence.shard import SequenceShard
 
-__all__ = ["SequenceBlock", "SequenceEnd", "SequenceModule", "SequenceStack"]
-
 # Carries the number of tokens from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_tokens"
 

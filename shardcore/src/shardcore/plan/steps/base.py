@@ -20,8 +20,6 @@ from shardcore.nn.layout import Layout
 from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan.digest import to_data
 
-__all__ = ["ApplyContext", "Commit", "Options", "Phase", "PlanView", "Step", "above"]
-
 #: Keyword arguments as a hashable value.
 Options = tuple[tuple[str, Any], ...]
 

@@ -14,8 +14,6 @@ from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.block import ExpertsBlock, ListedExpert, ListedExperts, RouterLogits
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
 
-__all__ = ["EnterExperts", "SyncRouting"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnterExperts(Step):

@@ -12,8 +12,6 @@ from shardcore.nn.base import ParallelMixin
 from shardcore.nn.blocks import CompiledBlock, FusedRMSNorm, RecomputedBlock
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
-__all__ = ["Compile", "FreezeForInference", "FuseNorm", "Recompute"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuseNorm(Step):

@@ -17,8 +17,6 @@ from shardcore.nn.root import RngScope
 from shardcore.plan.digest import to_data
 from shardcore.plan.steps.base import ApplyContext, Commit, Options, Phase, Step
 
-__all__ = ["ByRank", "ScopeRandomness", "SetAttribute", "Swap"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap(Step):

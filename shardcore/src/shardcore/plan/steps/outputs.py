@@ -17,8 +17,6 @@ from shardcore.nn.loss.logits import VocabParallelLossModel
 from shardcore.nn.outputs import OutputGatherer, RefusesCaptured, StageAttentions
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
-__all__ = ["CallByMethods", "GatherOutputs", "GatherStageAttentions", "KeepLogitsSharded", "RefuseCaptured", "TakeLoss"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallByMethods(Step):

@@ -21,8 +21,6 @@ from shardcore.nn.region.region import Region
 from shardcore.nn.replicated import Replicated
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step, above
 
-__all__ = ["EnterArgument", "EnterRegion", "SliceArgument"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnterRegion(Step):

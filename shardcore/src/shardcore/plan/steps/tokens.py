@@ -24,8 +24,6 @@ from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.sequence.tokens import SequenceBlock, SequenceEnd, SequenceStack
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
 
-__all__ = ["DivideLogits", "DivideTokens", "ShardSequence"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSequence(Step):
