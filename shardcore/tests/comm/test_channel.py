@@ -54,7 +54,7 @@ def test_primitives(pool, world):
 
 def other_axis():
     context = ShardContext.of(build_mesh(Sizes(dp_shard=2, tp=2)))
-    channel = context.axis("dp_shard").channel
+    channel = context.axis("dp_shard")
     assert channel.all_gather(torch.tensor([dist.get_rank()])).flatten().tolist() == [channel_rank(0), channel_rank(1)]
 
 

@@ -53,9 +53,11 @@ def test_weights_travel_over_the_device_of_the_group(monkeypatch):
 
 
 def limits():
-    context = shard(build(layers=1), tensor_parallel_size=2).__dict__["_shard_context"]
+    context = shard(build(layers=1), tensor_parallel_size=4).__dict__["_shard_context"]
     world = time_limit()
-    return world, [time_limit(group) for group in context.mesh.get_all_groups()], time_limit(context.group)
+    context.join_neighbours(2)
+    groups = [*context.mesh.get_all_groups(), context.among(2).group]
+    return world, [time_limit(group) for group in groups], time_limit(context.group)
 
 
 def test_groups_wait_as_long_as_the_default_one(pool):

@@ -191,7 +191,7 @@ def groups():
     assert pair.group in shared_groups()
     assert dist.get_process_group_ranks(pair.group) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
     again = shard(build(kv_heads=2))
-    assert context_of(again).neighbours is context_of(first).neighbours
+    assert context_of(again).among(2).group is pair.group
     assert set(dist.distributed_c10d._world.pg_map) == known, "the second model makes no group"
     assert copy.deepcopy(first).model.layers[0].attention.k_proj._shard_context.among(2) is pair
 

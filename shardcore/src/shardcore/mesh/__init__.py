@@ -8,7 +8,6 @@ from __future__ import annotations
 from shardcore.mesh.axes import (
     AXES,
     DATA_AXES,
-    Axis,
     Sizes,
     accelerator,
     axis_name,
@@ -45,7 +44,6 @@ from shardcore.mesh.context import (
 __all__ = [
     "AXES",
     "DATA_AXES",
-    "Axis",
     "ContextMode",
     "Division",
     "PartialGradients",

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardcore._torch import set_timeout
-from shardcore.comm.collectives import Channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,41 +56,6 @@ AXES = tuple(field.name for field in fields(Sizes))
 
 #: The axes along which ranks hold replicas with data of their own.
 DATA_AXES = ("dp_replicate", "dp_shard")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Axis:
-    """This rank's place on one axis.
-
-    Attributes:
-        name: one of `AXES`.
-        mesh: the one-dimensional mesh along it.
-        channel: between its ranks.
-    """
-
-    name: str
-    mesh: DeviceMesh
-    channel: Channel
-
-    @classmethod
-    def of(cls, name: str, mesh: DeviceMesh) -> Axis:
-        """Return this rank's place on a one-dimensional mesh."""
-        return cls(name=name, mesh=mesh, channel=Channel(mesh.get_group()))
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The process group."""
-        return self.channel.group
-
-    @property
-    def rank(self) -> int:
-        """This rank's position."""
-        return self.channel.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.channel.size
 
 
 def axis_name(mesh: DeviceMesh, axis: str) -> str | None:
@@ -162,16 +126,9 @@ class _SharedMeshes:
 _shared = _SharedMeshes()
 
 
-#: The channels between neighbours by the group of ``tp`` and their number; they end with it.
-_neighbours: WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
-
-
-#: The groups of ranks that are not all, by the default group, their ranks and backend; they end with it.
-_mesh_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = WeakKeyDictionary()
-
-
-#: The gloo groups for what the hosts of ranks agree on, by the default group and the ranks; they end with it.
-_host_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+#: The groups of ranks that this process has made, by their ranks and what they are for: a backend, or ``"hosts"``. They
+#: end with the group whose models share them: the default one, or for neighbours on ``tp`` that of ``tp``.
+_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], ProcessGroup]] = WeakKeyDictionary()
 
 
 def build_mesh(sizes: Sizes) -> DeviceMesh:
@@ -224,10 +181,7 @@ def shared_groups() -> set[ProcessGroup]:
     The groups of neighbours on them, and on the default process group, are among them, and those of `group_of`.
     """
     groups = {group for mesh in _shared.of(default_group()).values() for group in mesh.get_all_groups()}
-    neighbours = [channel for group in (*groups, default_group()) for channel in _neighbours.get(group, {}).values()]
-    of_hosts = _host_groups.get(default_group(), {}).values()
-    of_meshes = _mesh_groups.get(default_group(), {}).values()
-    return groups.union((channel.group for channel in neighbours), of_hosts, of_meshes)
+    return groups.union(*(_groups.get(group, {}).values() for group in (*groups, default_group())))
 
 
 def default_group() -> ProcessGroup:
@@ -260,17 +214,23 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
     return group_of_ranks(ranks, str(get_backend(mesh.get_group(0))))
 
 
-def group_of_ranks(ranks: tuple[int, ...], backend: str) -> ProcessGroup:
-    """Return the one group of global ``ranks``, each of which makes the call."""
+def group_of_ranks(ranks: tuple[int, ...], backend: str, beside: ProcessGroup | None = None) -> ProcessGroup:
+    """Return the one group of global ``ranks``, each of which makes the call.
+
+    Args:
+        ranks: this rank among them.
+        backend: theirs, as torch prints it.
+        beside: the group that it ends with, and waits as long as; by default the default one.
+    """
     if len(ranks) == dist.get_world_size():
         return default_group()
-    known = _mesh_groups.setdefault(default_group(), {})
+    known = _groups.setdefault(beside or default_group(), {})
     if (ranks, backend) not in known:
         given = None if backend == "undefined" else backend  # groups that were started without one have the default
         # Torch names groups that only their ranks make after these and the number of groups that a rank has made (2.13:
         # that it is in), so each further one is a chance to find another name on another rank, and to wait for it.
         group: ProcessGroup = dist.new_group(list(ranks), backend=given, use_local_synchronization=True)
-        _limit(group, time_limit())
+        _limit(group, time_limit(beside))
         known[ranks, backend] = group
     return known[ranks, backend]
 
@@ -282,9 +242,9 @@ def host_group(ranks: tuple[int, ...], *, shared: bool = True) -> ProcessGroup:
         ranks: this rank among them.
         shared: one for all callers: the default group where it is such a group. Otherwise a new one, for a thread.
     """
-    known = _host_groups.setdefault(default_group(), {})
-    if shared and ranks in known:
-        return known[ranks]
+    known = _groups.setdefault(default_group(), {})
+    if shared and (ranks, "hosts") in known:
+        return known[ranks, "hosts"]
     everybody = len(ranks) == dist.get_world_size()
     if shared and everybody and dist.get_backend() == "gloo":
         return default_group()
@@ -294,10 +254,5 @@ def host_group(ranks: tuple[int, ...], *, shared: bool = True) -> ProcessGroup:
     # if that has ended. So all ranks make it together where they can.
     group: ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=not everybody)
     if shared:
-        known[ranks] = group
+        known[ranks, "hosts"] = group
     return group
-
-
-def neighbours_on(group: ProcessGroup) -> dict[int, Channel]:
-    """Return the channels between neighbours on ``group`` by their number, for all models on it; they end with it."""
-    return _neighbours.setdefault(group, {})

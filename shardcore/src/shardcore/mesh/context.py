@@ -19,14 +19,13 @@ from shardcore.comm.fp8 import Fp8Channel
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import (
     DATA_AXES,
-    Axis,
     Sizes,
     axis_name,
     current_device,
     default_group,
     group_of,
+    group_of_ranks,
     mesh_of_group,
-    neighbours_on,
     replica_on,
 )
 from shardcore.mesh.random_stream import RandomStream, mix
@@ -106,7 +105,6 @@ class ShardContext:
             keeps_gathered=keeps_gathered,
             fuses_regions=fuses_regions,
             experts=experts,
-            neighbours=neighbours_on(channel.group),
             origin=origin,
         )
         context.reseed(seed)
@@ -138,7 +136,7 @@ class ShardContext:
         return self.fuses_regions and not torch.compiler.is_compiling()
 
     def join_neighbours(self, count: int) -> None:
-        """Make the groups of ``count`` neighbouring ranks that ``tp`` consists of; once for all models on its group.
+        """Find the groups of ``count`` neighbouring ranks that ``tp`` consists of, one for all models on its group.
 
         Every rank of ``tp`` makes the call, with the same counts in the same order.
 
@@ -149,9 +147,7 @@ class ShardContext:
             return
         first = self.rank // count * count
         ranks = [int(rank) for rank in self.tp.mesh.flatten()[first : first + count]]
-        backend = get_backend(self.group)
-        # Other ranks of the default group may be busy with something else.
-        self.neighbours[count] = Channel(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+        self.neighbours[count] = Channel(group_of_ranks(tuple(ranks), str(get_backend(self.group)), self.group))
 
     def among(self, count: int) -> Channel:
         """Return the channel between the ``count`` neighbouring ranks that this one belongs to; see `join_neighbours`.
@@ -203,20 +199,13 @@ class ShardContext:
         """The number of ranks on each axis."""
         return Sizes.of(self.mesh)
 
-    def axis(self, name: str) -> Axis:
-        """Return this rank's place on the axis ``name``, one of `AXES`.
+    def axis(self, name: str) -> Channel:
+        """Return the channel between the ranks on the axis ``name``, one of `AXES`.
 
         Raises:
             ConfigError: the mesh has no such axis.
         """
-        if name == "tp":
-            return Axis(name=name, mesh=self.tp, channel=self.channel)
-        if name == "ep" and self.experts is not None:
-            return Axis.of(name, self.experts[name])
-        if (own := axis_name(self.mesh, name)) is None:
-            names = ", ".join(self.mesh.mesh_dim_names or ("tp",))
-            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {names}")
-        return Axis.of(name, self.mesh[own])
+        return self.channel if name == "tp" else Channel(self.mesh_along((name,)).get_group())
 
     def mesh_along(self, axes: tuple[str, ...]) -> DeviceMesh:
         """Return the mesh whose axes are ``axes``, in this order.
@@ -224,11 +213,16 @@ class ShardContext:
         Raises:
             ConfigError: there is none.
         """
-        if len(axes) == 1:
-            return self.axis(axes[0]).mesh
-        if self.experts is None:
+        if axes == ("tp",):
+            return self.tp
+        if self.experts is not None and "ep" in axes:
+            return self.experts[axes]
+        if len(axes) > 1:
             raise ConfigError(f"no parameter lies on the axes {', '.join(axes)}: the model has no axis 'ep'")
-        return self.experts[axes]
+        if (own := axis_name(self.mesh, axes[0])) is None:
+            names = ", ".join(self.mesh.mesh_dim_names or ("tp",))
+            raise ConfigError(f"the mesh has no axis {axes[0]!r}; its axes are {names}")
+        return self.mesh[own]
 
     @property
     def device(self) -> torch.device:

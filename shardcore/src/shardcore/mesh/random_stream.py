@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,6 @@ from shardcore.errors import NotSupportedError
 # Weyl constant of the 64-bit golden ratio: distinct ranks get seeds that share no low-order pattern.
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = 62
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _untraced(method: _Method) -> _Method:
-    """Break the graph at a method where compiled code calls it: generator states cannot be traced."""
-    return torch.compiler.disable(method)  # type: ignore[no-any-return]  # untyped in torch
 
 
 def mix(seed: int, rank: int) -> int:
@@ -130,7 +123,8 @@ class RandomStream:
         if self._levels:
             self._write(self._states)
 
-    @_untraced
+    # Generator states cannot be traced: a compiled graph breaks here, and at the three below.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def enter(self, draws: Callable[[], bool] = lambda: False) -> None:
         """Swap the stream in, unless an enclosing module has done so.
 
@@ -141,17 +135,21 @@ class RandomStream:
             NotSupportedError: another thread is running the model.
         """
         if not self._levels:
+            seed = None
             if self.follows and self.seed_of is not None and draws():
                 drawn = _draw()
                 if self.group is not None:
                     number = torch.tensor(drawn, device="cpu")
                     dist.broadcast(number, group=self.group, group_src=0)
                     drawn = int(number)
-                self.seed(self.seed_of(drawn))
+                seed = self.seed_of(drawn)
             self._thread = threading.get_ident()
             self._outside = self._read()
             self._forks.clear()
-            self._write(self._states)
+            if seed is None:
+                self._write(self._states)
+            else:
+                self._seed_generators(seed)
             self.in_use = True
         elif self._thread != threading.get_ident():
             raise NotSupportedError(TWO_THREADS)
@@ -167,7 +165,7 @@ class RandomStream:
         finally:
             self.leave()
 
-    @_untraced
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
         """Swap the stream out again, or leave it to the enclosing module.
 
@@ -182,7 +180,7 @@ class RandomStream:
             self._write(self._outside)
             self.in_use = False
 
-    @_untraced
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def fork(self, region: Hashable, *, once: bool = False, rank: int | None = None) -> None:
         """Draw different numbers on each rank from here on, until `join` is called for the same region.
 
@@ -199,7 +197,7 @@ class RandomStream:
         self._seed_generators(seed)
         self._forks[region] = _Fork(before, shared, shared, self._read())
 
-    @_untraced
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(self, region: Hashable) -> None:
         """Draw the same numbers on every rank again; does nothing if the region was not forked."""
         fork = self._forks.pop(region, None)
@@ -238,21 +236,21 @@ class RandomStream:
         """Forget a fork that was cut short, so that no later exit restores it."""
         self._forks.pop(region, None)
 
+    @functools.cached_property
+    def _generators(self) -> tuple[torch.Generator, ...]:
+        """Those of the process, in the order of ``_devices``; torch makes those of a device when it first uses it."""
+        return (torch.default_generator, *map(_device_generator, self._devices[1:]))
+
     def _seed_generators(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        for name in self._devices[1:]:
-            _device_generator(name).manual_seed(seed)
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
     def _read(self) -> list[Tensor]:
-        states = [torch.default_generator.get_state()]
-        for name in self._devices[1:]:
-            states.append(_device_generator(name).get_state())
-        return states
+        return [generator.get_state() for generator in self._generators]
 
     def _write(self, states: Sequence[Tensor]) -> None:
-        torch.default_generator.set_state(states[0])
-        for name, state in zip(self._devices[1:], states[1:], strict=True):
-            _device_generator(name).set_state(state)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _draw() -> int:

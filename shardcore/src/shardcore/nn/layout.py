@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from shardcore._torch import DTensorSpec
-from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.collectives import Channel, chunk_bounds
 from shardcore.comm.dtensor_params import spec_of, with_spec
 from shardcore.comm.strided import Runs, segment_runs, segmented
-from shardcore.mesh import Axis, ShardContext
+from shardcore.mesh import ShardContext
 
 
 def last_rank_is_empty(size: int, ranks: int) -> bool:
@@ -59,7 +59,7 @@ class Layout(ABC):
         return self.local(full, context.axis(self.axis))
 
     @abstractmethod
-    def local(self, full: Tensor, axis: Axis) -> Tensor:
+    def local(self, full: Tensor, axis: Channel) -> Tensor:
         """Return the part of this rank on the axis as a tensor with storage of its own."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class ReplicatedLayout(Layout):
         return Replicate()
 
     @override
-    def local(self, full: Tensor, axis: Axis) -> Tensor:
+    def local(self, full: Tensor, axis: Channel) -> Tensor:
         return full.detach()
 
     @override
@@ -107,7 +107,7 @@ class ShardedLayout(Layout):
         return Shard(self.dim)
 
     @override
-    def local(self, full: Tensor, axis: Axis) -> Tensor:
+    def local(self, full: Tensor, axis: Channel) -> Tensor:
         start, stop = chunk_bounds(full.size(self.dim), axis.size, axis.rank)
         return full.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
@@ -159,7 +159,7 @@ class SegmentedLayout(Layout):
         return segmented(self.count, self.dim)
 
     @override
-    def local(self, full: Tensor, axis: Axis) -> Tensor:
+    def local(self, full: Tensor, axis: Channel) -> Tensor:
         runs = segment_runs(full.size(self.dim), self.count, axis.size, axis.rank)
         return torch.cat([full.detach().narrow(self.dim, start, stop - start) for start, stop in runs], self.dim)
 
@@ -209,7 +209,7 @@ class ExpertsLayout(Layout):
         return self.inner.part(full[start:stop], context)
 
     @override
-    def local(self, full: Tensor, axis: Axis) -> Tensor:
+    def local(self, full: Tensor, axis: Channel) -> Tensor:
         start, stop = self._bounds(full.size(0), axis.rank)
         return full.detach()[start:stop].clone(memory_format=torch.contiguous_format)
 

@@ -90,10 +90,10 @@ class ExpertParallel(ExpertTensorParallel):
         cls, module: nn.Module, context: ShardContext, *, cuts: tuple[Cut, ...] = (), spread: int = 1, **options: Any
     ) -> Self:
         norms.install()
-        count, axis = _experts_of(module), context.axis("ep")
-        first, stop = chunk_bounds(count, spread, axis.rank)
+        count, channel = _experts_of(module), context.axis("ep")
+        first, stop = chunk_bounds(count, spread, channel.rank)
         new = super().swap_class(module, context, cuts=cuts)
-        new.__dict__.update(_experts_channel=axis.channel, _experts_first=first, _experts_each=-(-count // spread))
+        new.__dict__.update(_experts_channel=channel, _experts_first=first, _experts_each=-(-count // spread))
         new.__dict__[_COUNT] = stop - first  # the native forward counts with it
         return new
 

@@ -214,15 +214,15 @@ class DivideLogits(Step):
 
 def _groups(context: ShardContext, exchanging: int) -> Groups:
     """Return the ranks of ``cp`` by what they send each other; every one of them makes the call."""
-    axis = context.axis("cp")
-    rings = axis.size // exchanging
-    ranks = [int(rank) for rank in axis.mesh.mesh.flatten()]
-    first = axis.rank // exchanging * exchanging
-    together, round_of = ranks[first : first + exchanging], ranks[axis.rank % exchanging :: exchanging]
+    everybody = context.axis("cp")
+    rings = everybody.size // exchanging
+    ranks = dist.get_process_group_ranks(everybody.group)
+    first = everybody.rank // exchanging * exchanging
+    together, round_of = ranks[first : first + exchanging], ranks[everybody.rank % exchanging :: exchanging]
     return Groups(
-        everybody=axis.channel,
-        heads=_channel(axis.channel, together) if exchanging > 1 else None,
-        ring=_channel(axis.channel, round_of) if rings > 1 else None,
+        everybody=everybody,
+        heads=_channel(everybody, together) if exchanging > 1 else None,
+        ring=_channel(everybody, round_of) if rings > 1 else None,
     )
 
 
