@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaModel
 
 from shardcore import ShardConfig
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 
 RANKS = 8
 #: Of one model: what all ranks have, and what is divided among them.

@@ -30,7 +30,7 @@ import shard_llama.policy
 from shardcore import ShardConfig
 from shardcore.apply.changes import prepared
 from shardcore.apply.sharder import ModelSharder
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 
 #: Of the model whose memory is summed up.
 LAYERS = 32

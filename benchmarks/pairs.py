@@ -70,7 +70,7 @@ class PlainPair(Pair):
 
 
 def _shardcore() -> nn.Module:
-    from shardcore.mesh import ShardContext
+    from shardcore.mesh.context import ShardContext
     from shardcore.nn import ColumnLinear, RowLinear
     from shardcore.nn.randomness import DropoutSites
     from shardcore.nn.region.inner import SoleRegion

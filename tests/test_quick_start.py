@@ -7,7 +7,7 @@ import os
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close
 
 IMPORTS = """

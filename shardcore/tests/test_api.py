@@ -16,7 +16,7 @@ import shardcore
 from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError, StaleOptimizerWarning
 from shardcore.fsdp.optimizers import held_elsewhere
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
 
 CLIP = 1e-2

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 import shardcore
 from shardcore.data import ShardedDataLoader
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 
 
 class Numbers(Dataset):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore import ConfigError, NotSupportedError
 from shardcore._torch import SCALES_PARTIAL
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn import libraries
 from shardcore.optimizers import LocalParts, WholeTensors
 from shardcore_testing.parity import assert_close, assert_same_parameters

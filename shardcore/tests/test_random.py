@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 
 P = 0.5
 INSIDE = ("attention.drop", "mlp.drop")  # on heads and columns that are split

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import shardcore
 from shardcore.errors import AgreementError, NotSupportedError, WrapError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.optimizers import WholeTensors
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 

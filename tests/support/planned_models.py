@@ -11,7 +11,7 @@ import transformers
 import shardcore
 from shardcore import ShardConfig
 from shardcore.config import GradientCheckpointConfig
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_planner import Estimate, Workload, estimate
 from shardcore_planner.calls import call_of
 from shardcore_planner.step import groups_of, run_step

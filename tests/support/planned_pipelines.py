@@ -9,7 +9,7 @@ import torch
 from planned_models import build, config_of
 
 import shardcore
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.pipeline.engine import pipeline_of
 from shardcore_planner import Workload
 from shardcore_planner.calls import call_of

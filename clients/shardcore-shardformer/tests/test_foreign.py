@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore_shardformer.foreign import distribute_local_parameters, local_problem
 
 

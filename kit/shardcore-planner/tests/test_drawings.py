@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore.pipeline import SCHEDULES
 from shardcore_planner.cli.drawings import cut, mesh, schedule, size_of
 from shardcore_planner.timeline import bubble, orders, slots

@@ -16,7 +16,7 @@ import shardcore
 from shardcore._torch import CAN_TRACE
 from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError, PlanError
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore_planner import Call, Workload, estimate, layers, simulated_ranks
 from shardcore_planner.calls import call_of
 from shardcore_planner.estimating import least

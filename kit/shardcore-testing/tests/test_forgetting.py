@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardcore._torch import CAN_TRACE
 from shardcore.comm import Channel
-from shardcore.mesh import Sizes, build_mesh
+from shardcore.mesh.axes import Sizes, build_mesh
 
 pytestmark = pytest.mark.nightly
 

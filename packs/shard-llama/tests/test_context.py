@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import shardcore
 from shardcore.errors import ConfigError, NotSupportedError, PlanError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 from shardcore_testing.subject import checkpointing
 

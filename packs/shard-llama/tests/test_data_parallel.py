@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_same_gradients, assert_same_parameters, equal_on_ranks, whole
 from shardcore_testing.subject import checkpointing
 

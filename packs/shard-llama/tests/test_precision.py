@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import shardcore
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients, gradient_errors
 
 pytestmark = pytest.mark.newest

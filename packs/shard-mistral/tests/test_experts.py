@@ -17,7 +17,7 @@ import shardcore
 from shard_mistral.cases import build, inputs
 from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 from shardcore_testing.subject import checkpointing
 

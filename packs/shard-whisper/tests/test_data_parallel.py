@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from whisper_cases import inputs, pair, shard, speech
 
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

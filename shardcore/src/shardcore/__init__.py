@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardcore.data import ShardedDataLoader
     from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
     from shardcore.initialization import initialize, on_meta
-    from shardcore.mesh import ShardContext
+    from shardcore.mesh.context import ShardContext
     from shardcore.nn import ParallelModule, reduce_partial_gradients
     from shardcore.pipeline.norms import grad_norm
     from shardcore.plan import ShardPlan, Stages
@@ -120,7 +120,7 @@ _HOMES = {
     "shardcore.data": ("ShardedDataLoader",),
     "shardcore.hooks": ("ParallelModuleSpec", "PolicySpec", "hookimpl"),
     "shardcore.initialization": ("initialize", "on_meta"),
-    "shardcore.mesh": ("ShardContext",),
+    "shardcore.mesh.context": ("ShardContext",),
     "shardcore.nn": ("ParallelModule", "reduce_partial_gradients"),
     "shardcore.pipeline.norms": ("grad_norm",),
     "shardcore.plan": ("ShardPlan", "Stages"),

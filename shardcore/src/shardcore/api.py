@@ -21,7 +21,7 @@ from shardcore.errors import ConfigError
 from shardcore.fsdp.optimizers import held_elsewhere, warn_of_stale_optimizers
 from shardcore.fsdp.phase import Fsdp, Wrap
 from shardcore.inferred import Inference, inference
-from shardcore.mesh import group_of
+from shardcore.mesh.axes import group_of
 from shardcore.pipeline.model import Pipelining, Stepping
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore.policy import Policy

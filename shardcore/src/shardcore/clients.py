@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from shardcore.agree.fingerprint import Item
 from shardcore.agree.received import receive
 from shardcore.errors import ConfigError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import libraries
 from shardcore.nn.process import Change
 from shardcore.plan import ShardPlan

@@ -19,7 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 from shardcore._env import torchrun
 from shardcore.agree.agreement import Report, agreement
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import Sizes, context_of, group_of, is_alone, replica_on, unwrapped
+from shardcore.mesh.axes import Sizes, group_of, replica_on
+from shardcore.mesh.context import context_of, is_alone, unwrapped
 
 Item = TypeVar("Item")
 

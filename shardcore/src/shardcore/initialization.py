@@ -16,8 +16,8 @@ from shardcore._progress import Progress
 from shardcore.agree.agreement import Report, agreement
 from shardcore.apply.errors import out_of_inference_mode, refuse_broken, together
 from shardcore.errors import ConfigError, NoPolicyError
-from shardcore.mesh import group_of, nearest_context
-from shardcore.mesh.axes import device_type_here
+from shardcore.mesh.axes import device_type_here, group_of
+from shardcore.mesh.context import nearest_context
 from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
 from shardcore.weights.lazy import recording

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcore.errors import ConfigError
-from shardcore.mesh import ShardContext, context_of, is_alone, unwrapped
+from shardcore.mesh.context import ShardContext, context_of, is_alone, unwrapped
 
 
 def manual_seed(model: nn.Module, seed: int) -> None:

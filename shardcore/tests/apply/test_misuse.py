@@ -22,7 +22,7 @@ from shardcore import (
     manual_seed,
     reduce_partial_gradients,
 )
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.styles import attribute, col, norm, region, replicate, row
 from shardcore_testing.parity import assert_same_gradients
 

@@ -9,7 +9,7 @@ from trainings import Training
 
 import shardcore
 from shardcore.errors import CheckpointError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 
 
 def loader_of(training, **options):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore.checkpoint import Checkpoint
 from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 
 _KINDS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

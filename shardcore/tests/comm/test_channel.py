@@ -14,7 +14,8 @@ from torch import nn
 from shardcore.comm import Channel
 from shardcore.comm.dtensor_params import all_reduce_bucket
 from shardcore.comm.fp8 import Fp8Channel, pack
-from shardcore.mesh import ShardContext, Sizes, build_mesh, context_of
+from shardcore.mesh.axes import Sizes, build_mesh
+from shardcore.mesh.context import ShardContext, context_of
 from shardcore.nn import ColumnLinear
 from shardcore.nn.sequence.shard import SequenceShard
 from shardcore_testing.observing import Collectives

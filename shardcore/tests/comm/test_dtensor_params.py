@@ -13,7 +13,7 @@ from shardcore._torch import CAN_TRACE
 from shardcore.comm import local_tensor, read_local
 from shardcore.comm.dtensor_params import expect_dtensor, read_partial, spec_of, with_spec
 from shardcore.errors import NotSupportedError, WrapError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import shardcore
 from shardcore.fsdp.phase import apply_data_parallel
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_same_gradients
 
 

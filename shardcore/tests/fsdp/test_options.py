@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 
 import shardcore
 from shardcore import AgreementError, ConfigError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import whole
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -11,7 +11,7 @@ from tiny import TinyPolicy, batch, build
 import shardcore
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import AgreementError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn.fsdp_units import unit_of
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore import PlanError, Policy
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.styles import partial, region, replicate
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 

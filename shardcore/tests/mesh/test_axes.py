@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcore import ConfigError, ShardContext
-from shardcore.mesh import AXES, Sizes, build_mesh
+from shardcore.mesh.axes import AXES, Sizes, build_mesh
 
 
 def test_sizes():

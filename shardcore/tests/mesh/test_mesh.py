@@ -9,8 +9,8 @@ from tiny import build, shard
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.agree import received
-from shardcore.mesh import AXES, Sizes, axes, build_mesh, device_type_of, group_of, time_limit
-from shardcore.mesh.axes import _device_type
+from shardcore.mesh import axes
+from shardcore.mesh.axes import AXES, Sizes, _device_type, build_mesh, device_type_of, group_of, time_limit
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, assert_same_gradients
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.loss.cross_entropy import Vocabulary, chunked_cross_entropy, split_cross_entropy
 from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
 from shardcore_testing.parity import assert_close

@@ -10,7 +10,7 @@ from needs import FUSED
 from torch.distributed.tensor import DTensor
 
 import shardcore
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import (
     assert_close,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import shardcore
 from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients
 
 

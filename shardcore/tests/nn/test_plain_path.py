@@ -9,7 +9,7 @@ import token_net
 import torch
 
 import shardcore
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn.region.inner import _EnteredLinear
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, assert_same_gradients

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 import shardcore
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, assert_same_gradients
 

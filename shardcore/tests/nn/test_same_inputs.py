@@ -11,7 +11,7 @@ from tiny import TinyLM, batch, build, randomize, shard, twins
 
 import shardcore
 from shardcore import AgreementError, ConfigError, NotSupportedError, ShardConfig
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn.same_inputs import _is_due
 from shardcore_testing import WorkerError, WorkerPool
 from shardcore_testing.observing import Collectives

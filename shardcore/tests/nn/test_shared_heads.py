@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardcore
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.mesh import context_of, shared_groups
+from shardcore.mesh.axes import shared_groups
+from shardcore.mesh.context import context_of
 from shardcore.nn import ColumnLinear
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters

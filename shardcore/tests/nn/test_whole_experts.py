@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore import ConfigError, ModelSharder, PlanError, ShardConfig
 from shardcore.fsdp.phase import apply_data_parallel
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.styles import experts
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, assert_gradients_own_storage, assert_same_gradients, whole

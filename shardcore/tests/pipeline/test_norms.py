@@ -9,7 +9,7 @@ from tiny import TinyPolicy, batch, build, twins
 
 import shardcore
 from shardcore import ConfigError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, whole
 
 pytestmark = PIPELINES

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError, PlanError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.plan.steps import EnterArgument, EnterRegion
 from shardcore.policy import Policy, Stages
 from shardcore.styles import (

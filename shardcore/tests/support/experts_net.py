@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore import Policy
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.policy import Stages
 from shardcore.styles import experts, norm, partial, replicate, sequence
 from shardcore_testing.parity import assert_close, assert_same_parameters, whole

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.fsdp.phase import apply_data_parallel
-from shardcore.mesh import ShardContext, Sizes, build_mesh, set_context
+from shardcore.mesh.axes import Sizes, build_mesh
+from shardcore.mesh.context import ShardContext, set_context
 from shardcore.nn import ColumnLinear, FusedColumnLinear, Replicated, RowLinear
 from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.region.region import Region

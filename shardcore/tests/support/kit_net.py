@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.policy import Heads, ModulePolicy, Policy, Stages
 from shardcore.styles import (
     attribute,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardcore.comm import Channel, copy_to_tp, gather_from_tp
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn import ParallelModule
 from shardcore.policy import Policy
 from shardcore.styles import norm

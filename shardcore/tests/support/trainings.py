@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import shardcore
 from shardcore.errors import AgreementError, CheckpointError, ConfigError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 
 ROWS = 4
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from kit_net import NetPolicy
 from torch import Tensor, nn
 
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 
 
 class SharesGradients(NetPolicy):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardcore.comm.collectives import gather_from_tp
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 
 
 class PlainNorm(NetPolicy):

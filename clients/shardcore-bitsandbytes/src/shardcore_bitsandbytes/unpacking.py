@@ -8,7 +8,7 @@ from bitsandbytes.nn.modules import Linear4bit, LinearFP4, LinearNF4
 from torch import nn
 
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore_bitsandbytes.weights import Weight4Bit

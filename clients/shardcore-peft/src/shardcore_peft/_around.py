@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardcore.errors import WrapError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import ColumnLinear, ParallelMixin, RowLinear
 
 

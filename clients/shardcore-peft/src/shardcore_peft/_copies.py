@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.comm.parts import part_of
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import ColumnLinear, RowLinear, VocabHead
 from shardcore.nn.experts.tensor_parallel import ExpertTensorParallel
 from shardcore.nn.intact import AROUND

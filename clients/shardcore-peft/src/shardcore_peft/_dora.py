@@ -20,7 +20,7 @@ from shardcore.comm.dtensor_params import local_tensor, read_local, read_partial
 from shardcore.comm.exchange import exchange_rows, gather_rows
 from shardcore.comm.parts import part_of
 from shardcore.comm.strided import Runs
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import ColumnLinear, Layout, Replicated, ReplicatedLayout, RowLinear, ShardedLayout, VocabEmbedding
 from shardcore.nn.linear.functional import as_out_in, multiply
 from shardcore.nn.linear.members import take_rows

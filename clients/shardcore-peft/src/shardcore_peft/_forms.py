@@ -18,7 +18,7 @@ from torch import nn
 
 from shardcore.comm.strided import Runs
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import (
     ColumnLinear,
     FusedColumnLinear,

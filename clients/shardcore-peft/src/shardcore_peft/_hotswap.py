@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from shardcore.apply.errors import together
 from shardcore.comm.parts import part_of
 from shardcore.errors import ConfigError
-from shardcore.mesh import group_of, nearest_context
+from shardcore.mesh.axes import group_of
+from shardcore.mesh.context import nearest_context
 from shardcore_peft._merging import let_go
 from shardcore_peft._models import HUB
 from shardcore_peft._sites import base_of, nested, own_children, sites

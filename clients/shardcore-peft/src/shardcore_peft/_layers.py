@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.fsdp.phase import data_axes
 from shardcore.fsdp.scalars import on_replicas
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import HeadParameters, Replicated
 from shardcore.nn.intact import AROUND
 from shardcore.nn.layout import distribute

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from shardcore.comm.dtensor_params import read_partial
 from shardcore.comm.strided import Runs
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import Layout, ParallelMixin, Replicated, ReplicatedLayout, ShardedLayout, SharedRandom
 from shardcore.nn.linear.functional import local_linear
 from shardcore.nn.sequence.shard import SequenceShard, enter_region

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from shardcore.agree.agreement import Report, agree
 from shardcore.apply.errors import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
-from shardcore.mesh import ShardContext, group_of, nearest_context, set_context, set_part_of
+from shardcore.mesh.axes import group_of
+from shardcore.mesh.context import ShardContext, nearest_context, set_context, set_part_of
 from shardcore.nn import ParallelMixin
 from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.intact import AROUND

@@ -19,7 +19,7 @@ from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.errors import NotSupportedError
 from shardcore.fsdp.phase import data_axes
 from shardcore.fsdp.scalars import on_replicas
-from shardcore.mesh import ShardContext, context_of
+from shardcore.mesh.context import ShardContext, context_of
 from shardcore.nn import ParallelMixin, Replicated, ReplicatedLayout
 from shardcore.nn.handlers import Undo
 from shardcore.nn.layout import distribute

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.weights.gathering import Transport
 from shardcore_transformers._saving import writer_of
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardcore.agree.fingerprint import Item, model_items, tensor_items
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.plan import ShardPlan
 from shardcore_peft._checks import TOKENS, check_method
 from shardcore_peft._copies import Tied

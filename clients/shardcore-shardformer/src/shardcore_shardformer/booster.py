@@ -19,7 +19,8 @@ from shardcore.agree.agreement import agreement
 from shardcore.api import shard
 from shardcore.checkpoint import load_checkpoint, save_checkpoint
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import context_of, device_type_here
+from shardcore.mesh.axes import device_type_here
+from shardcore.mesh.context import context_of
 from shardcore.pipeline import micro_batches
 from shardcore.pipeline.engine import pipeline_of
 from shardcore.pipeline.losses import LossCalls, own_loss, reductions_of, shares_of, wide

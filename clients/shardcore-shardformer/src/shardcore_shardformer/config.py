@@ -10,7 +10,8 @@ import shardcore
 from shardcore.config import shard_config
 from shardcore.config.shard_config import Switch
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import ContextMode, axis_name
+from shardcore.mesh.axes import axis_name
+from shardcore.mesh.context import ContextMode
 from shardcore_shardformer.stage_manager import PipelineStageManager
 
 

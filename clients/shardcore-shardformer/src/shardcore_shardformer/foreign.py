@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import Layout, Replicated, ReplicatedLayout, ShardedLayout
 
 Shape = tuple[int, ...]

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from shardcore.errors import ConfigError
-from shardcore.mesh import as_context
+from shardcore.mesh.context import as_context
 from shardcore.nn.loss.cross_entropy import Vocabulary
 from shardcore.nn.loss.logits import VocabParallelLogits
 

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.errors import ConfigError
-from shardcore.mesh import axis_name
+from shardcore.mesh.axes import axis_name
 
 
 class PipelineStageManager:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.norms import clip_grads, grad_norm
 from shardcore_shardformer.plugin import HybridParallelPlugin

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from shardcore.mesh import unwrapped
+from shardcore.mesh.context import unwrapped
 from shardcore_trainer._replicas import Replicas
 
 #: What a forward of transformers calls that averages over all labels but those of -100.

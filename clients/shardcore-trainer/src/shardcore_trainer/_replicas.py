@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from shardcore import _env
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import DATA_AXES, ShardContext, axis_name, context_of, division_of, host_group, unwrapped
+from shardcore.mesh.axes import DATA_AXES, axis_name, host_group
+from shardcore.mesh.context import ShardContext, context_of, division_of, unwrapped
 
 _SHARED = "_shardcore_shared"  # on a parameter that is kept alike
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn import reduce_partial_gradients
 from shardcore.nn.optimizers import refuse_stale, what_to_use
 from shardcore_trainer._replicas import Replicas, sharded_in

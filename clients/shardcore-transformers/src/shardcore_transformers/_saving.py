@@ -32,7 +32,7 @@ from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import check_parts
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
-from shardcore.mesh import ShardContext, division_of
+from shardcore.mesh.context import ShardContext, division_of
 from shardcore.weights.gathering import Transport
 from shardcore_transformers import _private
 from shardcore_transformers._native import Call

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import MaxTimeCriteria, StoppingCriteria
 
-from shardcore.mesh import ShardContext, context_of
+from shardcore.mesh.context import ShardContext, context_of
 
 
 class _AgreedTime(StoppingCriteria):  # type: ignore[misc]  # untyped in transformers

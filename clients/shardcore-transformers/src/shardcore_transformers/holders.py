@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext, context_of, division_of, nearest_context
+from shardcore.mesh.context import ShardContext, context_of, division_of, nearest_context
 from shardcore.nn.handlers import Undo
 from shardcore.nn.process import Change
 

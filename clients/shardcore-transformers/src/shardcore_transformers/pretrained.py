@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from shardcore.clients import client_of
 from shardcore.errors import NotSupportedError, WrapError
-from shardcore.mesh import nearest_context
+from shardcore.mesh.context import nearest_context
 from shardcore.nn import ParallelMixin, ParallelModule
 from shardcore.nn.calls import running
 from shardcore.nn.mixin import once

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import ConfigError
-from shardcore.mesh import ShardContext, axis_name, context_of, is_alone
+from shardcore.mesh.axes import axis_name
+from shardcore.mesh.context import ShardContext, context_of, is_alone
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 

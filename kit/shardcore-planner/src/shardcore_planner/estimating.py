@@ -16,7 +16,7 @@ from torch import nn
 import shardcore
 from shardcore._private import PLANNING, require
 from shardcore.config import ShardConfig
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.plan.cut import Cut
 from shardcore.policy import Policy
 from shardcore_planner.layers import Kind, kept, kinds_of, label, truncated

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardcore.fsdp.accumulation import Accumulation
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.pipeline import Pipeline, Stage, StageMetadata, TensorMeta, micro_batches
 from shardcore.pipeline.engine import pipeline_of
 from shardcore.pipeline.torch_stage import StageModule

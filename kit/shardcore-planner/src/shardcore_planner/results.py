@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardcore.config import ShardConfig
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore_planner.workload import Workload
 
 #: Operations between two ranks.

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PlanError
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore.policy import Policy
 from shardcore_planner.estimating import estimate, least
 from shardcore_planner.results import Estimate

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardcore.mesh import ShardContext, context_of
+from shardcore.mesh.context import ShardContext, context_of
 from shardcore.mesh.random_stream import RandomStream
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore_planner.watch import Numbers, Watch

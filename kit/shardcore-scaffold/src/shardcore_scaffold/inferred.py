@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.inferred import Inference
-from shardcore.mesh import time_limit
+from shardcore.mesh.axes import time_limit
 from shardcore.policy import Policy
 
 # What says that a process is a rank of a job: names, and how names begin.

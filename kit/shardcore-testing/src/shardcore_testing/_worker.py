@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in the stubs
 
-from shardcore.mesh import accelerator, forget_shared, shared_groups
+from shardcore.mesh.axes import accelerator, forget_shared, shared_groups
 from shardcore_testing._forgetting import forget_compiled, forget_meshes
 from shardcore_testing._protocol import Failure, Join, Ready, Reply, Task
 from shardcore_testing.islands import no_float32_islands

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore_testing.findings import Ledger
 from shardcore_testing.parity import gradient_errors, parameter_errors, whole
 from shardcore_testing.subject import Subject, adamw

@@ -23,7 +23,7 @@ from shardcore.comm import norms, strided
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PlanError
-from shardcore.mesh import current_device, device_type_of
+from shardcore.mesh.axes import current_device, device_type_of
 from shardcore.nn.copies import meta_copy
 from shardcore.plan import ShardPlan
 from shardcore.plugins.registry import GROUP, Registry, default_registry

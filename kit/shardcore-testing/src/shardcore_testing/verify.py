@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore.mesh import accelerator
+from shardcore.mesh.axes import accelerator
 from shardcore.nn.randomness import DropoutSites
 from shardcore.plugins.registry import Pack, default_registry
 from shardcore_cli.tables import say, show_table

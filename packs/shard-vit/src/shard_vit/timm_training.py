@@ -24,7 +24,8 @@ from typing_extensions import override
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.comm.parts import check_parts, part_of
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import context_of, division_of, host_group, unwrapped
+from shardcore.mesh.axes import host_group
+from shardcore.mesh.context import context_of, division_of, unwrapped
 from shardcore.weights.gathering import Transport
 
 #: What a saver remembers of the files that it has written.

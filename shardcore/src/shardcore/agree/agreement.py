@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardcore.errors import AgreementError, ShardcoreError
-from shardcore.mesh import device_type_of
+from shardcore.mesh.axes import device_type_of
 
 _SAME = "Start every rank from the same environment, with the same model and the same arguments."
 _SAME_MODEL = "Build the same model on every rank."

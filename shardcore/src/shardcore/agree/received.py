@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from shardcore.comm.dtensor_params import is_packed
 from shardcore.errors import ConfigError
-from shardcore.mesh import device_type_of
+from shardcore.mesh.axes import device_type_of
 
 
 def check_source(model: nn.Module, source: int, group: ProcessGroup | None) -> None:

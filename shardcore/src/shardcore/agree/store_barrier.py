@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from shardcore.errors import AgreementError, MissingRanksError
-from shardcore.mesh import time_limit
+from shardcore.mesh.axes import time_limit
 
 _POLL = 0.05  # seconds between two looks into the store, at most
 _BEAT = 1.0  # seconds between two signs of life of the writer, at most

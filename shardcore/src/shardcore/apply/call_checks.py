@@ -30,7 +30,8 @@ from shardcore.agree.agreement import is_alone
 from shardcore.agree.fingerprint import checksum
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import AgreementError, ShardcoreWarning
-from shardcore.mesh import ShardContext, Sizes, axis_name, host_group
+from shardcore.mesh.axes import Sizes, axis_name, host_group
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import VocabEmbedding
 from shardcore.nn.same_inputs import ALIKE, KIND, Brought, compare_inputs
 
@@ -105,7 +106,7 @@ def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
                 f"{here} on rank {first}, and {there} on rank {other}. Ranks that share a model need the same batch: "
                 "divide data by replicas and not by ranks, for instance with a sampler that has "
                 "num_replicas=context.sizes.replicas and rank=context.replica, where "
-                "context = shardcore.mesh.context_of(model), or with shardcore.ShardedDataLoader, and seed its "
+                "context = shardcore.mesh.context.context_of(model), or with shardcore.ShardedDataLoader, and seed its "
                 "shuffling alike on all ranks. The order of a set of texts differs between processes unless "
                 "PYTHONHASHSEED is set. ShardConfig.check_inputs_every says how often this is looked at"
             )

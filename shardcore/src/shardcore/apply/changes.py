@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from typing_extensions import override
 
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.layout import ExpertsLayout, GroupShardedLayout, Layout, Specs, distribute
 from shardcore.nn.sequence.shard import SequenceShard

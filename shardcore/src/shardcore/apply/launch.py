@@ -16,7 +16,7 @@ from shardcore.apply.errors import tell_once
 from shardcore.apply.restarts import store_of
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
-from shardcore.mesh import accelerator
+from shardcore.mesh.axes import accelerator
 
 
 def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:

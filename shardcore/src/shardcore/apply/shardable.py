@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import is_packed
 from shardcore.errors import AlreadyShardedError, ConfigError, NotSupportedError
-from shardcore.mesh import context_of
+from shardcore.mesh.context import context_of
 from shardcore.nn import ParallelMixin
 
 

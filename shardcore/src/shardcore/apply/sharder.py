@@ -30,7 +30,7 @@ from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
 from shardcore.config.pipelining import SPLIT_SCHEDULES
 from shardcore.errors import ConfigError, PartlyShardedError
-from shardcore.mesh import ShardContext, set_alone, set_context, set_part_of
+from shardcore.mesh.context import ShardContext, set_alone, set_context, set_part_of
 from shardcore.nn.intact import Intact
 from shardcore.nn.loading import take_full_tensors
 from shardcore.nn.partial import require_sums

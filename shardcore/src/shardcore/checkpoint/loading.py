@@ -18,7 +18,7 @@ from shardcore.checkpoint.saving import Saves
 from shardcore.checkpoint.snapshot import replica_of, set_generators
 from shardcore.checkpoint.state import ModelState, restored, set_values
 from shardcore.errors import CheckpointError
-from shardcore.mesh import unwrapped
+from shardcore.mesh.context import unwrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from shardcore.agree.agreement import Report, agree
 from shardcore.agree.fingerprint import Item
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import MissingRanksError, ShardcoreError
-from shardcore.mesh import DATA_AXES, axis_name, context_of, host_group
+from shardcore.mesh.axes import DATA_AXES, axis_name, host_group
+from shardcore.mesh.context import context_of
 
 Value = TypeVar("Value")
 

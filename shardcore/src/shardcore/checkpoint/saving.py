@@ -23,7 +23,7 @@ from shardcore.checkpoint.dcp import Writer, entries_of, own_parts
 from shardcore.checkpoint.ranks import RankGroup
 from shardcore.checkpoint.snapshot import Snapshot, merged
 from shardcore.errors import CheckpointError, ConfigError
-from shardcore.mesh import unwrapped
+from shardcore.mesh.context import unwrapped
 
 _SAVES = "_shardcore_saves"  # on the model
 

@@ -22,7 +22,8 @@ from shardcore.checkpoint.ranks import RankGroup
 from shardcore.checkpoint.state import ModelState, optimizer_state
 from shardcore.checkpoint.values import encoded
 from shardcore.errors import AgreementError, ConfigError
-from shardcore.mesh import DATA_AXES, axis_name, context_of, division_of
+from shardcore.mesh.axes import DATA_AXES, axis_name
+from shardcore.mesh.context import context_of, division_of
 from shardcore.nn.mixin import native_class
 
 

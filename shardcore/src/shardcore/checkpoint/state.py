@@ -17,7 +17,7 @@ from shardcore.checkpoint.values import decoded, encoded
 from shardcore.comm.dtensor_params import is_packed, local_tensor
 from shardcore.comm.parts import check_parts, laid_out, split_dim
 from shardcore.errors import CheckpointError, ConfigError, NotSupportedError
-from shardcore.mesh import division_of
+from shardcore.mesh.context import division_of
 from shardcore.nn.optimizers import split_whole_state
 
 # Parts of names that wrappers of modules add.

@@ -15,7 +15,7 @@ from shardcore.compile.parts import Delegates, Part, PartFinder, Rules, joined_s
 from shardcore.compile.switches import optimize
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
-from shardcore.mesh import device_type_here
+from shardcore.mesh.axes import device_type_here
 from shardcore.plan import Choice, ParameterPlan, PartPlan, ShardPlan, Stages
 from shardcore.plan.steps import ScopeRandomness, Step
 from shardcore.policy import Heads, Policy

@@ -16,7 +16,8 @@ from shardcore.config.pipelining import PIPELINE_FIELDS, SCHEDULE_NAMES, SPLIT_S
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.config.sizes import SIZES, check_experts, check_place, fill_in, sizes_of_place
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import ContextMode, PartialGradients, Sizes, build_mesh, group_of, mesh_of_group
+from shardcore.mesh.axes import Sizes, build_mesh, group_of, mesh_of_group
+from shardcore.mesh.context import ContextMode, PartialGradients
 
 #: Short names of `shardcore.shard`, and the fields they stand for.
 SHORT_NAMES = {

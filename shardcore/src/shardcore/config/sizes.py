@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardcore
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import AXES, Sizes, axis_name
+from shardcore.mesh.axes import AXES, Sizes, axis_name
 
 SIZES = (
     "tensor_parallel_size",

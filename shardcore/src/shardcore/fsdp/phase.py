@@ -23,7 +23,8 @@ from shardcore.errors import ConfigError, NotSupportedError, PlanError, Problem
 from shardcore.fsdp.optimizers import check_optimizer, repoint, tied_outside
 from shardcore.fsdp.same_units import SameUnits
 from shardcore.fsdp.scalars import replicate_scalars
-from shardcore.mesh import DATA_AXES, ShardContext, Sizes, axis_name
+from shardcore.mesh.axes import DATA_AXES, Sizes, axis_name
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import SegmentedLayout
 from shardcore.nn.experts.expert_parallel import ExpertParallel
 from shardcore.nn.fsdp_units import prepare_units, require_known_fsdp

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import copy_to_tp, split_to_tp
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 
 
 class Argument(NamedTuple):

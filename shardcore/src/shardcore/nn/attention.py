@@ -26,7 +26,7 @@ from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows
 from shardcore.comm.strided import Runs, install, torch_lacks
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext, as_context
+from shardcore.mesh.context import ShardContext, as_context
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ExchangedLayout, Layout, ReplicatedLayout, SegmentedLayout, ShardedLayout

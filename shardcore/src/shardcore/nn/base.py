@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.errors import WrapError
-from shardcore.mesh import ShardContext, as_context
+from shardcore.mesh.context import ShardContext, as_context
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout, distribute
 from shardcore.nn.living import is_living

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 from typing_extensions import override
 
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import with_methods
 from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.mixin import once

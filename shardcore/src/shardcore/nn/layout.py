@@ -16,7 +16,7 @@ from shardcore._torch import DTensorSpec
 from shardcore.comm.collectives import Channel, chunk_bounds
 from shardcore.comm.dtensor_params import spec_of, with_spec
 from shardcore.comm.strided import Runs, segment_runs, segmented
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 
 
 def last_rank_is_empty(size: int, ranks: int) -> bool:

@@ -18,7 +18,7 @@ from shardcore._torch import DTensorSpec
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import part_of, split_dim
 from shardcore.errors import WrapError
-from shardcore.mesh import division_of
+from shardcore.mesh.context import division_of
 
 
 def take_full_tensors(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from shardcore.comm.collectives import copy_to_tp, reduce_from_tp
 from shardcore.comm.dtensor_params import read_partial
 from shardcore.comm.exchange import misused
 from shardcore.comm.strided import Runs
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import Layout, ReplicatedLayout

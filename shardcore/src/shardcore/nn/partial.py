@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardcore._torch import SCALES_PARTIAL
 from shardcore.comm.dtensor_params import all_reduce_bucket, local_tensor, spec_of, with_spec
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import ShardContext, context_of, is_alone, unwrapped
+from shardcore.mesh.context import ShardContext, context_of, is_alone, unwrapped
 
 
 def reduce_partial_gradients(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin, with_methods
 from shardcore.nn.mixin import native_class, once
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from shardcore._torch import backward_task
 from shardcore.comm.dtensor_params import read_local, read_partial, splits_on_tp
 from shardcore.comm.strided import Runs
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from shardcore._torch import backward_task, in_transform
 from shardcore.errors import NotSupportedError, PlanError, Problem, WrapError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.intact import Intact
 from shardcore.nn.mixin import add_mixin

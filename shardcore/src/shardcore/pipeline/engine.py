@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.fsdp.accumulation import Accumulation
-from shardcore.mesh import Division, ShardContext, set_division
+from shardcore.mesh.context import Division, ShardContext, set_division
 from shardcore.mesh.random_stream import mix
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.losses import Loss, Weight, own_loss, shares_of, wide

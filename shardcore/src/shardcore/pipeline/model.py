@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
 from shardcore.pipeline.engine import Pipeline, pipeline_of, set_pipeline

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError
-from shardcore.mesh import context_of, group_of, unwrapped
+from shardcore.mesh.axes import group_of
+from shardcore.mesh.context import context_of, unwrapped
 from shardcore.pipeline.engine import pipeline_of
 
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardcore.agree.agreement import Report, agree
 from shardcore.comm.dtensor_params import local_tensor
-from shardcore.mesh import ShardContext, axis_name, group_of
+from shardcore.mesh.axes import axis_name, group_of
+from shardcore.mesh.context import ShardContext
 from shardcore.pipeline.metadata import TensorMeta
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from shardcore.config import ShardConfig
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn import Layout
 from shardcore.nn.layout import ExpertsLayout, ReplicatedLayout
 from shardcore.plan.digest import Choice, to_data

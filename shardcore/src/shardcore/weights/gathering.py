@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from shardcore.comm.parts import Block, copies_of
 from shardcore.comm.raw import as_bytes
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import device_type_of, nearest_context
+from shardcore.mesh.axes import device_type_of
+from shardcore.mesh.context import nearest_context
 
 
 class Transport:

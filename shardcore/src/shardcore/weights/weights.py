@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from shardcore._progress import Progress
 from shardcore.errors import ConfigError, ShardcoreWarning
-from shardcore.mesh import ShardContext, device_type_here
+from shardcore.mesh.axes import device_type_here
+from shardcore.mesh.context import ShardContext
 from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore.weights.files import Files

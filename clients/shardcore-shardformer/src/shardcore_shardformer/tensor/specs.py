@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.mesh import device_type_of
+from shardcore.mesh.axes import device_type_of
 
 
 class ProcessGroup:

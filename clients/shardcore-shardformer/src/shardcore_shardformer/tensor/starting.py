@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardcore.apply.launch import launch_from_torch
 from shardcore.errors import ConfigError
-from shardcore.mesh import device_type_of
+from shardcore.mesh.axes import device_type_of
 
 
 def launch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore_planner import Slot
 from shardcore_planner.cli.colours import KINDS_OF_WORK
 

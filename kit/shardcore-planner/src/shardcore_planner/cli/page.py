@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import heading, names_together
 from shardcore_cli.tables import in_words

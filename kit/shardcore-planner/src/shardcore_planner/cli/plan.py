@@ -14,7 +14,7 @@ from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.inferred import inference
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore.plan import ShardPlan
 from shardcore.policy import Policy
 from shardcore_cli.tables import in_words, say, show_table

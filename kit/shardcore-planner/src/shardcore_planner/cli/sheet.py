@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from shardcore.mesh import Sizes
+from shardcore.mesh.axes import Sizes
 from shardcore.plan import ShardPlan
 from shardcore_planner.cli.colours import STYLE
 from shardcore_planner.cli.cuts import Cutting, cuttings, shape_in_words

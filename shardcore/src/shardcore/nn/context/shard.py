@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardcore._private import CONTEXT, require
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.context.attention import Groups
 from shardcore.nn.context.places import Places, gather_tokens, tokens_of, total
 from shardcore.nn.libraries import ask

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import packed
 from shardcore.comm.experts import share_gradient, touch_elsewhere
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.sequence.shard import SequenceShard, enter_region, leave_region

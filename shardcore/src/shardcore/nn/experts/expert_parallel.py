@@ -22,7 +22,7 @@ from shardcore.comm import norms
 from shardcore.comm.collectives import Channel, chunk_bounds
 from shardcore.comm.dispatch import combine, dispatch, plan_dispatch
 from shardcore.comm.experts import touch
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.tensor_parallel import Cut, ExpertTensorParallel
 from shardcore.nn.layout import ExpertsLayout, Layout, last_rank_is_empty

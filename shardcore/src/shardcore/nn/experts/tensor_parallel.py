@@ -12,7 +12,7 @@ from typing_extensions import override
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.dtensor_params import expect_dtensor, read_local
 from shardcore.comm.strided import install, torch_lacks
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.layout import Layout, SegmentedLayout, ShardedLayout, last_rank_is_empty
 from shardcore.nn.replicated import HeadParameters
 

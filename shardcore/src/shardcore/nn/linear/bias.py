@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.linear.parallel import ColumnLinear
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, reduce_from_tp
 from shardcore.comm.dtensor_params import expect_dtensor, read_local
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.layout import Layout, ShardedLayout, last_rank_is_empty

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from shardcore.comm.strided import install, segment_runs, torch_lacks
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.layout import Layout, ReplicatedLayout, SegmentedLayout, last_rank_is_empty
 from shardcore.nn.linear.members import ParallelLinear
 from shardcore.nn.linear.parallel import ColumnLinear

@@ -20,7 +20,7 @@ from typing_extensions import override
 from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows, gather_rows
 from shardcore.comm.strided import Runs
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ExchangedLayout, GroupShardedLayout, ReplicatedLayout

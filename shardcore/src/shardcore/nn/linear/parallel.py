@@ -13,7 +13,7 @@ from shardcore.comm.collectives import copy_to_tp, gather_from_tp, split_to_tp
 from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows, misused
 from shardcore.comm.strided import Runs
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import (
     ExchangedLayout,

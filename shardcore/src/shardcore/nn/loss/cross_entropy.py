@@ -22,7 +22,7 @@ from torch.autograd import Function
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import local_tensor, spec_of, with_spec
 from shardcore.comm.gradients import LEAVES
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.linear.functional import autocast
 
 #: A function of logits that treats each by itself.

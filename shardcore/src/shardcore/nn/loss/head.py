@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.linear.parallel import ColumnLinear
 from shardcore.nn.loss.cross_entropy import Vocabulary

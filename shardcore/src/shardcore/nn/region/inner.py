@@ -26,7 +26,7 @@ from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, spec_of,
 from shardcore.comm.gradients import Flow, GradPlacement
 from shardcore.comm.sequence import Gathering, all_gather_tokens, gather_sequence, start_reduce_scatter
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, product, weight_gradient
 from shardcore.nn.linear.members import Member
 from shardcore.nn.randomness import DropoutSites

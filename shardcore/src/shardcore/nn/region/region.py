@@ -28,7 +28,7 @@ from shardcore.comm.dtensor_params import gathered_part, local_tensor, spec_of, 
 from shardcore.comm.gradients import Flow, GradPlacement
 from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.linear.functional import autocast, bias_gradient, cast, flat, product, weight_gradient
 from shardcore.nn.linear.members import Member, Reading, read_together

@@ -22,7 +22,7 @@ from shardcore.comm.sequence import (
     scatter_sequence,
 )
 from shardcore.errors import NotSupportedError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 
 
 class _State(NamedTuple):

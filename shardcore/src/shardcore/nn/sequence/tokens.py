@@ -16,7 +16,7 @@ from typing_extensions import override
 from shardcore._torch import backward_task
 from shardcore.comm.sequence import local_tokens, scatter_sequence
 from shardcore.errors import NotSupportedError, ShardcoreError
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.randomness import DropoutSites

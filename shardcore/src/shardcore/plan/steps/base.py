@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from shardcore.errors import Problem
-from shardcore.mesh import ShardContext
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.costs import Collective, Site

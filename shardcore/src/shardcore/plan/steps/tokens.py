@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import Channel
 from shardcore.errors import Problem
-from shardcore.mesh import ShardContext, group_of_ranks
+from shardcore.mesh.axes import group_of_ranks
+from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.context.attention import Groups
 from shardcore.nn.context.logits import ContextHead
